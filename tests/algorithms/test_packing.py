@@ -1,0 +1,84 @@
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titanrl.algorithms.packing import LINEAR_POSITIONS, balance, pack, row_cost
+
+
+def test_each_sequence_goes_to_the_fullest_row_that_still_holds_it() -> None:
+    # 6 and 5 open rows; 4 fits the first exactly; 3 joins 5; 2 fits the gap that 5 and 3 leave.
+    assert pack([4, 6, 3, 5, 2], row_tokens=10) == [[1, 0], [3, 2, 4]]
+
+
+def test_ties_are_broken_by_index() -> None:
+    assert pack([5, 5, 5, 5], row_tokens=10) == [[0, 1], [2, 3]]
+
+
+def test_nothing_to_pack_gives_no_rows() -> None:
+    assert pack([], row_tokens=10) == []
+
+
+def test_a_sequence_longer_than_a_row_is_named() -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens, .* row_tokens=10"):
+        pack([3, 11], row_tokens=10)
+
+
+@given(st.lists(st.integers(1, 64), max_size=200), st.integers(64, 200))
+def test_every_sequence_is_packed_once_and_no_row_overflows(lengths: list[int], row_tokens: int) -> None:
+    rows = pack(lengths, row_tokens)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in row) <= row_tokens for row in rows)
+    # At most one row is no more than half full.
+    assert len(rows) <= math.ceil(2 * sum(lengths) / row_tokens)
+
+
+@given(st.lists(st.lists(st.integers(1, 99), max_size=8, unique=True), min_size=1, max_size=30), st.randoms())
+def test_best_fit_decreasing_needs_at_most_eleven_ninths_of_the_fewest_rows(
+    cuts_by_row: list[list[int]], rng: random.Random
+) -> None:
+    # Full rows cut into pieces: the fewest rows that hold the pieces are known.
+    lengths = [end - start for cuts in cuts_by_row for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 100], strict=True)]
+    rng.shuffle(lengths)
+    assert len(pack(lengths, row_tokens=100)) <= 11 / 9 * len(cuts_by_row) + 6 / 9
+
+
+@pytest.mark.parametrize("num_sequences", [512, 10_000])
+def test_long_tailed_lengths_fill_the_rows(num_sequences: int) -> None:
+    lengths = np.random.default_rng(0).lognormal(mean=6.3, sigma=0.9, size=num_sequences).clip(16, 8192).astype(int).tolist()
+    rows = pack(lengths, row_tokens=8192)
+    assert sum(lengths) / (len(rows) * 8192) >= 0.97
+
+
+def test_cost_of_a_row_is_quadratic_in_its_sequences_not_in_the_row() -> None:
+    assert row_cost([3, 5]) == 9 + 25 + 8 * LINEAR_POSITIONS
+
+
+def test_rows_are_dealt_in_rounds_costliest_to_the_least_loaded() -> None:
+    # Round 1: 9, 8; round 2: 7 to the rank with 8, 2 to the one with 9; round 3: 1 to the rank with 11.
+    assert balance([7, 9, 1, 8, 2], num_ranks=2) == [[1, 4, 2], [3, 0]]
+
+
+def test_ranks_without_rows_get_an_empty_share() -> None:
+    assert balance([4], num_ranks=3) == [[0], [], []]
+
+
+@given(st.lists(st.integers(1, 1000), max_size=100), st.integers(1, 9))
+def test_shares_are_complete_and_even(costs: list[int], num_ranks: int) -> None:
+    ranks = balance(costs, num_ranks)
+    assert sorted(row for rank in ranks for row in rank) == list(range(len(costs)))
+    counts = [len(rank) for rank in ranks]
+    assert max(counts) - min(counts) <= 1
+    totals = [sum(costs[row] for row in rank) for rank in ranks]
+    assert max(totals) - min(totals) <= max(costs, default=0)
+
+
+def test_costs_of_full_rounds_are_near_equal() -> None:
+    lengths = np.random.default_rng(1).lognormal(mean=6.3, sigma=0.9, size=4096).clip(16, 8192).astype(int).tolist()
+    costs = [row_cost(lengths[index] for index in row) for row in pack(lengths, row_tokens=8192)]
+    costs = costs[: len(costs) // 8 * 8]
+    totals = [sum(costs[row] for row in rank) for rank in balance(costs, num_ranks=8)]
+    assert max(totals) / min(totals) < 1.01

@@ -1,0 +1,161 @@
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titanrl.algorithms.planning import plan_batch, plan_demonstrations
+from titanrl.config.schema import AlgorithmConfig
+from titanrl.types import BatchPlan, GroupRecord, SequencePlan
+
+RecordMaker = Callable[..., GroupRecord]
+
+
+def plan(
+    records: list[GroupRecord], *, row_tokens: int = 1000, rows_per_microbatch: int = 1, dp_size: int = 1, **algorithm
+) -> BatchPlan:
+    return plan_batch(
+        records,
+        algorithm=AlgorithmConfig(**algorithm),
+        constant_length=26,
+        row_tokens=row_tokens,
+        rows_per_microbatch=rows_per_microbatch,
+        dp_size=dp_size,
+    )
+
+
+def sequences(plan: BatchPlan) -> list[SequencePlan]:
+    return [sequence for microbatch in plan.microbatches for rank in microbatch.rows for row in rank for sequence in row]
+
+
+def test_a_small_batch_is_planned_as_by_hand(make_record: RecordMaker) -> None:
+    record = make_record(7, rewards=[1.0, 0.0, 0.5], num_sampled=[3, 5, 4], prompt_len=2)
+    batch = plan([record], row_tokens=8)
+    # The third rollout has reward = mean; of the others, 7 and 5 tokens do not share a row of 8. Weight 1 / (3 + 5 + 4).
+    good = SequencePlan(handle=record.handle, rollout=0, length=5, advantage=0.5, weight=1 / 12)
+    bad = SequencePlan(handle=record.handle, rollout=1, length=7, advantage=-0.5, weight=1 / 12)
+    assert [microbatch.rows for microbatch in batch.microbatches] == [(((bad,),),), (((good,),),)]
+    assert batch.records == (record,)
+    assert batch.num_tokens == 12
+    assert batch.packing_efficiency == 12 / 16
+
+
+def test_groups_without_payload_count_in_the_weights_but_do_not_run(make_record: RecordMaker) -> None:
+    mute = make_record(1, rewards=[1.0, 1.0], num_sampled=[10, 20], has_payload=False)
+    batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 6]), mute])
+    assert {sequence.handle.slot for sequence in sequences(batch)} == {0}
+    assert {sequence.weight for sequence in sequences(batch)} == {1 / 40}
+    assert batch.num_tokens == 40
+    assert len(batch.records) == 2
+
+
+def test_a_sequence_without_counted_tokens_does_not_run(make_record: RecordMaker) -> None:
+    batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 0])])
+    assert [sequence.rollout for sequence in sequences(batch)] == [0]
+
+
+def test_arrival_order_does_not_change_the_plan(make_record: RecordMaker) -> None:
+    rng = random.Random(3)
+    records = [make_record(i, [rng.random() for _ in range(8)], [rng.randint(1, 60) for _ in range(8)]) for i in range(12)]
+    expected = plan(records, row_tokens=100, rows_per_microbatch=3, dp_size=2)
+    for _ in range(5):
+        rng.shuffle(records)
+        assert plan(records, row_tokens=100, rows_per_microbatch=3, dp_size=2) == expected
+
+
+@given(st.data())
+def test_every_sequence_with_an_advantage_runs_once_and_ranks_have_equal_micro_batches(
+    make_record: RecordMaker, data: st.DataObject
+) -> None:
+    rewards = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4).filter(lambda r: len(set(r)) > 1)
+    lengths = st.lists(st.integers(1, 30), min_size=4, max_size=4)
+    records = [make_record(i, data.draw(rewards), data.draw(lengths)) for i in range(data.draw(st.integers(1, 8)))]
+    rows_per_microbatch, dp_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    batch = plan(records, row_tokens=40, rows_per_microbatch=rows_per_microbatch, dp_size=dp_size)
+    ran = sorted((sequence.handle.slot, sequence.rollout) for sequence in sequences(batch))
+    assert ran == [(r.index, i) for r in records for i in range(4) if r.rewards[i] != sum(r.rewards) / 4]
+    for microbatch in batch.microbatches:
+        assert len(microbatch.rows) == dp_size
+        assert any(microbatch.rows)
+        assert all(len(rank) <= rows_per_microbatch for rank in microbatch.rows)
+        assert all(sum(sequence.length for sequence in row) <= 40 for rank in microbatch.rows for row in rank)
+
+
+@pytest.mark.parametrize(
+    ("num_sampled", "losses"),
+    [
+        ([100, 900], [0.5, 0.3]),
+        ([900, 100], [0.3, 0.5]),
+        ([10, 90, 1, 299, 99, 201, 50, 150, 60, 40], [0.5, 0.5] + [0.3] * 8),
+    ],
+)
+@pytest.mark.parametrize(("rows_per_microbatch", "dp_size"), [(1, 1), (1, 2), (2, 1), (16, 3)])
+def test_token_mean_is_exact_however_the_batch_is_cut(
+    make_record: RecordMaker, num_sampled: list[int], losses: list[float], rows_per_microbatch: int, dp_size: int
+) -> None:
+    # 100 tokens of loss 0.5 and 900 of 0.3 have the mean 0.32; a mean of micro-batch means would say 0.4.
+    record = make_record(0, rewards=[0.1 * i for i in range(len(num_sampled))], num_sampled=num_sampled, prompt_len=0)
+    batch = plan([record], rows_per_microbatch=rows_per_microbatch, dp_size=dp_size)
+    partial_sums = [
+        sum(s.weight * num_sampled[s.rollout] * losses[s.rollout] for row in rank for s in row)
+        for microbatch in batch.microbatches
+        for rank in microbatch.rows
+    ]
+    assert sum(partial_sums) == pytest.approx(0.32, rel=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean", "constant", "sum"])
+def test_planning_every_group_twice_halves_the_weights_of_means(make_record: RecordMaker, reduction: str) -> None:
+    groups = [([1.0, 0.0], [3, 5]), ([0.0, 2.0], [7, 2])]
+    once = plan([make_record(i, *group) for i, group in enumerate(groups)], reduction=reduction)
+    twice = plan([make_record(i, *group) for i, group in enumerate(groups + groups)], reduction=reduction)
+    weights = {(s.handle.slot, s.rollout): s.weight for s in sequences(once)}
+    factor = 1.0 if reduction == "sum" else 0.5
+    assert len(sequences(twice)) == 2 * len(weights)
+    for sequence in sequences(twice):
+        assert sequence.weight == pytest.approx(factor * weights[sequence.handle.slot % 2, sequence.rollout], rel=1e-15)
+
+
+def test_advantage_and_reduction_follow_the_config(make_record: RecordMaker) -> None:
+    batch = plan([make_record(0, rewards=[0.0, 3.0], num_sampled=[1, 1])], advantage="rloo", reduction="constant")
+    assert {sequence.rollout: sequence.advantage for sequence in sequences(batch)} == {0: -3.0, 1: 3.0}
+    assert {sequence.weight for sequence in sequences(batch)} == {1 / 52}
+
+
+def test_more_ranks_than_rows_leaves_ranks_empty_and_counts_their_places(make_record: RecordMaker) -> None:
+    batch = plan([make_record(0, rewards=[0.0, 1.0], num_sampled=[8, 8], prompt_len=2)], row_tokens=20, dp_size=2)
+    assert [len(rank) for rank in batch.microbatches[0].rows] == [1, 0]
+    assert batch.packing_efficiency == 20 / 40
+
+
+def test_a_batch_without_any_signal_is_refused(make_record: RecordMaker) -> None:
+    with pytest.raises(AssertionError, match="rewards differ"):
+        plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 3], has_payload=False)])
+
+
+def test_a_group_with_signal_must_have_a_payload(make_record: RecordMaker) -> None:
+    with pytest.raises(AssertionError, match="group 4 has a signal but no payload"):
+        plan([make_record(4, rewards=[1.0, 0.0], num_sampled=[3, 3], has_payload=False)])
+
+
+def test_the_same_group_twice_is_refused(make_record: RecordMaker) -> None:
+    record = make_record(4, rewards=[1.0, 0.0], num_sampled=[3, 3])
+    with pytest.raises(AssertionError, match="twice"):
+        plan([record, record])
+
+
+def test_demonstrations_are_all_planned_with_the_same_weight_for_every_trained_token(make_record: RecordMaker) -> None:
+    record = make_record(0, rewards=[0.0, 0.0, 0.0], num_sampled=[3, 5, 8], prompt_len=2)
+    microbatches = plan_demonstrations(record, row_tokens=12, rows_per_microbatch=1, dp_size=2)
+    # Rows of 7 + 5 and of 10 tokens, one for each rank; weight 1 / (3 + 5 + 8).
+    [(left, right)] = [microbatch.rows for microbatch in microbatches]
+    assert [[sequence.length for sequence in row] for row in (*left, *right)] == [[7, 5], [10]]
+    assert {sequence.weight for row in (*left, *right) for sequence in row} == {1 / 16}
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, titanrl.algorithms.planning, titanrl.algorithms.schedule; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

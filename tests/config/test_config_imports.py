@@ -1,0 +1,29 @@
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+DRY_RUN = """
+import sys
+import time
+from titanrl.config import load_config, render_dry_run
+render_dry_run(load_config("configs/qwen3_8b_8gpu.yaml"))
+print(sorted({"torch", "vllm", "monarch", "transformers", "torchtitan", "reasoning_gym", "numpy", "rich"} & set(sys.modules)))
+print(time.process_time())
+"""
+
+
+def run_python(*arguments: str) -> str:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_dry_run_is_fast_and_loads_no_heavy_package() -> None:
+    loaded, seconds = run_python("-c", DRY_RUN).splitlines()
+    assert loaded == "[]"
+    assert float(seconds) < 1.5  # of processor time, so that a busy machine does not matter
+
+
+def test_the_module_prints_schema_and_reference() -> None:
+    assert run_python("-m", "titanrl.config", "schema").startswith('{\n  "$schema"')
+    assert run_python("-m", "titanrl.config", "docs").startswith("# Configuration\n")

@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titanrl.config import AlgorithmConfig, Config, ConfigError, dump_config, load_config
+from titanrl.config.strict_yaml import dump, parse
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_what_the_file_leaves_out_has_its_default(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "name: a\nnum_steps: 3\nrollout:\n  group_size: 4\n"))
+    assert config == Config(name="a", num_steps=3, rollout={"group_size": 4})
+    assert config.rollout.groups_per_step == 8
+    assert config.run_dir == Path("runs/a")
+
+
+def test_scientific_notation_without_a_point_is_a_number(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, "name: a\nnum_steps: 3\nalgorithm: {learning_rate: 1e-5, eps: 1E-8, weight_decay: 0}\n")
+    )
+    assert config.algorithm.learning_rate == 0.00001
+    assert config.algorithm.eps == 0.00000001
+    assert config.algorithm.weight_decay == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("off", "off"),
+        ("12:00:00", "12:00:00"),
+        ("2024-01-01", "2024-01-01"),
+        ("010", "010"),
+        ("12_000", 12000),
+        ("-.5e+3", -500.0),
+        ("true", True),
+        ("~", None),
+        ("", None),
+        ("'5'", "5"),
+        ("[1, a]", [1, "a"]),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    assert parse(f"key: {text}")[0] == {"key": value}
+    assert type(parse(f"key: {text}")[0]["key"]) is type(value)
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nnum_steps: 3\nrollout: {group_size: 4, groups_per_step: 2}\n")
+    config = load_config(
+        path, ["rollout.group_size=6", "rollout.group_size=16", "algorithm.betas=[0.5, 0.75]", "logging.console=off"]
+    )
+    assert (config.rollout.group_size, config.rollout.groups_per_step) == (16, 2)
+    assert config.algorithm.betas == (0.5, 0.75)
+    assert config.logging.console == "off"
+
+
+def test_an_override_can_make_remove_and_fill_a_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nnum_steps: 3\nwarm_start:\n")
+    assert load_config(path).warm_start is None
+    made = load_config(path, ["warm_start.num_steps=500"]).warm_start
+    assert made is not None
+    assert made.num_steps == 500
+    assert load_config(path, ["warm_start.num_steps=500", "warm_start=null"]).warm_start is None
+    assert load_config(path, ["data.task_config={min_terms: 2}", "data.task_config.max_terms=3"]).data.task_config == {
+        "min_terms": 2,
+        "max_terms": 3,
+    }
+
+
+def test_an_override_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nnum_steps: 3\n")
+    assert load_config(path, ["data.system_prompt=a=b"]).data.system_prompt == "a=b"
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nnum_steps: -1\nrollout:\n  group_sise: 4\ntrainer:\n  row_tokens: 7\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, ["seed=x"])
+    assert len(raised.value.messages) == 3
+    path = write(tmp_path, "name: a\nnum_steps: 1\ntrainer:\n  row_tokens: 51\n  parallelism: {tp: 4}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    assert len(raised.value.messages) == 3
+
+
+def test_a_rule_over_several_keys_also_holds_for_a_config_made_in_python() -> None:
+    with pytest.raises(ValueError, match="constant_length is read only when reduction is constant"):
+        AlgorithmConfig(constant_length=5)
+
+
+def test_what_is_dumped_is_read_back_equal(tmp_path: Path) -> None:
+    same = ["one", "list"]
+    config = Config(
+        name="a",
+        num_steps=3,
+        output_dir=tmp_path / "runs",
+        warm_start={},
+        data={"system_prompt": "Two\nlines: # yes", "task_config": {"a": "1e-5", "b": "off", "c": same, "d": same, "e": None}},
+        logging={"loggers": ["wandb"]},
+    )
+    assert load_config(write(tmp_path, dump_config(config))) == config
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.from_regex(r"[-+.0-9:eE_~]*")
+TREES = st.recursive(SCALARS, lambda children: st.lists(children) | st.dictionaries(st.text(), children), max_leaves=8)
+
+
+@given(TREES)
+def test_any_tree_survives_yaml(tree: object) -> None:
+    assert parse(dump({"key": tree}))[0] == {"key": tree}

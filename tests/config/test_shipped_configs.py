@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from titanrl.config import load_config, read_source, render_dry_run
+from titanrl.config.docs import reference_text, schema_text
+from titanrl.config.sizes import derive
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_the_documented_runs_have_configs() -> None:
+    names = {path.stem for path in CONFIGS}
+    assert names >= {"quickstart", "qwen3_0.6b_1gpu", "qwen3_0.6b_2gpu", "qwen3_0.6b_npu", "qwen3_8b_8gpu", "qwen3_32b_4hosts"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_loads_fits_and_says_how_to_run_it(path: Path) -> None:
+    config = load_config(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == f"# python -m titanrl.grpo --config configs/{path.name}"
+    assert "# yaml-language-server: $schema=schema.json" in lines
+    assert config.name == path.stem
+    assert derive(config).misfits == ()
+    assert "# Sizes\n" in render_dry_run(config, read_source(path))
+
+
+def test_the_quick_start_is_the_measured_recipe() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    assert config.warm_start is not None
+    assert config.data.task_config == {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
+    assert (config.algorithm.learning_rate, config.algorithm.num_warmup_steps) == (5e-5, 5)
+    # Two sequences of at most 58 tokens fit a row of 128, so 32 rows, 16 at once.
+    assert derive(config).max_microbatches == 2
+
+
+def test_the_schema_for_editors_is_up_to_date() -> None:
+    assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == schema_text(), (
+        "run: python -m titanrl.config schema > configs/schema.json"
+    )
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference_text(), (
+        "run: python -m titanrl.config docs > docs/config.md"
+    )
+
+
+def test_every_key_is_explained() -> None:
+    rows = [line for line in reference_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 80
+    assert not [row for row in rows if row.endswith("|  |")]

@@ -1,0 +1,119 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanrl.config import Config, RecipeConfig
+from titanrl.config.shapes import PUBLISHED, RECIPE_VOCAB_SIZE, ModelShape, checkpoint_shape, recipe_shape
+from titanrl.config.sizes import Memory, derive, gigabytes
+from titanrl.data import recipe
+
+
+def make_config(**sections: Any) -> Config:
+    return Config(name="a", num_steps=3, **sections)
+
+
+def test_the_recipe_model_has_408320_parameters() -> None:
+    # 112 * 128 embedding, also the head; 2 blocks of q, k, v, o, two head norms, gate, up, down, two norms; the last norm.
+    block = 128 * 128 + 128 * 64 + 128 * 64 + 128 * 128 + 2 * 32 + 3 * 128 * 384 + 2 * 128
+    assert recipe_shape(RecipeConfig()).num_parameters == 112 * 128 + 2 * block + 128 == 408_320
+
+
+def test_the_recipe_shape_is_the_one_its_checkpoint_gets(tmp_path: Path) -> None:
+    assert recipe.VOCAB_SIZE == RECIPE_VOCAB_SIZE
+    recipe.write_model_config(tmp_path, RecipeConfig(num_layers=3))
+    assert checkpoint_shape(tmp_path) == recipe_shape(RecipeConfig(num_layers=3))
+
+
+def test_published_models_have_the_parameters_they_are_said_to_have() -> None:
+    assert PUBLISHED["Qwen3-0.6B"].num_parameters == 596_049_920
+    assert PUBLISHED["Qwen3-8B"].num_parameters == 8_190_735_360
+    billions = {name.removeprefix("Qwen3-"): round(shape.num_parameters / 1e9, 1) for name, shape in PUBLISHED.items()}
+    # As their model cards say.
+    assert billions == {"0.6B": 0.6, "1.7B": 1.7, "4B": 4.0, "8B": 8.2, "14B": 14.8, "32B": 32.8}
+
+
+def test_a_model_that_is_not_there_yet_is_known_by_its_name() -> None:
+    for name in ("Qwen3-8B", "Qwen3-8B-Base"):
+        memory = derive(make_config(model={"path": f"nowhere/{name}"})).memory
+        assert memory is not None
+        assert memory.num_parameters == 8_190_735_360
+    assert derive(make_config(model={"path": "nowhere/Qwen3-9B"})).memory is None
+
+
+def test_sizes_of_the_default_recipe() -> None:
+    sizes = derive(make_config(rollout={"num_workers": 3}, trainer={"row_tokens": 200, "rows_per_microbatch": 4}))
+    assert sizes.processes == {"controller": 1, "trainer": 1, "generator": 1, "rollout": 3, "buffer": 1, "sandbox": 6}
+    assert sizes.sequences_per_step == 64
+    assert sizes.max_tokens_per_step == 64 * (64 + 26)
+    assert sizes.buffer_slots == 8
+    assert sizes.worst_staleness == 0
+    # Two sequences of 90 tokens fit a row of 200, so 32 rows, four at once.
+    assert sizes.max_microbatches == 8
+    assert sizes.memory == Memory(
+        num_parameters=408_320,
+        trainer_rank=408_320 * 4 * 4,
+        replica_weights=408_320 * 4,
+        # Keys and values of 2 layers x 2 heads x 32 floats are 1024 bytes a token.
+        kv_cache=256 * 90 * 1024,
+    )
+    assert sizes.misfits == ()
+
+
+def test_sharding_divides_the_state_and_replication_does_not() -> None:
+    parallelism = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    sizes = derive(make_config(trainer={"parallelism": parallelism, "dtype": "bfloat16"}, generator={"dtype": "bfloat16"}))
+    assert sizes.processes["trainer"] == 8
+    assert sizes.memory is not None
+    assert sizes.memory.trainer_rank == 408_320 * 4 * 2 // 4
+    assert sizes.memory.replica_weights == 408_320 * 2
+    # Two sequences a row, 32 rows over 4 data-parallel ranks, 16 at once.
+    assert sizes.max_microbatches == 1
+
+
+def misfits(**sections: Any) -> list[str]:
+    return [str(broken) for broken in derive(make_config(**sections)).misfits]
+
+
+def test_a_cache_too_small_on_cpu_is_pointed_out() -> None:
+    (text,) = misfits(device="cpu", generator={"kv_cache_bytes": 256 * 90 * 1024 - 1})
+    assert "take 23.6 MB of cache" in text
+    assert f"set generator.kv_cache_bytes to {256 * 90 * 1024}" in text
+    assert misfits(device="cpu", generator={"kv_cache_bytes": 256 * 90 * 1024}) == []
+
+
+def test_a_model_too_large_for_this_machine_is_pointed_out() -> None:
+    (text,) = misfits(device="cpu", model={"path": "nowhere/Qwen3-32B"}, generator={"kv_cache_bytes": 10**15})
+    # 32 762 123 264 parameters: 16 bytes each in the trainer, 4 in the generator, and the cache.
+    assert "trainer and generators need 1000655.2 GB" in text
+
+
+def test_a_rank_too_large_for_a_device_is_pointed_out() -> None:
+    (text,) = misfits(device="cuda", model={"path": "nowhere/Qwen3-8B"})
+    assert "a trainer rank needs 131.1 GB" in text
+    assert misfits(device="cuda", model={"path": "nowhere/Qwen3-8B"}, trainer={"parallelism": {"dp_shard": 2}}) == []
+
+
+def test_a_shared_device_must_be_divided() -> None:
+    shared = {"devices_per_host": 1, "share_devices": True}
+    (text,) = misfits(device="cuda", hosts=shared)
+    assert "set generator.vllm.gpu_memory_utilization" in text
+    assert misfits(device="cuda", hosts=shared, generator={"vllm": {"gpu_memory_utilization": 0.4}}) == []
+
+
+def test_with_an_unknown_device_too_few_accelerators_are_only_pointed_out() -> None:
+    (text,) = misfits(device="auto", hosts={"devices_per_host": 1})
+    assert text.endswith("on a CPU this does not matter")
+    assert misfits(device="cpu", hosts={"devices_per_host": 1}) == []
+
+
+def test_cache_bytes_of_a_token() -> None:
+    shape = ModelShape(hidden_size=8, num_layers=3, num_heads=4, intermediate_size=8, num_kv_heads=2, head_dim=5)
+    assert shape.kv_token_bytes("bfloat16") == 2 * 3 * 2 * 5 * 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(12, "12 B"), (1500, "1.5 kB"), (6_533_120, "6.5 MB"), (65_524_246_528, "65.5 GB")]
+)
+def test_bytes_have_a_unit_that_suits_them(num_bytes: int, text: str) -> None:
+    assert gigabytes(num_bytes) == text

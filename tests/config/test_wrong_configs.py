@@ -1,0 +1,212 @@
+"""Each mistake is answered with the place, the key and its value, the rule, and the fix."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from titanrl.config import ConfigError, load_config
+from titanrl.config.keys import sections
+from titanrl.config.strict_yaml import dump
+
+GOOD = "name: a\nnum_steps: 3\n"
+
+
+def complaint(folder: Path, text: str, *overrides: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    assert len(raised.value.messages) == 1, str(raised.value)
+    return str(raised.value).replace(str(folder), "configs")
+
+
+def test_unknown_key(tmp_path: Path) -> None:
+    assert complaint(tmp_path, GOOD + "rollout:\n  group_sise: 8\n") == (
+        "configs/run.yaml:4: rollout.group_sise=8\n"
+        "  rule: no such key in rollout\n"
+        "  fix:  did you mean rollout.group_size? Keys of rollout: groups_per_step, group_size, max_new_tokens, temperature, "
+        "dynamic_sampling, num_workers, starvation_timeout_s"
+    )
+
+
+def test_key_in_the_wrong_section(tmp_path: Path) -> None:
+    assert "did you mean rollout.group_size?" in complaint(tmp_path, GOOD + "group_size: 8\n")
+    text = complaint(tmp_path, GOOD, "rollouts.group_size=8")
+    assert text.startswith("override rollouts.group_size=8: rollouts=")
+    assert "did you mean rollout?" in text
+
+
+def test_wrong_type(tmp_path: Path) -> None:
+    assert complaint(tmp_path, 'name: a\nnum_steps: "5"\n') == (
+        'configs/run.yaml:2: num_steps="5"\n'
+        "  rule: must be an integer > 0\n"
+        "  fix:  take the quotes away. Optimizer steps of GRPO."
+    )
+    assert complaint(tmp_path, GOOD, "rollout.group_size=abc") == (
+        'override rollout.group_size=abc: rollout.group_size="abc"\n'
+        "  rule: must be an integer >= 2\n"
+        "  fix:  the default is 8. Completions per prompt; a single one has nothing to be compared with."
+    )
+    assert "name=5\n  rule: must be text" in complaint(tmp_path, "name: 5\nnum_steps: 3\n")
+    assert "seed=true\n  rule: must be an integer >= 0" in complaint(tmp_path, GOOD + "seed: true\n")
+    assert "dynamic_sampling=1\n  rule: must be true or false" in complaint(tmp_path, GOOD + "rollout: {dynamic_sampling: 1}\n")
+    assert "sandbox=5\n  rule: must be a section\n  fix:  put its keys under it" in complaint(tmp_path, GOOD + "sandbox: 5\n")
+    assert "algorithm.betas=[0.9]\n  rule: must be a list of 2 numbers" in complaint(
+        tmp_path, GOOD + "algorithm: {betas: [0.9]}\n"
+    )
+    assert "generator.vllm has the key 1\n  rule: its keys must be text" in complaint(
+        tmp_path, GOOD + "generator: {vllm: {1: 2}}\n"
+    )
+
+
+def test_out_of_range(tmp_path: Path) -> None:
+    assert complaint(tmp_path, GOOD + "algorithm:\n  betas: [0.9, 1.5]\n") == (
+        "configs/run.yaml:4: algorithm.betas[1]=1.5\n"
+        "  rule: must be a number >= 0 and < 1\n"
+        "  fix:  the default is [0.9, 0.95]. AdamW's moment decay rates."
+    )
+    assert "temperature=0.0\n  rule: must be a number > 0\n" in complaint(tmp_path, GOOD, "rollout.temperature=0.0")
+
+
+def test_missing_file_and_directory(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"nothing.yaml: configuration file\n  rule: must be a YAML file, but it does not exist"
+    ):
+        load_config(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match="but it is a directory"):
+        load_config(tmp_path)
+
+
+def test_not_yaml(tmp_path: Path) -> None:
+    assert complaint(tmp_path, GOOD + "rollout: [1\n") == (
+        "configs/run.yaml:3: rollout: [1\n"
+        "  rule: must be YAML: expected ',' or ']', but got '<stream end>'\n"
+        "  fix:  correct the syntax; text that holds ': ' or ' #' needs quotes"
+    )
+    assert "the key num_steps is here twice, first at line 2\n  fix:  keep one of them" in complaint(
+        tmp_path, GOOD + "num_steps: 4\n"
+    )
+    assert "twice" in complaint(tmp_path, "rollout: {group_size: 2, group_size: 3}\n")
+    assert "run.yaml:3: rollout: &x {}\n  rule: must be YAML: anchors" in complaint(tmp_path, GOOD + "rollout: &x {}\n")
+    assert "the tag !!python/name:os.system is not read" in complaint(tmp_path, "name: !!python/name:os.system\n").replace(
+        "tag:yaml.org,2002:", "!!"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", "is empty"), ("# nothing\n", "is empty"), ("- 1\n", "holds [1]"), ("abc\n", 'holds "abc"')]
+)
+def test_not_a_mapping(tmp_path: Path, text: str, found: str) -> None:
+    assert f"run.yaml:1: configuration file\n  rule: must be a mapping of keys, but it {found}" in complaint(tmp_path, text)
+
+
+def test_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"name: \xff\n")
+    with pytest.raises(ConfigError, match="must be readable UTF-8"):
+        load_config(path)
+
+
+def test_impossible_parallelism(tmp_path: Path) -> None:
+    assert complaint(tmp_path, GOOD + "trainer:\n  row_tokens: 255\n  parallelism:\n    tp: 3\n") == (
+        "configs/run.yaml:6: trainer.parallelism.tp=3, model.recipe.num_kv_heads=2 (default)\n"
+        "  rule: tp must divide the key and value heads\n"
+        "  fix:  set trainer.parallelism.tp to 2"
+    )
+    text = complaint(tmp_path, GOOD + "trainer:\n  parallelism: {dp_shard: 3}\nhosts: {kind: slurm}\n", "hosts.trainer_hosts=2")
+    assert text.startswith(
+        "override hosts.trainer_hosts=2: hosts.trainer_hosts=2, trainer.parallelism.dp_shard=3 (configs/run.yaml:4)\n"
+    )
+    assert "the hosts must share the 3 trainer ranks evenly\n  fix:  set hosts.trainer_hosts to 1" in text
+
+
+def test_unknown_dtype(tmp_path: Path) -> None:
+    assert complaint(tmp_path, GOOD + "trainer:\n  dtype: float16\n") == (
+        'configs/run.yaml:4: trainer.dtype="float16"\n  rule: must be one of float32, bfloat16\n  fix:  did you mean bfloat16?'
+    )
+
+
+@pytest.mark.parametrize("override", ["foo", "a..b=1", "=3", ".a=1", "a.=1"])
+def test_broken_override(tmp_path: Path, override: str) -> None:
+    assert complaint(tmp_path, GOOD, override) == (
+        f'override {override}: "{override}"\n'
+        "  rule: must be key.path=value, with a name between the dots\n"
+        "  fix:  write it like rollout.group_size=16"
+    )
+
+
+def test_override_whose_value_is_not_yaml(tmp_path: Path) -> None:
+    assert complaint(tmp_path, GOOD, "algorithm.betas=[0.9").startswith(
+        "override algorithm.betas=[0.9: algorithm.betas=[0.9\n  rule: the value must be YAML"
+    )
+
+
+def test_missing_key(tmp_path: Path) -> None:
+    assert complaint(tmp_path, "\nname: a\n") == (
+        "configs/run.yaml:2: num_steps is not given\n  rule: required\n  fix:  add `num_steps: ...`. Optimizer steps of GRPO."
+    )
+
+
+def test_rows_too_short_for_a_sequence(tmp_path: Path) -> None:
+    assert complaint(tmp_path, GOOD + "trainer: {row_tokens: 64}\n") == (
+        "configs/run.yaml:3: trainer.row_tokens=64, data.max_prompt_tokens=64 (default), rollout.max_new_tokens=26 (default)\n"
+        "  rule: a row must hold the longest prompt and completion\n"
+        "  fix:  set trainer.row_tokens to at least 90"
+    )
+    assert complaint(tmp_path, GOOD, "rollout.max_new_tokens=1000").startswith(
+        "override rollout.max_new_tokens=1000: trainer.row_tokens=256"
+    )
+
+
+def test_warm_start_without_demonstrations(tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD + "warm_start: {}\ndata: {task: gsm_symbolic}\n")
+    assert 'data.task="gsm_symbolic"' in text
+    assert "fix:  remove warm_start, or set data.task to chain_sum" in text
+
+
+def test_more_ranks_and_replicas_than_accelerators(tmp_path: Path) -> None:
+    one_device = GOOD + "hosts:\n  devices_per_host: 1\n"
+    assert load_config_text(tmp_path, one_device + "device: cpu\n")
+    text = complaint(tmp_path, one_device + "device: cuda\n")
+    assert "run.yaml:4: hosts.devices_per_host=1, generator.replicas=1 (default)\n" in text
+    assert "here 2\n  fix:  set hosts.devices_per_host to 2 if it has them" in text
+    assert load_config_text(tmp_path, one_device + "  share_devices: true\ndevice: cuda\n")
+    slurm = (
+        GOOD
+        + "device: cuda\nhosts: {kind: slurm, trainer_hosts: 2, devices_per_host: 2}\ntrainer: {parallelism: {dp_shard: 4}}\n"
+    )
+    assert load_config_text(tmp_path, slurm)
+    assert "here 3" in complaint(tmp_path, slurm, "generator.replicas=3")
+
+
+def load_config_text(folder: Path, text: str) -> bool:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path).name == "a"
+
+
+KEYS = [f"{section.path}.{key}".lstrip(".") for section in sections() for key in section.keys]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), children, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(key=st.sampled_from(KEYS), value=VALUES)
+def test_no_value_of_any_key_ends_in_anything_but_a_config_error(tmp_path: Path, key: str, value: object) -> None:
+    path = tmp_path / "run.yaml"
+    *parents, name = key.split(".")
+    tree: dict[str, object] = {name: value}
+    for parent in reversed(parents):
+        tree = {parent: tree}
+    path.write_text(dump({"name": "a", "num_steps": 3} | tree), encoding="utf-8")
+    for overrides in ([], [f"{key}.more=1"]):
+        with suppress(ConfigError):
+            load_config(path, overrides)

@@ -1,0 +1,115 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanrl.data.recipe import EOS_ID, write_tokenizer
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def test_text_becomes_the_ids_of_its_characters_and_phrases(tokenizer: Tokenizer) -> None:
+    # '7' is 0x37, so its id is 2 + 0x37 - 0x20 = 25; the last four ids are <think> </think> <answer> </answer>.
+    assert tokenizer.encode("<think>7</think> <answer>7</answer>") == [98, 25, 99, 2, 100, 25, 101]
+    assert tokenizer.encode("") == []
+
+
+def test_decoding_leaves_out_special_tokens_and_unused_ids(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([98, 25, 105, 99, 2, 100, EOS_ID, 0]) == "<think>7</think> <answer>"
+
+
+def test_each_token_has_a_text_for_people(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_text(i) for i in (0, 1, 2, 25, 98, 105)] == ["<pad>", "<eos>", " ", "7", "<think>", "<id 105>"]
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "caf\u00e9"])
+def test_text_without_a_token_is_refused(tokenizer: Tokenizer, text: str) -> None:
+    with pytest.raises(ValueError, match="no token for a part of"):
+        tokenizer.encode(text)
+
+
+def test_every_file_may_name_end_of_sequence_tokens_and_generation_comes_first(directory: Path) -> None:
+    assert load_tokenizer(directory).eos_ids == (1,)
+    (directory / "config.json").write_text('{"eos_token_id": 7}')
+    assert load_tokenizer(directory).eos_ids == (7, 1)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    assert load_tokenizer(directory).eos_ids == (9, 7, 1)
+
+
+def test_a_tokenizer_without_end_of_sequence_is_refused(directory: Path) -> None:
+    edit_config(directory, eos_token=None)
+    with pytest.raises(ValueError, match=r"give eos_token_id in generation_config\.json"):
+        load_tokenizer(directory)
+
+
+def test_the_pad_id_falls_back_to_the_end_of_sequence(directory: Path) -> None:
+    assert load_tokenizer(directory).pad_id == 0
+    edit_config(directory, pad_token=None, eos_token={"content": "<eos>"})
+    assert load_tokenizer(directory).pad_id == 1
+
+
+def test_chats_are_rendered_as_transformers_renders_them(directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert not load_tokenizer(directory).chat_template
+    edit_config(directory, chat_template=TEMPLATE)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.chat_template
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}]
+    ids = tokenizer.render_chat(messages)
+    assert tokenizer.decode(ids) == "[system] Add. [user] 1 + 2 = [assistant] "
+    reference = AutoTokenizer.from_pretrained(directory)
+    assert ids == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_chat_template_in_a_file_of_its_own_is_found(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.chat_template
+    assert tokenizer.decode(tokenizer.render_chat([{"role": "user", "content": "Hi"}])) == "[user] Hi [assistant] "
+
+
+def test_older_files_without_tokenizer_json_are_converted(tmp_path: Path) -> None:
+    vocab = ["a", "b", "ab", "<|endoftext|>", "<|im_end|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("aba") == [2, 0]
+    assert tokenizer.decode([2, 0, 4]) == "aba"
+    assert (tokenizer.eos_ids, tokenizer.pad_id) == ((4,), 3)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer here; give a folder with tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_reading_a_tokenizer_imports_no_heavy_library(recipe_dir: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+import titanrl.data.demonstrations, titanrl.data.recipe, titanrl.data.streams
+from titanrl.data.tokenizer import load_tokenizer
+assert load_tokenizer(Path({str(recipe_dir)!r})).encode("<think>") == [98]
+print({{"torch", "transformers", "reasoning_gym"}} & sys.modules.keys())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"

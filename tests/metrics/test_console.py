@@ -1,0 +1,230 @@
+import io
+import subprocess
+import sys
+
+import pytest
+import rich.console
+import rich.text
+
+from titanrl.metrics.console import Console, resolve
+from titanrl.metrics.phases import PhaseTimer
+from titanrl.types import StepMetrics
+
+VALUES = {
+    "reward/mean": 0.25,
+    "tokens/response_len_mean": 14.25,
+    "policy/entropy": 0.5,
+    "grad/norm": 1.5,
+    "mismatch/logprob_abs_mean": 1.5e-6,
+    "mismatch/logprob_abs_max": 3.5e-5,
+    "staleness/max": 2.0,
+    "perf/gen_tokens_per_s": 9120.0,
+    "perf/train_tokens_per_s": 34_000.0,
+    "time/generate_s": 0.5,
+    "time/train_s": 0.25,
+    "sync/push_s": 0.01,
+    "sync/pull_s": 0.02,
+}
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(number: int, **changes: float) -> StepMetrics:
+    return StepMetrics(step=number, version=number, values=VALUES | changes)
+
+
+def terminal(width: int) -> rich.console.Console:
+    return rich.console.Console(file=io.StringIO(), force_terminal=True, width=width, height=40, legacy_windows=False)
+
+
+def text_of(console: rich.console.Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_plain_mode_prints_a_header_and_an_aligned_row(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    console = Console("plain", total_steps=100, clock=clock)
+    clock.now = 12.0
+    console.evaluation("chain_sum", 0, 0.27)
+    console.step(step(1))
+    evaluation, header, row = capsys.readouterr().out.splitlines()
+    assert evaluation == "   12.0 s  held-out chain_sum: 0.270 at version 0"
+    names = "elapsed step reward mean10 heldout length entropy grad_norm mismatch stale gen_tok/s train_tok/s step_s sync_s"
+    assert header.split() == names.split()
+    cells = "12.0 s 1/100 0.250 0.250 0.270 14.2 0.500 1.5 1.5e-06 2 9.1k 34k 0.75 0.030"
+    assert row.split() == cells.split()
+    assert len(row) == len(header)
+    assert row.endswith("0.75   0.030")
+
+
+def test_plain_mode_shows_the_first_step_every_tenth_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console("plain", total_steps=34, clock=Clock())
+    for number in range(1, 35):
+        console.step(step(number))
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[2] for row in rows] == ["1/34", "10/34", "20/34", "30/34", "34/34"]
+
+
+def test_plain_mode_shows_every_slow_step(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    console = Console("plain", total_steps=100, clock=clock)
+    for number in range(1, 4):
+        clock.now += 60.0
+        console.step(step(number))
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["1:00", "2:00", "3:00"]
+
+
+def test_mean10_is_the_mean_of_the_last_ten_rewards(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console("plain", total_steps=20, clock=Clock())
+    for number in range(1, 21):
+        console.step(step(number, **{"reward/mean": number / 100}))
+    assert capsys.readouterr().out.splitlines()[-1].split()[4] == "0.155"  # of 0.11 to 0.20
+
+
+def test_a_step_without_most_metrics_has_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    Console("plain", total_steps=1, clock=Clock()).step(StepMetrics(step=1, version=1, values={}))
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["0.0", "s", "1/1", *("-" * 12)]
+
+
+def test_plain_mode_tells_the_phases_of_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    console = Console("plain", total_steps=1, clock=clock)
+    console.banner(["GRPO on chain_sum"])
+    console.phase("spawning", "trainer 1 rank")
+    clock.now = 3.5
+    console.phase("loading trainer")
+    for done in (115, 230, 345, 460):
+        clock.now += 2.5
+        console.progress("warm start", done, 460, "loss 0.1")
+    console.note("ready")
+    console.done(["learned"])
+    assert capsys.readouterr().out.splitlines() == [
+        "GRPO on chain_sum",
+        "    0.0 s  spawning              trainer 1 rank",
+        "    3.5 s  loading trainer",
+        "    8.5 s  warm start            230/460  loss 0.1",
+        "   13.5 s  warm start            460/460  loss 0.1",
+        "   13.5 s  ready",
+        "learned",
+    ]
+
+
+def test_plain_mode_has_no_control_codes_even_where_colour_is_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = Console("plain", total_steps=1)
+    console.phase("spawning")
+    console.step(step(1))
+    console.warn("slow [generator]")
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert captured.err == "warning: slow [generator]\n"
+    assert "warning" not in captured.out
+
+
+def test_off_prints_nothing_but_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console("off", total_steps=1) as console:
+        console.banner(["hello"])
+        console.phase("spawning")
+        console.progress("warm start", 1, 1)
+        console.step(step(1))
+        console.evaluation("chain_sum", 1, 0.5)
+        console.note("a note")
+        console.warn("a warning")
+        console.done(["the end"])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "warning: a warning\n"
+
+
+def test_auto_is_plain_where_stdout_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not sys.stdout.isatty()
+    assert resolve("auto") == "plain"
+    assert resolve("live") == "live"
+
+
+@pytest.mark.parametrize("width", [10, 20, 60, 100, 200])
+def test_live_mode_draws_at_any_width_and_gives_the_cursor_back(width: int) -> None:
+    out, clock = terminal(width), Clock()
+    with Console("live", total_steps=20, title="TitanRL quickstart", out=out, err=out, clock=clock) as console:
+        timer = PhaseTimer(on_change=console.current_phase, clock=clock)
+        console.banner(["GRPO on chain_sum"])
+        console.phase("spawning", "trainer 1 rank")
+        console.progress("warm start", 230, 460, "loss 0.1")
+        console.evaluation("chain_sum", 0, 0.27)
+        for number in range(1, 21):
+            with timer.phase("train"):
+                clock.now += 0.5
+                console.step(step(number))
+        console.warn("careful")
+        console.note("noted")
+        console.evaluation("chain_sum", 20, 0.96)
+        console.done(["learned"])
+    text = text_of(out)
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert text.rstrip().endswith("learned")
+
+
+def test_live_mode_shows_the_figures_of_the_last_step() -> None:
+    out, clock = terminal(200), Clock()
+    with Console("live", total_steps=40, title="TitanRL quickstart", out=out, clock=clock) as console:
+        console.evaluation("chain_sum", 0, 0.27)
+        console.evaluation("chain_sum", 10, 0.5)
+        for number in range(1, 11):
+            clock.now += 2.0
+            console.step(step(number, **{"reward/mean": number / 10}))
+    final = text_of(out)
+    plain = rich.text.Text.from_ansi(final).plain
+    for expected in (
+        "TitanRL quickstart",
+        "10/40",
+        "20.0 s, 1:00 left",
+        "\u2581\u2582\u2583\u2583\u2584\u2585\u2586\u2586\u2587\u2588",
+        "0.270 -> 0.500",
+        "14.2 tokens",
+        "9.1k tokens/s",
+        "34k tokens/s",
+        "generate 0.50  train 0.25",
+        "0.030 s",
+        "3.5e-05",
+    ):
+        assert expected in plain
+
+
+def test_live_mode_gives_the_cursor_back_when_the_run_fails() -> None:
+    out = terminal(80)
+
+    def fail() -> None:
+        with Console("live", total_steps=2, out=out) as console:
+            console.step(step(1))
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert text_of(out).rindex("\x1b[?25h") > text_of(out).rindex("\x1b[?25l")
+
+
+def test_live_mode_may_be_closed_twice_and_without_ever_having_shown_anything() -> None:
+    out = terminal(80)
+    console = Console("live", total_steps=2, out=out)
+    console.close()
+    console.close()
+    assert text_of(out) == ""
+
+
+def test_what_shows_a_run_loads_no_heavy_library() -> None:
+    modules = "console, phases, report, series, sinks, trackers"
+    heavy = ("torch", "matplotlib", "jinja2", "monarch", "vllm", "transformers", "wandb", "tensorboard")
+    code = f"import sys; from titanrl.metrics import {modules}; print(sorted(set({heavy}) & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,167 @@
+"""Slots, records and starvation of the group buffer, without actors."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError, StarvationError
+from titanrl.types import GroupRecord
+
+
+def record(reservation: Reservation, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupRecord:
+    signal = len(set(rewards)) > 1
+    return GroupRecord(
+        index=reservation.index,
+        task="sums",
+        handle=reservation.handle,
+        has_payload=signal,
+        rewards=rewards,
+        reward_parts={"answer": rewards},
+        prompt_len=2,
+        lengths=(4,) * len(rewards),
+        num_sampled=(2,) * len(rewards),
+        num_truncated=0,
+        min_version=0,
+        max_version=0,
+        generate_s=0.0,
+        score_s=0.0,
+    )
+
+
+def buffer(num_slots: int = 2, *, dynamic_sampling: bool = False) -> GroupBuffer:
+    return GroupBuffer(num_slots=num_slots, num_shards=1, dynamic_sampling=dynamic_sampling)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 5))
+
+
+def test_a_batch_comes_in_prompt_order_whatever_finished_first() -> None:
+    async def scenario() -> None:
+        groups = buffer(3)
+        first, second, third = await groups.reserve(3)
+        for reservation in (third, first, second):
+            await groups.commit(record(reservation))
+        batch = await groups.take_batch(3, timeout_s=1)
+        assert [taken.index for taken in batch.records] == [0, 1, 2]
+        assert batch.next_index == 3
+
+    run(scenario())
+
+
+def test_no_prompt_is_admitted_until_a_batch_is_released() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        reservations = await groups.reserve(2)
+        waiting = asyncio.create_task(groups.reserve(2))
+        for reservation in reservations:
+            await groups.commit(record(reservation))
+        batch = await groups.take_batch(2, timeout_s=1)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await groups.release([taken.handle for taken in batch.records])
+        assert [reservation.index for reservation in await waiting] == [2, 3]
+
+    run(scenario())
+
+
+def test_a_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        first, second = await groups.reserve(2)
+        await groups.commit(record(first, (1.0, 1.0)))
+        await groups.commit(record(second))
+        batch = await groups.take_batch(2, timeout_s=1)
+        assert [taken.has_payload for taken in batch.records] == [False, True]
+        assert (batch.num_tried, batch.num_without_signal) == (2, 1)
+
+    run(scenario())
+
+
+def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
+    async def scenario() -> None:
+        groups = buffer(2, dynamic_sampling=True)
+        first, second = await groups.reserve(2)
+        await groups.commit(record(first, (0.0, 0.0)))
+        await groups.commit(record(second))
+        (third,) = await groups.reserve(2)
+        await groups.commit(record(third))
+        batch = await groups.take_batch(2, timeout_s=1)
+        assert [taken.index for taken in batch.records] == [1, 2]
+        assert (batch.num_tried, batch.num_without_signal) == (3, 1)
+
+    run(scenario())
+
+
+def test_a_batch_without_any_signal_is_tried_again_with_other_prompts() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        for reservation in await groups.reserve(2):
+            await groups.commit(record(reservation, (1.0, 1.0)))
+        taking = asyncio.create_task(groups.take_batch(2, timeout_s=5))
+        for reservation in await groups.reserve(2):
+            await groups.commit(record(reservation))
+        batch = await taking
+        assert [taken.index for taken in batch.records] == [2, 3]
+        assert (batch.num_tried, batch.num_without_signal) == (4, 2)
+
+    run(scenario())
+
+
+def test_starvation_says_how_many_groups_were_tried_and_why_none_served() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        for reservation, reward in zip(await groups.reserve(2), (0.0, 1.0), strict=True):
+            await groups.commit(record(reservation, (reward, reward)))
+        with pytest.raises(StarvationError, match=r"2 groups finished, 0 with a signal.*1 with every reward 0, 1 with every reward 1"):
+            await groups.take_batch(2, timeout_s=0.05)
+
+    run(scenario())
+
+
+def test_starvation_of_generation_is_told_apart() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        await groups.reserve(1)
+        with pytest.raises(StarvationError, match="no group finished in 0.05 s, 1 are under way"):
+            await groups.take_batch(2, timeout_s=0.05)
+
+    run(scenario())
+
+
+def test_a_failed_worker_ends_the_wait_for_a_batch() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        taking = asyncio.create_task(groups.take_batch(2, timeout_s=5))
+        await asyncio.sleep(0)
+        await groups.fail("ValueError: no prompts")
+        with pytest.raises(RolloutError, match="no prompts"):
+            await taking
+
+    run(scenario())
+
+
+def test_a_group_cannot_be_committed_twice() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        (reservation,) = await groups.reserve(1)
+        await groups.commit(record(reservation))
+        with pytest.raises(RuntimeError, match="without a reservation, or twice"):
+            await groups.commit(record(reservation))
+
+    run(scenario())
+
+
+def test_a_reused_slot_has_a_new_generation() -> None:
+    async def scenario() -> None:
+        groups = buffer(1)
+        (first,) = await groups.reserve(1)
+        await groups.commit(record(first))
+        batch = await groups.take_batch(1, timeout_s=1)
+        await groups.release([taken.handle for taken in batch.records])
+        (second,) = await groups.reserve(1)
+        assert (second.handle.slot, second.handle.generation) == (first.handle.slot, first.handle.generation + 1)
+
+    run(scenario())

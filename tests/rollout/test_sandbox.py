@@ -1,0 +1,501 @@
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanrl.config.schema import DataConfig, SandboxConfig
+from titanrl.rollout import confine
+from titanrl.rollout.sandbox import Answer, SandboxDied, SandboxUnavailable, Score, ScorerSpec, ScoringPool, scorer_spec
+
+pytestmark = pytest.mark.skipif(bool(confine.missing_features()), reason="this machine cannot confine processes")
+
+CONFIG = SandboxConfig(timeout_s=1.0, num_processes=2, memory_bytes=1 << 29)
+CARELESS = ScorerSpec(factory="titanrl.rollout.verifiers:imported", kwargs={"path": "careless_verifier:run"}, bounds=(0.0, 1.0))
+CARELESS_VERIFIER = '''
+import os, sys
+
+def run(text, entry):
+    """Executes what the model wrote, which may set `reward`; 1 if nothing stopped it."""
+    scope = {"entry": entry, "text": text}
+    exec(text, scope)
+    return scope.get("reward", 1.0)
+'''
+RIGHT: Answer = ("reward = 1.0", {})
+WRONG: Answer = ("reward = 0.0", {})
+FOREVER = "while True: pass"
+
+
+class Bench:
+    """A started pool, and the event loop it belongs to, for tests that are plain functions."""
+
+    def __init__(self, spec: ScorerSpec, config: SandboxConfig = CONFIG) -> None:
+        before = children(os.getpid())
+        self.runner = asyncio.Runner()
+        self.pool = ScoringPool(spec, config)
+        self.runner.run(self.pool.start())
+        (self.zygote,) = children(os.getpid()) - before
+
+    def score(self, *answers: Answer) -> list[Score]:
+        return self.runner.run(self.pool.score(answers))
+
+    def close(self) -> None:
+        self.runner.run(self.pool.close())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _careless_verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("scorers")
+    (folder / "careless_verifier.py").write_text(CARELESS_VERIFIER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def careless(_careless_verifier: None) -> Iterator[Bench]:
+    bench = Bench(CARELESS)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(scope="module")
+def gym() -> Iterator[Bench]:
+    tasks = ["chain_sum", "string_insertion", "countdown", "prime_factorization"]
+    datasets = [{"name": task, "weight": 1.0, "config": {}} for task in tasks]
+    bench = Bench(scorer_spec(DataConfig(task="composite", task_config={"datasets": datasets})))
+    yield bench
+    bench.close()
+
+
+@asynccontextmanager
+async def started(spec: ScorerSpec = CARELESS, config: SandboxConfig = CONFIG) -> AsyncIterator[ScoringPool]:
+    pool = ScoringPool(spec, config)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def entry(task: str, answer: str, **metadata: Any) -> dict[str, Any]:
+    return {"question": "", "answer": answer, "metadata": {"source_dataset": task, **metadata}}
+
+
+def rewards(scores: list[Score]) -> list[float]:
+    return [score.parts["answer"] for score in scores]
+
+
+def statuses(scores: list[Score]) -> list[str]:
+    return [score.status for score in scores]
+
+
+def parents() -> dict[int, int]:
+    """Parent of every process, zombies included."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def children(parent: int) -> set[int]:
+    return {pid for pid, ppid in parents().items() if ppid == parent}
+
+
+def descendants(parent: int) -> set[int]:
+    return children(parent).union(*map(descendants, children(parent)))
+
+
+def wait_until_gone(pids: set[int], timeout_s: float) -> set[int]:
+    """Those of the processes that still run after the time."""
+    deadline = time.monotonic() + timeout_s
+    running = set()
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            running.add(pid)
+        os.close(pidfd)
+    return running
+
+
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+# reasoning-gym's own verifiers
+
+
+def test_chain_sum_is_scored_by_the_last_answer_tags(gym: Bench) -> None:
+    right = entry("chain_sum", "7")
+    texts = ["4 + 3 <answer>7</answer>", "<answer>8</answer>", "7", "<answer>8</answer> no, <answer> 7.0 </answer>"]
+    scores = gym.score(*((text, right) for text in texts))
+    assert scores[0] == Score(parts={"answer": 1.0}, status="ok")
+    assert rewards(scores)[1] < 1.0
+    assert rewards(scores)[2:] == [0.0, 1.0]
+
+
+def test_an_answer_that_string_insertion_evaluates_writes_no_file(gym: Bench, tmp_path: Path) -> None:
+    target = tmp_path / "written"
+    payload = f"[open({str(target)!r}, 'w').write('x') and '' or 'ABC']"
+    assert eval(payload) == ["ABC"]  # the payload does write
+    target.unlink()
+    scores = gym.score((f"<answer>{payload}</answer>", entry("string_insertion", "ABC")))
+    assert (rewards(scores), target.exists()) == ([0.0], False)
+
+
+def test_a_countdown_answer_that_never_ends_costs_only_itself(gym: Bench) -> None:
+    puzzle = entry("countdown", "3 + 4", numbers=[3, 4], target=7)
+    started_s = time.monotonic()
+    scores = gym.score(
+        ("<answer>3 + 4</answer>", puzzle), ("<answer>9**9**9**9</answer>", puzzle), ("<answer>4 - 3</answer>", puzzle)
+    )
+    assert statuses(scores) == ["ok", "timeout", "ok"]
+    assert rewards(scores) == [1.0, 0.0, 0.05]
+    assert time.monotonic() - started_s < 8.0
+
+
+def test_a_verifier_that_raises_scores_zero_and_says_why(gym: Bench) -> None:
+    factors = entry("prime_factorization", "2 \u00d7 3")
+    scores = gym.score(("<answer>2 \u00d7 3</answer>", factors), ("<answer>two</answer>", factors))
+    assert rewards(scores) == [1.0, 0.0]
+    assert statuses(scores) == ["ok", "error"]
+    assert scores[1].detail.startswith("ValueError: ")
+
+
+# What an answer may try
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open('/tmp/written_by_an_answer', 'w')",
+        "open('/dev/shm/written_by_an_answer', 'w')",
+        "open(os.__file__, 'a')",
+        "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+        "os.chmod('/tmp', 0o777)",
+        "os.mkdir('/tmp/made_by_an_answer')",
+        "open('/etc/passwd')",
+        "open('/proc/self/environ')",
+        "open(f'/proc/{os.getppid()}/environ')",
+        "os.listdir(os.path.expanduser('~'))",
+        "os.listdir('/')",
+        "import socket; socket.socket()",
+        "import socket; socket.socketpair()",
+        "os.fork()",
+        "import threading; threading.Thread(target=print).start()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "os.execv('/bin/true', ['true'])",
+        "os.kill(os.getppid(), 9)",
+        "os.kill(os.getpid(), 9)",
+        "os.killpg(0, 9)",
+        "import fcntl; fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())",
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
+        "os.setpriority(os.PRIO_PROCESS, 0, 0)",
+        "import ctypes; c = ctypes.CDLL(None, use_errno=True); c.ptrace(16, os.getppid(), 0, 0); raise OSError(ctypes.get_errno(), '')",
+        "import ctypes; c = ctypes.CDLL(None, use_errno=True); c.syscall(425, 8, None); raise OSError(ctypes.get_errno(), 'io_uring')",
+    ],
+)  # fmt: skip
+def test_an_answer_is_denied(careless: Bench, attempt: str) -> None:
+    (score,) = careless.score((f"import os; {attempt}", {}))
+    assert (score.parts["answer"], score.status) == (0.0, "error")
+    assert score.detail.startswith(
+        ("PermissionError", "RuntimeError: can't start new thread", "ValueError: not allowed to raise")
+    )
+
+
+def test_an_answer_may_import_and_compute(careless: Bench) -> None:
+    assert careless.score(("import decimal, sqlite3, calendar; reward = float(decimal.Decimal('0.25'))", {}))[0] == Score(
+        parts={"answer": 0.25}, status="ok"
+    )
+
+
+def test_an_answer_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> list[Score]:
+        async with started() as pool:
+            return await pool.score([("import os; reward = float('HF_TOKEN' in os.environ)", {})])
+
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert asyncio.run(main()) == [Score(parts={"answer": 0.0}, status="ok")]
+
+
+@pytest.mark.parametrize("hoard", ["[0] * (1 << 30)", "import mmap; x = [mmap.mmap(-1, 1 << 26) for _ in range(1000)]"])
+def test_an_answer_that_takes_all_memory_is_stopped(careless: Bench, hoard: str) -> None:
+    assert statuses(careless.score((hoard, {}), RIGHT)) == ["error", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "status"),
+    [
+        ("import os; os._exit(0)", "crash"),
+        ("import ctypes; ctypes.string_at(0)", "crash"),
+        ("exit()", "error"),
+        (FOREVER, "timeout"),
+        ("import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN); signal.alarm(1)\n" + FOREVER, "timeout"),
+        ("reward = float('nan')", "error"),
+        ("reward = 1e30", "error"),
+        ("reward = 'much'", "error"),
+    ],
+)
+def test_a_bad_answer_costs_only_itself(careless: Bench, attempt: str, status: str) -> None:
+    scores = careless.score(RIGHT, (attempt, {}), WRONG)
+    assert statuses(scores) == ["ok", status, "ok"]
+    assert rewards(scores) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"not json", b"[" * 100_000, b"{}", b"[]", b"null", b"\xff", b"1" * 5000, b" " * (5 << 20)],
+    ids=["text", "deep", "object", "short", "null", "bytes", "digits", "flood"],
+)
+def test_a_forged_reply_costs_only_its_answer(careless: Bench, reply: bytes) -> None:
+    forge = textwrap.dedent(f"""
+        import os
+        for fd in range(3, 64):
+            try: os.write(fd, eval({repr(reply) if len(reply) < 100 else f"{reply[:1]!r} * {len(reply)}"!r}))
+            except OSError: pass
+        os._exit(0)
+    """)
+    scores = careless.score(RIGHT, (forge, {}))
+    assert (statuses(scores), rewards(scores)) == (["ok", "crash"], [1.0, 0.0])
+
+
+@pytest.mark.parametrize("result", [{"parts": {"other": 1.0}}, {"parts": {"answer": True}}, {"parts": {"answer": 2.0}}, 1, {}])
+def test_a_forged_score_is_an_error(careless: Bench, result: object) -> None:
+    tamper = f"import titanrl.rollout.zygote as zygote; zygote._score = lambda *_: {result!r}"
+    assert statuses(careless.score((tamper, {}), RIGHT)) == ["ok", "error"]
+
+
+def test_an_answer_that_tampers_with_the_scorer_reaches_its_own_group_only(careless: Bench) -> None:
+    tamper = "import titanrl.rollout.zygote as zygote; zygote._score = lambda *_: {'parts': {'answer': 1.0}}"
+    assert rewards(careless.score((tamper, {}), WRONG)) == [1.0, 1.0]  # the attack works
+    assert rewards(careless.score(WRONG, RIGHT)) == [0.0, 1.0]
+
+
+def test_an_error_is_told_in_printable_ascii(careless: Bench) -> None:
+    (score,) = careless.score((r"raise ValueError('\x1b[2J\ud800\n' + 'x' * 10_000)", {}))
+    assert score.detail.startswith(r"ValueError: \x1b[2J\ud800\nxxx")
+    assert len(score.detail) < 300
+
+
+# What a scorer is given
+
+
+def test_an_entry_arrives_as_it_is(careless: Bench) -> None:
+    given = {"answer": None, "metadata": {1: (2, {3})}}
+    assert rewards(careless.score((f"reward = float(entry == {given!r})", given))) == [1.0]
+
+
+def test_a_long_completion_keeps_its_end(careless: Bench) -> None:
+    text = "#" * (3 << 20) + "\nreward = float(len(text) == 1 << 20)"
+    assert rewards(careless.score((text, {}))) == [1.0]
+
+
+def test_no_answers_have_no_scores(careless: Bench) -> None:
+    assert careless.score() == []
+
+
+# Many groups, and faults
+
+
+def test_two_hundred_groups_leave_no_descriptor_open(careless: Bench) -> None:
+    async def main() -> list[list[Score]]:
+        return await asyncio.gather(*(careless.pool.score([RIGHT, (f"reward = {i} / 200", {})]) for i in range(200)))
+
+    before = num_descriptors(os.getpid()) + num_descriptors(careless.zygote)
+    assert [rewards(scores) for scores in careless.runner.run(main())] == [[1.0, i / 200] for i in range(200)]
+    under_way = 2 * 3 * CONFIG.num_processes  # both sides hold a few for each process that just now comes or goes
+    assert num_descriptors(os.getpid()) + num_descriptors(careless.zygote) <= before + under_way
+
+
+def test_a_reply_that_came_while_the_loop_was_busy_is_in_time(careless: Bench) -> None:
+    async def main() -> list[Score]:
+        scoring = asyncio.create_task(careless.pool.score([RIGHT]))
+        await asyncio.sleep(0.01)
+        time.sleep(CONFIG.timeout_s + 0.2)
+        return await scoring
+
+    assert statuses(careless.runner.run(main())) == ["ok"]
+
+
+def test_a_cancelled_group_frees_its_place(careless: Bench) -> None:
+    async def main() -> list[Score]:
+        hanging = [asyncio.create_task(careless.pool.score([(FOREVER, {})])) for _ in range(CONFIG.num_processes)]
+        await asyncio.sleep(0.1)
+        for task in hanging:
+            task.cancel()
+        return await careless.pool.score([RIGHT])
+
+    started_s = time.monotonic()
+    assert statuses(careless.runner.run(main())) == ["ok"]
+    assert time.monotonic() - started_s < CONFIG.timeout_s
+
+
+def test_idle_scoring_processes_killed_from_outside_cost_nothing(careless: Bench) -> None:
+    for pid in children(careless.zygote):
+        os.kill(pid, signal.SIGKILL)
+    assert rewards(careless.score(RIGHT, WRONG)) == [1.0, 0.0]
+
+
+def test_a_scoring_process_killed_at_work_costs_no_score(careless: Bench) -> None:
+    nap: Answer = ("import time; time.sleep(0.2)", {})
+
+    async def main() -> list[Score]:
+        scoring = asyncio.create_task(careless.pool.score([nap, WRONG]))
+        await asyncio.sleep(0.1)
+        for pid in children(careless.zygote):
+            os.kill(pid, signal.SIGKILL)
+        return await scoring
+
+    assert rewards(careless.runner.run(main())) == [1.0, 0.0]
+
+
+def test_a_dead_zygote_is_reported_and_the_pool_can_be_started_again() -> None:
+    async def main() -> list[Score]:
+        before = children(os.getpid())
+        async with started() as pool:
+            hanging = asyncio.create_task(pool.score([(FOREVER, {})]))
+            await asyncio.sleep(0.1)
+            (zygote,) = children(os.getpid()) - before
+            family = {zygote, *children(zygote)}
+            os.kill(zygote, signal.SIGKILL)
+            with pytest.raises(SandboxDied, match="status -9"):
+                await hanging
+            with pytest.raises(SandboxDied, match="status -9"):
+                await pool.score([RIGHT])
+            assert wait_until_gone(family, 2.0) == set()
+            await pool.close()
+            assert children(os.getpid()) == before
+            await pool.start()
+            return await pool.score([RIGHT])
+
+    assert statuses(asyncio.run(main())) == ["ok"]
+
+
+def test_close_ends_the_groups_under_way_and_leaves_nothing() -> None:
+    async def main() -> None:
+        pool = ScoringPool(CARELESS, CONFIG)
+        await pool.start()
+        groups = [asyncio.create_task(pool.score([(FOREVER, {})])) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        family = descendants(os.getpid()) - before
+        assert len(family) == 1 + CONFIG.num_processes
+        started_s = time.monotonic()
+        await pool.close()
+        assert time.monotonic() - started_s < CONFIG.timeout_s
+        assert parents().keys() & family == set()
+        outcomes = await asyncio.gather(*groups, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [SandboxDied] * 5
+        await pool.close()
+
+    before = descendants(os.getpid())
+    descriptors = num_descriptors(os.getpid())
+    asyncio.run(main())
+    assert num_descriptors(os.getpid()) == descriptors
+
+
+def test_everything_ends_with_a_parent_that_is_killed() -> None:
+    script = """
+        import asyncio
+        from titanrl.config.schema import SandboxConfig
+        from titanrl.rollout.sandbox import ScorerSpec, ScoringPool
+
+        async def main():
+            pool = ScoringPool(ScorerSpec(factory="titanrl.rollout.verifiers:exact"), SandboxConfig(timeout_s=60))
+            await pool.start()
+            print("started", flush=True)
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], env=environment, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"started\n"
+        family = descendants(parent.pid)
+        parent.kill()
+    assert len(family) >= 2
+    assert wait_until_gone(family, 2.0) == set()
+
+
+def test_a_pool_works_on_a_loop_outside_the_main_thread() -> None:
+    async def main() -> None:
+        async with started() as pool:
+            outcome.extend(await pool.score([RIGHT, WRONG]))
+
+    outcome: list[Score] = []
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    thread.join(30.0)
+    assert rewards(outcome) == [1.0, 0.0]
+
+
+# What cannot start
+
+
+def refused(spec: ScorerSpec, config: SandboxConfig, error: type[Exception], match: str) -> None:
+    async def main() -> None:
+        with pytest.raises(error, match=match):
+            await ScoringPool(spec, config).start()
+
+    before = children(os.getpid())
+    asyncio.run(main())
+    assert children(os.getpid()) == before
+
+
+def test_a_kernel_without_landlock_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confine, "landlock_abi", lambda: 0)
+    refused(CARELESS, CONFIG, SandboxUnavailable, "lacks Landlock .*there is no unconfined mode")
+
+
+def test_a_confinement_that_fails_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaky.py").write_text(
+        "from titanrl.rollout import zygote\ndef make():\n    zygote.leaks = lambda: ['sending signals']\n    return print"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    refused(ScorerSpec(factory="leaky:make"), CONFIG, SandboxUnavailable, "confinement failed: sending signals")
+
+
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [
+        ("nowhere:run", "No module named 'nowhere'"),
+        ("careless_verifier:walk", "careless_verifier has no function 'walk'"),
+        ("careless_verifier", "write it as package.module:function"),
+    ],
+)
+def test_a_scorer_that_does_not_load_is_refused_with_the_reason(path: str, match: str) -> None:
+    spec = ScorerSpec(factory="titanrl.rollout.verifiers:imported", kwargs={"path": path})
+    refused(spec, CONFIG, ValueError, f"does not load: .*{match}")
+
+
+def test_a_memory_limit_that_the_scorer_exceeds_by_itself_is_refused() -> None:
+    config = SandboxConfig(memory_bytes=1 << 20)
+    refused(CARELESS, config, ValueError, "sandbox.memory_bytes=1048576 does not hold the loaded scorer")
+
+
+def test_the_configuration_chooses_the_scorer() -> None:
+    assert scorer_spec(DataConfig(task="countdown", task_config={"min_numbers": 2})) == ScorerSpec(
+        factory="titanrl.rollout.verifiers:reasoning_gym",
+        kwargs={"task": "countdown", "config": {"min_numbers": 2}},
+        bounds=(0.0, 1.0),
+    )
+    jsonl = DataConfig(source="jsonl", path=Path("prompts.jsonl"))
+    assert scorer_spec(jsonl) == ScorerSpec(factory="titanrl.rollout.verifiers:exact", bounds=(0.0, 1.0))
+    assert scorer_spec(DataConfig(scorer="a.b:c")) == ScorerSpec(
+        factory="titanrl.rollout.verifiers:imported", kwargs={"path": "a.b:c"}
+    )

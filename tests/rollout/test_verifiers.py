@@ -1,0 +1,57 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reasoning_gym.utils import extract_answer
+
+from titanrl.rollout.verifiers import exact, imported, last_answer, reasoning_gym
+
+
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", " ", "\n", "7", "x y"]), max_size=12).map("".join))
+def test_the_last_answer_is_the_one_reasoning_gym_extracts(text: str) -> None:
+    assert last_answer(text) == extract_answer(text)
+
+
+def test_the_last_answer_is_found_in_linear_time() -> None:
+    assert last_answer("<answer>" * 200_000) is None  # minutes with a backtracking pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "reward"),
+    [
+        ("<answer>Paris</answer>", "Paris", 1.0),
+        ("<answer>Rome</answer> or <answer> Paris </answer>.", "Paris", 1.0),
+        ("Paris\n", "Paris", 1.0),
+        ("It is Paris", "Paris", 0.0),
+        ("<answer>Paris", "Paris", 0.0),
+        ("<answer>paris</answer>", "Paris", 0.0),
+        ("<answer>two\n words</answer>", "two  words", 1.0),
+        ("<answer>1.50</answer>", "1.5", 1.0),
+        ("<answer>1e3</answer>", 1000, 1.0),
+        ("<answer>0.1</answer>", 0.1, 1.0),
+        ("<answer>1.5000000000000000001</answer>", "1.5", 0.0),
+        ("<answer>NaN</answer>", "1", 0.0),
+        ("<answer>sNaN</answer>", "1", 0.0),
+        ("<answer>1e9999999999999999999</answer>", "1", 0.0),
+        ("", "1", 0.0),
+    ],
+)
+def test_exact_compares_words_and_numbers(text: str, expected: object, reward: float) -> None:
+    assert exact()(text, {"answer": expected}) == {"answer": reward}
+
+
+def test_reasoning_gym_scores_what_stands_in_the_tags() -> None:
+    score = reasoning_gym("chain_sum", {"min_terms": 2})
+    entry = {"question": "3 + 4 =", "answer": "7", "metadata": {}}
+    assert score("so <answer>7</answer>", entry) == {"answer": 1.0}
+    assert score("so 7", entry) == {"answer": 0.0}
+
+
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="chain_sam"):
+        reasoning_gym("chain_sam", {})
+
+
+def test_a_function_of_ones_own_is_imported() -> None:
+    assert imported("operator:eq")("a", {"a": 1}) == {"answer": 0.0}
+    with pytest.raises(ValueError, match="is no function, but 3"):
+        imported("math:pi")

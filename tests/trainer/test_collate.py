@@ -1,0 +1,52 @@
+"""Packed rows as tensors, by hand."""
+
+import numpy as np
+import pytest
+
+from titanrl.trainer.collate import collate
+from titanrl.types import Handle, Rollout, SequencePlan
+
+HANDLE = Handle(shard=0, slot=0, generation=1)
+
+
+def rollout(token_ids: list[int], num_prompt: int, logprobs: list[float]) -> Rollout:
+    sampled = len(token_ids) - num_prompt
+    return Rollout(
+        token_ids=np.array(token_ids),
+        mask=np.array([False] * num_prompt + [True] * sampled),
+        logprobs=np.array([0.0] * num_prompt + logprobs, np.float32),
+        versions=np.array([-1] * num_prompt + [4] * sampled),
+        reward=1.0,
+        reward_parts={"answer": 1.0},
+        finish_reason="stop",
+    )
+
+
+def plan(place: int, length: int, advantage: float, weight: float) -> SequencePlan:
+    return SequencePlan(handle=HANDLE, rollout=place, length=length, advantage=advantage, weight=weight)
+
+
+PAYLOAD = {HANDLE: [rollout([5, 6, 7, 1], 2, [-0.5, -0.25]), rollout([8, 9, 1], 1, [-1.0, float("nan")])]}
+
+
+def test_everything_about_a_token_stands_where_it_is_predicted() -> None:
+    rows = collate([(plan(0, 4, 2.0, 0.5), plan(1, 3, -1.0, 0.25))], PAYLOAD, 9)
+    assert rows.tokens_BL.tolist() == [[5, 6, 7, 1, 8, 9, 1, 0, 0]]
+    assert rows.positions_BL.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
+    assert rows.targets_BL.tolist() == [[6, 7, 1, 0, 9, 1, 0, 0, 0]]
+    assert rows.mask_BL.int().tolist() == [[0, 1, 1, 0, 1, 0, 0, 0, 0]]
+    assert rows.logprobs_BL.tolist() == [[0, -0.5, -0.25, 0, -1.0, 0, 0, 0, 0]]
+    assert rows.advantages_BL.tolist() == [[2, 2, 2, 0, -1, -1, 0, 0, 0]]
+    assert rows.weights_BL.tolist() == [[0, 0.5, 0.5, 0, 0.25, 0, 0, 0, 0]]
+
+
+def test_a_rank_without_rows_gets_one_empty_row() -> None:
+    rows = collate([], {}, 4)
+    assert rows.tokens_BL.shape == (1, 4)
+    assert not rows.mask_BL.any()
+    assert rows.weights_BL.sum() == 0
+
+
+def test_a_plan_that_does_not_fit_its_payload_is_caught() -> None:
+    with pytest.raises(AssertionError, match="does not fit"):
+        collate([(plan(0, 3, 1.0, 1.0),)], PAYLOAD, 9)

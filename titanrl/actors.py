@@ -1,0 +1,88 @@
+"""What all actors share: endpoints that neither kill nor wedge their actor, and processes that log to a file of their own.
+
+torchmonarch 0.7.0 hangs the caller when a concurrent endpoint raises something that cannot be pickled, kills the actor
+when a plain one does, and silently ends the dispatch loop when `CancelledError` leaks out. Here every endpoint answers
+with an exception that survives the journey.
+"""
+
+import asyncio
+import faulthandler
+import functools
+import importlib
+import logging
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+# Both are read by torchmonarch when it is imported. Without the first a dead process is noticed after 10 s only; the
+# second is what torchstore would otherwise set, too late and with a warning, so that large messages may be sent.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
+
+import monarch.actor  # noqa: E402
+from monarch.actor import Actor, current_rank  # noqa: E402
+
+__all__ = ["Actor", "RemoteError", "concurrent_endpoint", "current_rank", "endpoint", "set_up_process"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SelfT = TypeVar("SelfT", bound=Actor)
+
+
+class RemoteError(Exception):
+    """An error in an actor that cannot travel as it is; its text is the remote traceback."""
+
+
+def portable(error: BaseException) -> Exception:
+    """The error itself if a pickle round trip keeps it, else a `RemoteError` with its traceback."""
+    if isinstance(error, Exception):
+        try:
+            if type(pickle.loads(pickle.dumps(error))) is type(error):
+                return error
+        except Exception:  # any failure to pickle means the same: the error cannot travel
+            logging.getLogger(__name__).debug("cannot pickle %r", type(error))
+    return RemoteError("".join(traceback.format_exception(error)))
+
+
+def answering(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[Concatenate[SelfT, P], Awaitable[R]]:
+    """Wrap an endpoint so that whatever goes wrong in it reaches the caller, and the actor lives on."""
+
+    @functools.wraps(method)
+    async def answer(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await method(self, *args, **kwargs)
+        except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+            logging.getLogger(type(self).__name__).exception("%s failed", method.__name__)
+            raise portable(error) from None
+
+    return answer
+
+
+def endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:
+    """An endpoint that runs alone: calls to the actor's plain endpoints are served one after another."""
+    return monarch.actor.endpoint(answering(method))
+
+
+def concurrent_endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:
+    """An endpoint whose calls overlap with each other and with plain ones."""
+    return monarch.actor.concurrent_endpoint(answering(method))
+
+
+def set_up_process(role: str, log_dir: Path, imports: Sequence[str]) -> None:
+    """Prepare a new process before its actors: output to `<log_dir>/<role>_<rank>.log`, then the modules of its actors.
+
+    Redirecting the file descriptors, not only `sys.stdout`, also catches what C++ libraries print. The imports come here
+    because actors spawned together would import on several threads, where packages with circular imports fail.
+    """
+    log = open(log_dir / f"{role}_{current_rank().rank}.log", "a", buffering=1)  # noqa: SIM115 - open as long as the process
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    faulthandler.enable(log)
+    logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    for module in imports:
+        importlib.import_module(module)

@@ -1,0 +1,126 @@
+"""Log-probability and entropy of each token, from logits that may be sharded over the vocabulary.
+
+Shape suffixes: N tokens, V vocabulary entries on this rank, C tokens of a chunk.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 1 << 22
+"""Logits worked on at once in fp32 (16 MiB), so that no fp32 copy of all logits is ever held."""
+
+
+def logprobs_and_entropy(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of each distribution, in nats, in fp32 (fp64 for fp64 logits), `[N]` each.
+
+    The distribution is softmax(logits / temperature); both results carry gradients. With `group`, each of its ranks holds the
+    vocabulary entries from `vocab_start` on, in any split, and the same labels, which count from 0 over the whole vocabulary;
+    every rank gets the same result. That takes two all-reduces of `[N]` and `[3, N]` forward and none backward: no rank ever
+    holds logits of the others. The backward pass recomputes the softmax, so only the logits and two `[N]` are kept for it.
+
+    At a label outside the vocabulary the log-probability is finite and means nothing: mask it. Logits that are not finite
+    do no harm to the gradient of rows that are masked.
+    """
+    assert logits_NV.ndim == 2, f"logits must be [N, V], got {tuple(logits_NV.shape)}"
+    assert labels_N.shape == logits_NV.shape[:1], f"labels must be [{logits_NV.shape[0]}], got {tuple(labels_N.shape)}"
+    logprobs_N, entropy_N = _LogprobsAndEntropy.apply(logits_NV, labels_N, group, vocab_start, temperature)  # type: ignore[no-untyped-call]
+    return logprobs_N, entropy_N
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup | None, vocab_start: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+        max_N = logits_NV.amax(-1).to(dtype) / temperature
+        if group is not None:
+            dist.all_reduce(max_N, dist.ReduceOp.MAX, group=group)
+
+        local_N, owned_N = _local_labels(labels_N, vocab_start, logits_NV.shape[-1])
+        label_logits_N = logits_NV.gather(-1, local_N[:, None])[:, 0].to(dtype) / temperature - max_N
+        # Per token: sum of exp(x), sum of exp(x) * x, and x at the label, where x = logits / temperature - max.
+        sums_3N = max_N.new_empty(3, len(max_N))
+        sums_3N[2] = torch.where(owned_N, label_logits_N, 0.0)
+        for rows in _chunks(logits_NV):
+            shifted_CV = _shifted(logits_NV[rows], max_N[rows], temperature)
+            exp_CV = shifted_CV.exp()
+            sums_3N[0, rows] = exp_CV.sum(-1)
+            sums_3N[1, rows] = exp_CV.mul_(shifted_CV).sum(-1)
+        if group is not None:
+            dist.all_reduce(sums_3N, group=group)
+
+        sum_exp_N, sum_exp_x_N, label_N = sums_3N
+        log_sum_N = sum_exp_N.log()
+        entropy_N = log_sum_N - sum_exp_x_N / sum_exp_N
+        ctx.save_for_backward(logits_NV, labels_N, max_N + log_sum_N, entropy_N)
+        ctx.vocab_start, ctx.temperature = vocab_start, temperature
+        ctx.set_materialize_grads(False)
+        return label_N - log_sum_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None]:
+        """Gradient of the logits x / T, with p = softmax(x / T) and H its entropy:
+
+        ((1[v = label] - p_v) * grad_logprobs - p_v * (log p_v + H) * grad_entropy) / T.
+        """
+        logits_NV, labels_N, log_z_N, entropy_N = ctx.saved_tensors
+        if grad_logprobs_N is None and grad_entropy_N is None:
+            return None, None, None, None, None
+        local_N, owned_N = _local_labels(labels_N, ctx.vocab_start, logits_NV.shape[-1])
+        grad_N = torch.zeros_like(log_z_N) if grad_logprobs_N is None else grad_logprobs_N / ctx.temperature
+        unused_N = grad_N == 0
+        if grad_entropy_N is not None:
+            grad_entropy_N = grad_entropy_N / ctx.temperature
+            unused_N &= grad_entropy_N == 0
+
+        grad_logits_NV = torch.empty_like(logits_NV)
+        for rows in _chunks(logits_NV):
+            logp_CV = _shifted(logits_NV[rows], log_z_N[rows], ctx.temperature)
+            grad_CV = logp_CV.exp()
+            if grad_entropy_N is None:
+                grad_CV.mul_(-grad_N[rows, None])
+            else:
+                inner_CV = logp_CV.add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None]).add_(grad_N[rows, None])
+                grad_CV.mul_(inner_CV.neg_())
+            grad_CV.scatter_add_(-1, local_N[rows, None], torch.where(owned_N, grad_N, 0.0)[rows, None])
+            # p is NaN where logits are not finite, and NaN * 0 is NaN.
+            grad_logits_NV[rows] = grad_CV.masked_fill_(unused_N[rows, None], 0.0)
+        return grad_logits_NV, None, None, None, None
+
+
+def _local_labels(labels_N: Tensor, vocab_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Column of each label on this rank, and whether the label lies here at all (else the column is arbitrary)."""
+    column_N = labels_N - vocab_start
+    return column_N.clamp(0, vocab_size - 1), (column_N >= 0) & (column_N < vocab_size)
+
+
+def _shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
+    """logits / temperature - shift, in the type of `shift_C` and in memory of its own."""
+    scaled_CV = logits_CV.to(shift_C.dtype)
+    if temperature != 1.0:
+        scaled_CV = scaled_CV / temperature
+    return scaled_CV - shift_C[:, None]
+
+
+def _chunks(logits_NV: Tensor) -> Iterator[slice]:
+    """Slices of rows with about `CHUNK_ELEMENTS` logits each."""
+    num_rows, vocab_size = logits_NV.shape
+    step = max(CHUNK_ELEMENTS // vocab_size, 1)
+    for start in range(0, num_rows, step):
+        yield slice(start, start + step)

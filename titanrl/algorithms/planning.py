@@ -1,0 +1,97 @@
+"""The plan of one optimizer step: which sequence runs where, with which advantage and which loss weight."""
+
+import math
+from collections.abc import Sequence
+
+from titanrl.algorithms.advantages import group_advantages
+from titanrl.algorithms.packing import balance, pack, row_cost
+from titanrl.algorithms.weights import sequence_weights
+from titanrl.config.schema import AlgorithmConfig
+from titanrl.types import BatchPlan, GroupRecord, MicroBatch, Row, SequencePlan
+
+
+def plan_batch(
+    records: Sequence[GroupRecord],
+    *,
+    algorithm: AlgorithmConfig,
+    constant_length: int,
+    row_tokens: int,
+    rows_per_microbatch: int,
+    dp_size: int,
+) -> BatchPlan:
+    """Plan one optimizer step over all groups of `records`, in whatever order these arrived.
+
+    Weights come from the counts of all records. Sequences whose gradient is zero (no advantage, or no sampled token; so
+    every group without payload) stay in these counts but out of the micro-batches. Each rank gets the same number of
+    micro-batches. `constant_length` is what `reduction: constant` divides by, in tokens.
+
+    Raises ValueError if a sequence does not fit a row or a reward is not finite. The caller makes sure that at least one
+    group has a signal.
+    """
+    ordered = sorted(records, key=lambda record: record.index)
+    assert len({record.index for record in ordered}) == len(ordered), "a group must not be in a batch twice"
+    sequences = _sequences_with_gradient(ordered, algorithm, constant_length)
+    assert sequences, "a batch needs at least one group whose rewards differ"
+    packed = pack([sequence.length for sequence in sequences], row_tokens)
+    rows = [tuple(sequences[i] for i in row) for row in packed]
+    microbatches = _microbatches(rows, rows_per_microbatch, dp_size)
+    return BatchPlan(
+        microbatches=microbatches,
+        records=tuple(ordered),
+        num_tokens=sum(sum(record.num_sampled) for record in ordered),
+        packing_efficiency=sum(sequence.length for sequence in sequences) / (_num_rows_run(microbatches) * row_tokens),
+    )
+
+
+def plan_demonstrations(
+    record: GroupRecord, *, row_tokens: int, rows_per_microbatch: int, dp_size: int
+) -> tuple[MicroBatch, ...]:
+    """Micro-batches of a batch of demonstrations, every trained token with the same weight (`token_mean`)."""
+    weights = sequence_weights(
+        "token_mean", num_sampled=record.num_sampled, prompt_of=range(len(record.lengths)), constant_length=1
+    )
+    sequences = [
+        SequencePlan(handle=record.handle, rollout=rollout, length=length, advantage=0.0, weight=weight)
+        for rollout, (length, weight) in enumerate(zip(record.lengths, weights, strict=True))
+    ]
+    rows = [tuple(sequences[i] for i in row) for row in pack(record.lengths, row_tokens)]
+    return _microbatches(rows, rows_per_microbatch, dp_size)
+
+
+def _sequences_with_gradient(
+    records: Sequence[GroupRecord], algorithm: AlgorithmConfig, constant_length: int
+) -> list[SequencePlan]:
+    """Plans of the sequences that have a gradient, in order of group and rollout."""
+    places = [(record, rollout) for record in records for rollout in range(len(record.rewards))]
+    advantages: list[float] = []
+    for record in records:
+        advantages += group_advantages(record.rewards, algorithm.advantage, std_ddof=algorithm.std_ddof)
+    weights = sequence_weights(
+        algorithm.reduction,
+        num_sampled=[record.num_sampled[rollout] for record, rollout in places],
+        prompt_of=[record.index for record, _ in places],
+        constant_length=constant_length,
+    )
+    sequences = []
+    for (record, rollout), advantage, weight in zip(places, advantages, weights, strict=True):
+        if advantage and weight:
+            assert record.has_payload, f"group {record.index} has a signal but no payload"
+            length = record.lengths[rollout]
+            sequences.append(
+                SequencePlan(handle=record.handle, rollout=rollout, length=length, advantage=advantage, weight=weight)
+            )
+    return sequences
+
+
+def _microbatches(rows: Sequence[Row], rows_per_microbatch: int, dp_size: int) -> tuple[MicroBatch, ...]:
+    """Balance the rows over ranks and cut each rank's share; a rank whose share ends early gets empty micro-batches."""
+    costs = [row_cost(sequence.length for sequence in row) for row in rows]
+    ranks = [[rows[i] for i in indices] for indices in balance(costs, dp_size)]
+    num_microbatches = math.ceil(max(len(rank) for rank in ranks) / rows_per_microbatch)
+    starts = [i * rows_per_microbatch for i in range(num_microbatches)]
+    return tuple(MicroBatch(rows=tuple(tuple(rank[start : start + rows_per_microbatch]) for rank in ranks)) for start in starts)
+
+
+def _num_rows_run(microbatches: Sequence[MicroBatch]) -> int:
+    """Rows that go through the model: a rank without rows still runs an empty one."""
+    return sum(max(len(rank), 1) for microbatch in microbatches for rank in microbatch.rows)

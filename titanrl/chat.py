@@ -1,0 +1,75 @@
+"""Talk to a trained policy: `python -m titanrl.chat RUN_DIR`.
+
+It is loaded with transformers from the run's Hugging Face export, so what is heard here is what anybody else gets.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from titanrl.config import Config, ConfigError, load_config
+from titanrl.metrics.sinks import read_rollouts
+
+
+def main() -> None:
+    """Answer one prompt a line until the input ends."""
+    parser = argparse.ArgumentParser(prog="python -m titanrl.chat", description="Talk to a trained policy.")
+    parser.add_argument("run_dir", type=Path, help="directory of a finished run")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    arguments = parser.parse_args()
+    model_dir = arguments.run_dir / "checkpoints" / "final"
+    if not (model_dir / "config.json").is_file():
+        sys.exit(f"{arguments.run_dir}: no trained model there (checkpoints/final); give the directory of a finished run")
+    try:
+        config = load_config(arguments.run_dir / "config.yaml")
+    except ConfigError as error:
+        sys.exit(str(error))
+    answer = load_policy(model_dir, config, arguments.temperature)
+    example = next(read_rollouts(arguments.run_dir / "rollouts.jsonl"), None)
+    if example is not None:
+        print(f"It was trained on prompts like: {example['prompt']}")
+    for prompt in prompts():
+        try:
+            print(answer(prompt))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+
+
+def prompts() -> Iterator[str]:
+    """Lines typed or piped in, without empty ones."""
+    try:
+        while True:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+            if line:
+                yield line
+    except (EOFError, KeyboardInterrupt):
+        return
+
+
+def load_policy(model_dir: Path, config: Config, temperature: float) -> Callable[[str], str]:
+    """A function from prompt to completion."""
+    import torch
+    import transformers
+
+    from titanrl.data.streams import make_encoder
+    from titanrl.data.tokenizer import load_tokenizer
+
+    transformers.logging.disable_progress_bar()
+    tokenizer = load_tokenizer(model_dir)
+    encode = make_encoder(config.data, tokenizer)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+
+    def answer(prompt: str) -> str:
+        input_ids = torch.tensor([encode(prompt)])
+        output = model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=config.rollout.max_new_tokens, **sampling
+        )
+        return tokenizer.decode(output[0, input_ids.shape[1] :].tolist())
+
+    return answer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A run as a command: arguments, signals, exit codes, and the last lines.
+
+Exit codes: 0 done, 2 bad configuration (message only), 130 interrupted and closed in order, 1 anything else.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import rich.console
+
+from titanrl.config import Config, ConfigError, render_dry_run
+from titanrl.config.load import validate
+from titanrl.config.source import read_source
+from titanrl.metrics.console import Console
+from titanrl.metrics.outcome import last_lines, summarize
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`python -m titanrl.grpo`; ends the process."""
+    arguments = parse(argv)
+    try:
+        path = arguments.resume / "config.yaml" if arguments.resume else arguments.config
+        source = read_source(path, arguments.overrides)
+        config = validate(source)
+        if arguments.dry_run:
+            print(render_dry_run(config, source))
+            sys.exit(0)
+        sys.exit(run(config, arguments.resume))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m titanrl.grpo", description="Train a policy with GRPO.")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", type=Path, help="YAML file of the run, such as configs/quickstart.yaml")
+    which.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on in a run directory, from its newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and its sizes; start nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace the file's")
+    return parser.parse_args(argv)
+
+
+def run(config: Config, resume: Path | None) -> int:
+    """Train, and tell how it ended; returns the exit code.
+
+    Raises:
+        ConfigError: files or devices the config names are not there; nothing was started.
+    """
+    from titanrl.grpo import GRPO
+
+    with own_stderr() as stderr:
+        err = rich.console.Console(file=stderr, soft_wrap=True)
+        console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
+        grpo = GRPO(config, resume=resume, console=console)
+        with console, log_to(grpo.run_dir / "logs" / "controller_0.log"):
+            code, cause = asyncio.run(train(grpo))
+        outcome = summarize(grpo.run_dir, code=code, cause=cause)
+        console.done(last_lines(grpo.run_dir, outcome))
+        if code == 1:
+            err.print(f"error: {cause}", markup=False, highlight=False)
+    return code
+
+
+async def train(grpo: "GRPO") -> tuple[int, str]:  # noqa: F821
+    """Run to the end, whatever that is, and close; returns the exit code and the cause if it is not 0."""
+    task = asyncio.create_task(grpo.start_and_train())
+    on_signal(task)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return 130, "interrupted"
+    except Exception as error:  # the edge of the program: the user gets the cause, the log the rest
+        logging.getLogger(__name__).exception("the run failed")
+        return 1, f"{type(error).__name__}: {error}"
+    finally:
+        await grpo.close()
+    return 0, ""
+
+
+def on_signal(task: "asyncio.Task[None]") -> None:
+    """The first SIGINT or SIGTERM ends the run in order; the second at once, and the run's processes die with this one."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, os._exit, 130)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+
+
+@contextlib.contextmanager
+def own_stderr() -> Iterator[TextIO]:
+    """A stream to the real stderr; what libraries write to file descriptor 2 is dropped until `log_to` takes it up."""
+    with os.fdopen(os.dup(2), "w", buffering=1) as stderr:
+        try:
+            yield stderr
+        finally:
+            os.dup2(stderr.fileno(), 2)
+
+
+@contextlib.contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    """Send log records, and what libraries print to file descriptor 2, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", buffering=1) as log:
+        os.dup2(log.fileno(), 2)
+        logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        yield

@@ -1,0 +1,53 @@
+"""Configuration of a run: typed models, strict YAML, overrides, errors that say what to do."""
+
+from titanrl.config.dry_run import render_dry_run
+from titanrl.config.errors import BrokenRule, ConfigError
+from titanrl.config.files import check_files
+from titanrl.config.load import dump_config, load_config, validate
+from titanrl.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    GeneratorConfig,
+    HostsConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelismConfig,
+    RecipeConfig,
+    RolloutConfig,
+    SandboxConfig,
+    TimeoutsConfig,
+    TrainerConfig,
+    WarmStartConfig,
+)
+from titanrl.config.source import Source, read_source
+
+__all__ = [
+    "AlgorithmConfig",
+    "BrokenRule",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "EvaluationConfig",
+    "GeneratorConfig",
+    "HostsConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "ParallelismConfig",
+    "RecipeConfig",
+    "RolloutConfig",
+    "SandboxConfig",
+    "Source",
+    "TimeoutsConfig",
+    "TrainerConfig",
+    "WarmStartConfig",
+    "check_files",
+    "dump_config",
+    "load_config",
+    "read_source",
+    "render_dry_run",
+    "validate",
+]

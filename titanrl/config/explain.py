@@ -1,0 +1,93 @@
+"""Mistakes in a configuration, told by place, key, value, rule and fix."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from titanrl.config.errors import BrokenRule, BrokenRules, inline, message
+from titanrl.config.keys import Node, dotted, nearest_key, node_at, section_at, type_text
+from titanrl.config.source import Source
+
+Location = tuple[str | int, ...]
+
+
+def explain(error: ValidationError, source: Source) -> Iterator[str]:
+    """One text per mistake that pydantic found."""
+    for details in error.errors(include_url=False):
+        cause = details.get("ctx", {}).get("error")
+        if isinstance(cause, BrokenRules):
+            yield from (explain_rule(broken, source, details["loc"]) for broken in cause.broken)
+        else:
+            yield _explain_value(details, source)
+
+
+def explain_rule(broken: BrokenRule, source: Source | None = None, section: Location = ()) -> str:
+    """The text of a broken rule. It stands at the first of its keys that was written; the others name their own place.
+
+    Args:
+        source: what the user wrote; without it the text names no lines.
+        section: location that the rule's keys are relative to.
+    """
+    paths = {(*section, *key.split(".")): value for key, value in broken.values.items()}
+    if source is None:
+        return message("config", ", ".join(_written(path, value) for path, value in paths.items()), broken.rule, broken.fix)
+    places = {path: source.where(path) for path in paths}
+    main = next((path for path, place in places.items() if place is not None), next(iter(paths)))
+    also = {path: f" ({place or 'default'})" for path, place in places.items() if path != main or place is None}
+    what = ", ".join(_written(path, value) + also.get(path, "") for path, value in paths.items())
+    return message(source.nearest(main), what, broken.rule, broken.fix)
+
+
+def _written(path: Location, value: Any) -> str:
+    return f"{dotted(path)}={inline(value)}"
+
+
+def _explain_value(details: ErrorDetails, source: Source) -> str:
+    path, value = details["loc"], details["input"]
+    if details["type"] in ("extra_forbidden", "invalid_key"):
+        return _explain_unknown_key(path, value, source)
+    if details["type"] == "missing" and isinstance(path[-1], str):
+        meaning = (node_at(path) or {}).get("description", "")
+        return message(source.nearest(path), f"{dotted(path)} is not given", "required", f"add `{path[-1]}: ...`. {meaning}")
+    if path[-1] == "[key]":  # pydantic's mark for a key of a mapping that is passed through
+        what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be text"
+        return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
+    if details["type"] == "missing":  # a list too short is judged as a whole
+        path = path[:-1]
+    node = node_at(path) or {}
+    return message(source.nearest(path), _written(path, value), f"must be {type_text(node)}", _fix(path, value, node))
+
+
+def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
+    section = section_at(path[:-1])
+    keys = ", ".join(section.keys) if section else ""
+    name = dotted(path[:-1]) or "the top level"
+    guess = nearest_key(path)
+    hint = f"did you mean {guess}? " if guess else "remove it. "
+    return message(source.nearest(path), _written(path, value), f"no such key in {name}", f"{hint}Keys of {name}: {keys}")
+
+
+def _fix(path: Location, value: Any, node: Node) -> str:
+    section = section_at(path)
+    if section is not None:
+        return f"put its keys under it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
+    if "enum" in node:
+        guesses = difflib.get_close_matches(str(value), list(map(str, node["enum"])), n=1)
+        return f"did you mean {guesses[0]}?" if guesses else "choose one of them"
+    key = node_at(path if isinstance(path[-1], str) else path[:-1]) or {}
+    default = f"the default is {inline(key['default'])}. " if "default" in key else ""
+    return f"{_quoting_hint(value, node)}{default}{key.get('description', '')}"
+
+
+def _quoting_hint(value: Any, node: Node) -> str:
+    if (
+        node.get("type") in ("integer", "number")
+        and isinstance(value, str)
+        and re.fullmatch(r"[-+]?[\d._]+([eE][-+]?\d+)?", value)
+    ):
+        return "take the quotes away. "
+    return "put it in quotes. " if node.get("type") == "string" and isinstance(value, int | float) else ""

@@ -1,0 +1,72 @@
+"""What only matters when a run really starts: the files and packages that a configuration names."""
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from titanrl.config.errors import BrokenRule
+from titanrl.config.explain import explain_rule
+from titanrl.config.schema import Config
+from titanrl.config.shapes import ModelShape, checkpoint_shape
+from titanrl.config.source import Source
+
+
+def check_files(config: Config, source: Source | None = None) -> list[str]:
+    """What is still missing on this machine for the run to start, one text each; empty if nothing is.
+
+    Args:
+        source: what `config` was made from; with it the texts name lines and overrides.
+    """
+    rules = (*_broken_by_model(config), *_broken_by_data(config), *_broken_by_packages(config))
+    return [explain_rule(broken, source) for broken in rules]
+
+
+def _broken_by_model(config: Config) -> Iterator[BrokenRule]:
+    path = config.model.path
+    if path is None:
+        return
+    shape = checkpoint_shape(path)
+    if isinstance(shape, BrokenRule):
+        yield shape
+        return
+    yield from _broken_by_shape(config, shape)
+    for pattern, what in (("*.safetensors", "weights"), ("tokenizer*", "tokenizer")):
+        if not any(path.glob(pattern)):
+            rule = f"must hold the {what} ({pattern})"
+            yield BrokenRule(values={"model.path": str(path)}, rule=rule, fix="complete the download")
+
+
+def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
+    path, tp, row_tokens = str(config.model.path), config.trainer.parallelism.tp, config.trainer.row_tokens
+    if shape.num_heads % tp or shape.num_kv_heads % tp:
+        yield BrokenRule(
+            values={"trainer.parallelism.tp": tp, "model.path": path},
+            rule=f"tp must divide the model's {shape.num_heads} query heads and {shape.num_kv_heads} key and value heads",
+            fix="set trainer.parallelism.tp to 1, or to a common divisor of both",
+        )
+    if row_tokens > shape.max_positions:
+        yield BrokenRule(
+            values={"trainer.row_tokens": row_tokens, "model.path": path},
+            rule=f"a row must not be longer than the model's {shape.max_positions} positions",
+            fix=f"set trainer.row_tokens to at most {shape.max_positions}",
+        )
+
+
+def _broken_by_data(config: Config) -> Iterator[BrokenRule]:
+    path = config.data.path
+    if path is not None and not path.is_file():
+        rule = "must be a file of one JSON object a line, but there is none"
+        yield BrokenRule(
+            values={"data.path": str(path)}, rule=rule, fix="correct the path; it is relative to the current directory"
+        )
+
+
+def _broken_by_packages(config: Config) -> Iterator[BrokenRule]:
+    for logger in config.logging.loggers:
+        # Not by looking for a module: the folder `wandb` that the tracker writes to would pass for the package.
+        if not any(importlib.metadata.distributions(name=logger)):
+            rule = f"the package {logger} must be installed"
+            yield BrokenRule(
+                values={"logging.loggers": list(config.logging.loggers)},
+                rule=rule,
+                fix=f"pip install {logger}, or remove it here",
+            )

@@ -1,0 +1,121 @@
+"""Shapes of Qwen3 models: how many parameters and cache bytes a model has, before any of it is loaded."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanrl.config.errors import BrokenRule
+from titanrl.config.schema import Config, Dtype, RecipeConfig
+
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+
+RECIPE_VOCAB_SIZE = 112
+"""Rows of the recipe model's embedding: 95 printable characters, 5 phrases, padding and end, filled up to a multiple of 16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a dense Qwen3; the names are those of `RecipeConfig`.
+
+    Example: Qwen3-8B is `ModelShape(hidden_size=4096, num_layers=36, num_heads=32, intermediate_size=12288)`.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    vocab_size: int = 151_936
+    tied_embeddings: bool = False
+    max_positions: int = 40_960
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable numbers: embedding, blocks, last norm, and the head unless it is the embedding."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and o, k and v
+        norms = 2 * self.hidden_size + 2 * self.head_dim  # before attention and feed-forward; of queries and keys
+        feed_forward = 3 * self.hidden_size * self.intermediate_size  # gate, up, down
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return embeddings + self.num_layers * (attention + norms + feed_forward) + self.hidden_size
+
+    def kv_token_bytes(self, dtype: Dtype) -> int:
+        """Bytes of keys and values that one token takes in the cache, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+PUBLISHED: dict[str, ModelShape] = {
+    "Qwen3-0.6B": ModelShape(hidden_size=1024, num_layers=28, num_heads=16, intermediate_size=3072, tied_embeddings=True),
+    "Qwen3-1.7B": ModelShape(hidden_size=2048, num_layers=28, num_heads=16, intermediate_size=6144, tied_embeddings=True),
+    "Qwen3-4B": ModelShape(hidden_size=2560, num_layers=36, num_heads=32, intermediate_size=9728, tied_embeddings=True),
+    "Qwen3-8B": ModelShape(hidden_size=4096, num_layers=36, num_heads=32, intermediate_size=12288),
+    "Qwen3-14B": ModelShape(hidden_size=5120, num_layers=40, num_heads=40, intermediate_size=17408),
+    "Qwen3-32B": ModelShape(hidden_size=5120, num_layers=64, num_heads=64, intermediate_size=25600),
+}
+"""The dense models of the Qwen3 release, for a plan made before the model is downloaded."""
+
+
+def model_shape(config: Config) -> ModelShape | None:
+    """Shape of the policy: of the recipe, of the checkpoint, or of the published model its folder is named after.
+
+    None if the checkpoint is not there yet, or not one we can read, and its name is not known.
+    """
+    if config.model.path is None:
+        return recipe_shape(config.model.recipe)
+    shape = checkpoint_shape(config.model.path)
+    return shape if isinstance(shape, ModelShape) else PUBLISHED.get(config.model.path.name.removesuffix("-Base"))
+
+
+def recipe_shape(recipe: RecipeConfig) -> ModelShape:
+    """Shape of the tiny model of a recipe; its embeddings are tied."""
+    return ModelShape(
+        hidden_size=recipe.hidden_size,
+        num_layers=recipe.num_layers,
+        num_heads=recipe.num_heads,
+        intermediate_size=recipe.intermediate_size,
+        num_kv_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        vocab_size=RECIPE_VOCAB_SIZE,
+        tied_embeddings=True,
+        max_positions=recipe.max_positions,
+    )
+
+
+def checkpoint_shape(path: Path) -> ModelShape | BrokenRule:
+    """Shape by the config.json of a Hugging Face directory, or why it cannot be used."""
+    values = {"model.path": str(path)}
+    name = path.name if path.name in PUBLISHED else "Qwen3-0.6B"
+    fix = f"correct the path, or download a model: `hf download Qwen/{name} --local-dir {path}`"
+    if not path.is_dir():
+        return BrokenRule(values=values, rule="must be a directory, but there is none", fix=fix)
+    file = path / "config.json"
+    if not file.is_file():
+        return BrokenRule(values=values, rule="must be a Hugging Face model directory, but it has no config.json", fix=fix)
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return BrokenRule(values=values, rule=f"its config.json must be JSON: {error}", fix=fix)
+    model_type = raw.get("model_type") if isinstance(raw, dict) else None
+    if model_type != "qwen3":
+        rule = f"its config.json must have model_type qwen3, but has {model_type}"
+        return BrokenRule(values=values, rule=rule, fix="give a dense Qwen3 model; others are not supported")
+    # Left out, these two have the defaults of transformers' Qwen3Config.
+    raw = {"head_dim": 128, "tie_word_embeddings": False} | raw
+    fields = {ours: raw.get(theirs) for ours, theirs in _HF_NAMES.items()}
+    missing = [_HF_NAMES[name] for name, value in fields.items() if not isinstance(value, int)]
+    if missing:
+        return BrokenRule(values=values, rule=f"its config.json must give the numbers {', '.join(missing)}", fix=fix)
+    return ModelShape(**fields)
+
+
+_HF_NAMES = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "tied_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+}

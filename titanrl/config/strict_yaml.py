@@ -1,0 +1,123 @@
+"""YAML without its traps: text to values and back.
+
+The scalars are those of YAML 1.2, as editors check them. PyYAML follows YAML 1.1, where `1e-5` is a string, `off` is
+false, `12:00:00` is the number 43200 and `010` is 8. Duplicate keys, tags, anchors and aliases are errors.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, cast
+
+import yaml
+from yaml.events import AliasEvent, CollectionStartEvent, Event, ScalarEvent
+
+
+class _Scalars(yaml.resolver.Resolver):
+    """Which plain scalars are not strings; loader and dumper share it, so that what is dumped is read back the same."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own name; emptied so that YAML 1.1's rules are not inherited
+
+
+_INT = r"[-+]?(?:0|[1-9][0-9_]*)"
+_EXPONENT = r"[eE][-+]?[0-9]+"
+_FLOAT = rf"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:{_EXPONENT})?|\.[0-9]+(?:{_EXPONENT})?|[0-9][0-9_]*{_EXPONENT}|\.inf)|\.nan"
+
+for _tag, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", _INT, list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _Scalars.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+class _Loader(_Scalars, yaml.SafeLoader):
+    """Refuses what would hide a mistake, at its line."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, AliasEvent):
+            raise _refusal(event, "aliases are not read", "write the value out")
+        if isinstance(event, ScalarEvent | CollectionStartEvent):
+            if event.anchor is not None:
+                raise _refusal(event, "anchors are not read", "write the value out where it is needed")
+            if event.tag is not None:
+                raise _refusal(event, f"the tag {event.tag} is not read", "remove it")
+        return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refusal(key, "a key must be plain text", "write `key: value`")
+            if key.value in lines:
+                raise _refusal(key, f"the key {key.value} is here twice, first at line {lines[key.value]}", "keep one of them")
+            lines[key.value] = key.start_mark.line + 1
+        return node
+
+
+def _refusal(at: Event | yaml.Node, problem: str, fix: str) -> yaml.MarkedYAMLError:
+    # The cast tells the two kinds of marks apart: this loader is the pure Python one.
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=cast("yaml.Mark | None", at.start_mark), note=fix)
+
+
+class _Dumper(_Scalars, yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML takes these line separators for line breaks unless they are escaped, which only double quotes do.
+    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+
+
+def parse(text: str) -> tuple[Any, yaml.Node | None]:
+    """The value of a YAML document, and its node tree for `line_of`; the node is None if there is nothing in it.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML, or uses what is refused here.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return (None if node is None else loader.construct_document(node)), node
+    finally:
+        loader.dispose()
+
+
+def dump(value: Any) -> str:
+    """YAML that `parse` reads back to the same value; paths become strings, tuples lists."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def line_of(node: yaml.Node | None, path: Sequence[str | int]) -> int | None:
+    """Line of the key or item at `path`, counted from 1; None if the document does not have it."""
+    mark = None if node is None else node.start_mark
+    for part in path:
+        if isinstance(node, yaml.MappingNode):
+            found = [(key.start_mark, child) for key, child in node.value if key.value == str(part)]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            found = [(child.start_mark, child) for child in node.value[part : part + 1]]
+        else:
+            return None
+        if not found:
+            return None
+        mark, node = found[0]
+    return None if mark is None else mark.line + 1
+
+
+def explain_yaml_error(error: yaml.YAMLError, text: str) -> tuple[int, str, str, str]:
+    """Line, text of that line, what is wrong and what to do, of an error that `parse` raised."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return 1, "", f"must be YAML: {error}", "save the file as plain UTF-8 text"
+    lines = text.splitlines()
+    line = min(error.problem_mark.line, max(0, len(lines) - 1))
+    fix = error.note or "correct the syntax; text that holds ': ' or ' #' needs quotes"
+    return line + 1, (lines[line].strip()[:80] if lines else ""), f"must be YAML: {error.problem or error.context}", fix

@@ -1,0 +1,1 @@
+"""Generators: vLLM engines driven in-process, with weights that change in place."""

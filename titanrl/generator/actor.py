@@ -1,0 +1,98 @@
+"""The generator actor: an engine of its own, its weights pulled from the store."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from titanrl.actors import Actor, concurrent_endpoint, endpoint
+from titanrl.config.schema import GeneratorConfig
+from titanrl.device import Device
+from titanrl.generator.loop import EngineLoop, GeneratorStats
+from titanrl.types import Completion, GenerationRequest
+from titanrl.weights.manifest import WeightMismatchError
+from titanrl.weights.publish import WeightReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSetup:
+    """What a generator needs to start."""
+
+    model_dir: Path
+    """Hugging Face directory; only its config is read here."""
+    config: GeneratorConfig
+    """Engine options."""
+    device: Device
+    """Where it runs."""
+    max_len: int
+    """Longest prompt plus completion, in tokens."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+    reader: WeightReader
+    """Where weights come from."""
+
+
+class Generator(Actor):
+    """One vLLM engine that many callers share. It serves only with weights it has pulled whole."""
+
+    def __init__(self, setup: GeneratorSetup) -> None:
+        """Keep the set-up; `start` loads."""
+        self._setup = setup
+
+    @endpoint
+    async def start(self) -> None:
+        """Import vLLM and build the engine; returns when it can pull."""
+        from titanrl.models.titan import prepare_torchtitan
+
+        prepare_torchtitan(self._setup.device)
+        from titanrl.generator.engine import Engine
+
+        setup = self._setup
+        self._loop = EngineLoop(
+            lambda: Engine(setup.model_dir, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids)
+        )
+        await self._loop.call(lambda engine: None)
+
+    @concurrent_endpoint
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions in the order of the requests; many calls are served at once."""
+        return await self._loop.generate(requests)
+
+    @endpoint
+    async def pull_weights(self, version: int) -> None:
+        """Take over a committed version between two decoding steps; running requests go on with it.
+
+        However the pull fails, the generator serves nothing until a later one succeeds.
+
+        Raises:
+            WeightMismatchError: the version is not there, or not what this model needs.
+        """
+        from titanrl.generator.engine import Engine
+
+        try:
+            pulled = await self._setup.reader.fetch(version)
+        except WeightMismatchError:
+            await self._loop.call(Engine.invalidate)
+            raise
+        await self._loop.call(
+            lambda engine: engine.update_weights(version, lambda model: pulled.copy_into(self._weight_targets(model)))
+        )
+
+    @concurrent_endpoint
+    async def stats(self) -> GeneratorStats:
+        """Work done since the last call."""
+        return self._loop.take_stats()
+
+    @endpoint
+    async def close(self) -> None:
+        """End the engine's thread."""
+        await self._loop.close()
+
+    def _weight_targets(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        from titanrl.generator import native, titan
+        from titanrl.models.qwen3 import read_hf_config
+
+        if self._setup.config.model_impl == "titan":
+            return titan.weight_targets(model)
+        return native.weight_targets(model, read_hf_config(self._setup.model_dir))

@@ -1,0 +1,33 @@
+"""The trainer's model definition inside vLLM: torchtitan's own wrapper, told to wait for weights instead of loading them."""
+
+from pathlib import Path
+
+import torch
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import CompileConfig, OverrideConfig
+from torchtitan.experiments.rl.models.vllm_registry import (
+    TORCHTITAN_CONFIG_FORMAT,
+    InferenceParallelismConfig,
+    register_to_vllm,
+)
+
+from titanrl.device import Device
+from titanrl.models.qwen3 import qwen3_spec
+
+CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT
+
+
+def register_titan_model(model_dir: Path, device: Device) -> None:
+    """Let vLLM build the model of a Hugging Face directory from torchtitan's definition."""
+    register_to_vllm(
+        qwen3_spec(model_dir, device),
+        parallelism=InferenceParallelismConfig(),
+        compile_config=CompileConfig(enable=False),
+        checkpoint_config=CheckpointManager.Config(enable=False),
+        override=OverrideConfig(),
+    )
+
+
+def weight_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Where each tensor of the trainer's state dict goes, by its name there; a tied head appears once."""
+    return {name.removeprefix("model."): parameter.data for name, parameter in model.named_parameters()}

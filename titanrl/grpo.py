@@ -1,0 +1,296 @@
+"""GRPO on a policy mesh and a generator mesh: the loop, and the command `python -m titanrl.grpo --config FILE`.
+
+How the default objective differs from the GRPO paper (arXiv:2402.03300):
+1. Advantages are centred but not divided by the group's standard deviation (Dr. GRPO, arXiv:2503.20783).
+2. Tokens are averaged over the whole batch, not first within each completion (DAPO, arXiv:2503.14476).
+3. There is no KL term to a reference model.
+4. The old log-probabilities are the generator's own; their distance to the trainer's is measured at every step.
+"""
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from titanrl.algorithms.planning import plan_batch
+from titanrl.algorithms.schedule import learning_rate
+from titanrl.config import Config, ConfigError, check_files, dump_config
+from titanrl.data.tokenizer import load_tokenizer
+from titanrl.device import Device, resolve_device
+from titanrl.launch.base import prepare_base
+from titanrl.launch.clients import merge_losses
+from titanrl.launch.progress import RunState, checkpoint_dir, free_run_dir, latest_state, write_state
+from titanrl.launch.warm_start import warm_start
+from titanrl.metrics import steps as measured
+from titanrl.metrics.console import Console
+from titanrl.metrics.phases import PhaseTimer
+from titanrl.metrics.record import Recorder
+from titanrl.metrics.sinks import RunDirectory
+from titanrl.metrics.trackers import make_trackers
+from titanrl.replay.buffer import Batch
+from titanrl.types import AdamParams, BatchPlan, EvaluationResult, LossSums, OptimUpdate, StepMetrics
+
+if TYPE_CHECKING:
+    from titanrl.launch.assembly import Parts
+
+
+class GRPO:
+    """A training run: its parts, and the order in which they are called.
+
+    Example:
+        run = await GRPO(load_config("configs/quickstart.yaml")).start()
+        metrics = await run.step()
+        await run.close()
+    """
+
+    def __init__(self, config: Config, *, resume: Path | None = None, console: Console | None = None) -> None:
+        """Check everything that can be checked before a process is started.
+
+        Args:
+            config: the run.
+            resume: run directory to go on in; a new one is made without it.
+            console: where progress is shown; made from `config.logging` if not given.
+
+        Raises:
+            ConfigError: files or devices the config names are not there.
+        """
+        problems = check_files(config)
+        if problems:
+            raise ConfigError(*problems)
+        self.config = config
+        self.device = usable_device(config)
+        self.state = RunState(step=0, version=0, next_index=0) if resume is None else resumable_state(resume)
+        self.run_dir = (resume or free_run_dir(config.run_dir)).resolve()
+        self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
+        self._resuming = resume is not None
+        self._timer = PhaseTimer(on_change=self.console.current_phase)
+        self._num_skipped_in_a_row = 0
+        self._parts: "Parts | None" = None
+        self._recorder: Recorder | None = None
+
+    # The loop
+
+    async def step(self) -> StepMetrics:
+        """buffer -> batch -> forward_backward -> optim_step -> publish weights."""
+        started, config, parts = time.perf_counter(), self.config, self.parts
+        with self._timer.phase("rollout"):  # waits; raises what stopped a worker; metadata only
+            batch = await parts.buffer.take_batch(config.rollout.groups_per_step)
+        plan = self._plan(batch)
+        with self._timer.phase("train"):
+            losses = [await parts.trainer.forward_backward(microbatch) for microbatch in plan.microbatches]
+        with self._timer.phase("sync"):  # the last push and pull are done: weights may change
+            await parts.weights.ready()
+        with self._timer.phase("optim"):
+            update = await parts.trainer.optim_step(self._adam_params())
+        await self._publish(batch, update)
+        return await self._report(batch, plan, merge_losses(losses), update, time.perf_counter() - started)
+
+    async def train(self, num_steps: int | None = None) -> None:
+        """Step until the policy has `num_steps` versions (default: the config's), with evaluations and checkpoints."""
+        num_steps = num_steps or self.config.num_steps
+        if self.state.step == 0:
+            await self.evaluate()
+        while self.state.version < num_steps:
+            await self.step()
+            if is_due(self.state.step, self.config.evaluation.every_steps) or self.state.version == num_steps:
+                await self.evaluate()
+            if is_due(self.state.step, self.config.checkpoint.every_steps) or self.state.version == num_steps:
+                await self.save()
+
+    async def start_and_train(self) -> None:
+        """The whole run: start, train, and export the model."""
+        await self.start()
+        await self.train()
+        await self.export()
+
+    async def evaluate(self) -> EvaluationResult:
+        """Answer held-out prompts with the newest weights."""
+        with self._timer.phase("evaluate"):
+            await self.parts.weights.ready()
+            result = await self.parts.workers.evaluate(self.config.evaluation.num_prompts)
+        self.recorder.evaluation(self.state.step, result)
+        return result
+
+    # Start and end
+
+    async def start(self) -> Self:
+        """Start every process, load or warm-start the policy, bring it to the generators, and begin to roll out."""
+        from titanrl.launch.assembly import RunFiles, assemble  # brings torch, which a dry run does without
+
+        config, console = self.config, self.console
+        directory = RunDirectory(self.run_dir, resume_step=self.state.step if self._resuming else None)
+        directory.write_config(dump_config(config))
+        trackers = make_trackers(config.logging.loggers, self.run_dir, config.model_dump(mode="json"))
+        self._recorder = Recorder(directory, trackers, console)
+        base = prepare_base(config)
+        files = RunFiles(
+            run_dir=self.run_dir, model_dir=base.initial, stop_ids=load_tokenizer(base.initial).eos_ids
+        )
+        console.phase("start", f"trainer x{config.trainer.parallelism.world_size}, generator x{config.generator.replicas}")
+        self._parts = parts = await assemble(config, self.device, files, self.state.next_index)
+        generators = asyncio.create_task(parts.generators.start())
+        await asyncio.gather(parts.trainer.start(), parts.workers.start())
+        await parts.trainer.load_model(base.base if base.is_ready else base.initial)
+        if not base.is_ready and config.warm_start is not None:
+            await warm_start(parts, config, config.warm_start, base.base, console)
+        if self._resuming:
+            await parts.trainer.load_checkpoint(self.state.step)
+        await generators
+        parts.weights.publish(self.state.version, then=parts.workers.run)
+        await parts.weights.ready()
+        return self
+
+    async def save(self) -> Path:
+        """Write a checkpoint that a later run can go on from; returns its folder."""
+        with self._timer.phase("checkpoint"):
+            await self.parts.weights.ready()
+            await self.parts.trainer.save_checkpoint(self.state.step)
+            write_state(self.recorder.directory.checkpoints, self.state)
+        return checkpoint_dir(self.recorder.directory.checkpoints, self.state.step)
+
+    async def export(self) -> Path:
+        """Write the policy as a Hugging Face directory, with config and tokenizer; returns it."""
+        await self.parts.weights.ready()
+        target = self.recorder.directory.checkpoints / "final"
+        await self.parts.trainer.export_model(target)
+        return target
+
+    async def close(self) -> None:
+        """Stop everything, whatever state it is in; safe to call twice."""
+        if self._parts is not None:
+            parts, self._parts = self._parts, None
+            for trouble in await parts.close(self.config.timeouts.close_s):
+                self.console.warn(f"while closing: {trouble}")
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+        self.console.close()
+
+    @property
+    def parts(self) -> "Parts":
+        """The running parts."""
+        assert self._parts is not None, "the run is not started"
+        return self._parts
+
+    @property
+    def recorder(self) -> Recorder:
+        """Where metrics go."""
+        assert self._recorder is not None, "the run is not started"
+        return self._recorder
+
+    # Details of a step
+
+    def _plan(self, batch: Batch) -> BatchPlan:
+        """Advantages, loss weights and packing of a batch; asserts the staleness bound."""
+        config = self.config
+        oldest = min(record.min_version for record in batch.records)
+        age = self.state.version - oldest
+        assert 0 <= age <= config.max_staleness, f"a token of version {oldest} reached step v{self.state.version}"
+        return plan_batch(
+            batch.records,
+            algorithm=config.algorithm,
+            constant_length=config.algorithm.constant_length or config.rollout.max_new_tokens,
+            row_tokens=config.trainer.row_tokens,
+            rows_per_microbatch=config.trainer.rows_per_microbatch,
+            dp_size=config.trainer.parallelism.dp_size,
+        )
+
+    def _adam_params(self) -> AdamParams:
+        algorithm = self.config.algorithm
+        rate = learning_rate(
+            self.state.version,
+            peak=algorithm.learning_rate,
+            num_warmup_steps=algorithm.num_warmup_steps,
+            decay=algorithm.lr_decay,
+            num_steps=self.config.num_steps,
+        )
+        return AdamParams(
+            learning_rate=rate,
+            beta1=algorithm.betas[0],
+            beta2=algorithm.betas[1],
+            eps=algorithm.eps,
+            weight_decay=algorithm.weight_decay,
+            max_grad_norm=algorithm.max_grad_norm,
+        )
+
+    async def _publish(self, batch: Batch, update: OptimUpdate) -> None:
+        """Start to publish the new version and free the batch's slots after it; a skipped step frees them at once."""
+        release = partial(self.parts.buffer.release, [record.handle for record in batch.records])
+        if not update.skipped:
+            self._num_skipped_in_a_row = 0
+            self.parts.weights.publish(update.version, then=release)
+            return
+        self._num_skipped_in_a_row += 1
+        self.recorder.directory.event("skipped_step", step=self.state.step + 1, grad_norm=update.grad_norm)
+        if self._num_skipped_in_a_row > self.config.algorithm.max_skipped_steps:
+            raise NonFiniteGradientError(
+                f"{self._num_skipped_in_a_row} steps in a row had a non-finite gradient; lower algorithm.learning_rate, "
+                "or look at grad/norm and mismatch/logprob_abs_max in metrics.jsonl"
+            )
+        await release()
+
+    async def _report(
+        self, batch: Batch, plan: BatchPlan, losses: LossSums, update: OptimUpdate, step_s: float
+    ) -> StepMetrics:
+        rate, trained_version = self._adam_params().learning_rate, self.state.version
+        self.state = RunState(step=self.state.step + 1, version=update.version, next_index=batch.next_index)
+        generated_tokens, idle_frac = await self.parts.generators.take_stats()
+        seconds = self._timer.take()
+        values = {
+            **measured.rollout_metrics(
+                batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal
+            ),
+            **measured.staleness_metrics(batch.records, trained_version),
+            **measured.loss_metrics(losses),
+            **measured.optimizer_metrics(update, rate),
+            **measured.speed_metrics(
+                seconds, trained_tokens=plan.num_tokens, generated_tokens=generated_tokens, step_s=step_s
+            ),
+            **self.parts.weights.take_metrics(),
+            **seconds,
+            "perf/packing_efficiency": plan.packing_efficiency,
+            "perf/generator_idle_frac": idle_frac,
+        }
+        metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
+        self.recorder.step(metrics)
+        return metrics
+
+
+class NonFiniteGradientError(Exception):
+    """Training cannot go on: gradients are not finite step after step."""
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps happens now; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def usable_device(config: Config) -> Device:
+    """The device of the run.
+
+    Raises:
+        ConfigError: it is not to be had here.
+    """
+    try:
+        return resolve_device(config.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def resumable_state(run_dir: Path) -> RunState:
+    """Where a run directory's newest whole checkpoint stands.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    state = latest_state(run_dir / "checkpoints")
+    if state is None:
+        raise ConfigError(f"--resume {run_dir}: no checkpoint there; give the directory of a run that saved one")
+    return state
+
+
+if __name__ == "__main__":
+    from titanrl.command import main
+
+    main()

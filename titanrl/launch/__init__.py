@@ -1,0 +1,1 @@
+"""Hosts, process meshes and actors of a run: started together, watched, and stopped in order."""

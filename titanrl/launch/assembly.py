@@ -1,0 +1,131 @@
+"""All parts of a run, started side by side and wired to each other."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanrl.config.schema import Config
+from titanrl.device import Device
+from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.launch.clients import BufferClient, GeneratorsClient, TrainerClient, WorkersClient
+from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
+from titanrl.launch.fleet import Fleet, join_process_group
+from titanrl.launch.hosts import Hosts, acquire_hosts
+from titanrl.launch.supervision import Supervisor
+from titanrl.replay.actors import ReplayBuffer, StorageShard
+from titanrl.rollout.actor import RolloutWorker, WorkerSetup
+from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
+from titanrl.weights.publish import WeightReader
+from titanrl.weights.store import spawn_store
+from titanrl.weights.sync import WeightSync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """Where a run's files are; absolute, because other processes use them too."""
+
+    run_dir: Path
+    """Everything the run writes."""
+    model_dir: Path
+    """Hugging Face directory with config and tokenizer."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The running parts, as the loop uses them."""
+
+    trainer: TrainerClient
+    generators: GeneratorsClient
+    workers: WorkersClient
+    buffer: BufferClient
+    weights: WeightSync
+    supervisor: Supervisor
+    fleet: Fleet
+    hosts: Hosts
+
+    async def close(self, timeout_s: float) -> list[str]:
+        """Close every part, then stop every process; returns what did not go in order."""
+        self.supervisor.expect_deaths()
+        closing = (self.workers.close(), self.generators.close(), self.trainer.close())
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        troubles = [str(result) for result in results if isinstance(result, BaseException)]
+        try:
+            await self.fleet.stop(timeout_s)
+        except ExceptionGroup as error:
+            troubles.append(str(error))
+        self.hosts.close()
+        return troubles
+
+
+async def assemble(config: Config, device: Device, files: RunFiles, first_index: int) -> Parts:
+    """Spawn every mesh and actor of a run. Nothing is loaded yet: `start` of each part does that."""
+    supervisor, fleet, hosts = Supervisor(), Fleet(files.run_dir / "logs"), acquire_hosts(config)
+    trainer_procs = fleet.spawn(
+        "trainer",
+        hosts.trainer,
+        config.trainer.parallelism.world_size // config.hosts.trainer_hosts,
+        trainer_environment(config, device),
+        imports=("titanrl.trainer.actor",),
+    )
+    generator_procs = [
+        fleet.spawn(
+            f"generator_{replica}",
+            host,
+            1,
+            generator_environment(config, device, replica),
+            imports=("titanrl.generator.actor",),
+        )
+        for replica, host in enumerate(hosts.generators)
+    ]
+    store_procs = fleet.spawn(
+        "store", hosts.local, 1, worker_environment(), imports=("titanrl.weights.store", "titanrl.replay.actors")
+    )
+    worker_procs = fleet.spawn(
+        "rollout", hosts.local, config.rollout.num_workers, worker_environment(), imports=("titanrl.rollout.actor",)
+    )
+
+    await join_process_group(trainer_procs, one_machine=config.hosts.kind != "slurm")
+    store = await spawn_store(store_procs)
+    shards = store_procs.spawn("shards", StorageShard)
+    buffer = store_procs.spawn(
+        "buffer", ReplayBuffer, config.num_slots, 1, config.rollout.dynamic_sampling, first_index
+    )
+    generator_setup = GeneratorSetup(
+        model_dir=files.model_dir,
+        config=config.generator,
+        device=device,
+        max_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        stop_ids=files.stop_ids,
+        reader=WeightReader(config.name, store),
+    )
+    generators = tuple(procs.spawn("generator", Generator, generator_setup) for procs in generator_procs)
+    trainer_setup = TrainerSetup(
+        run=config.name,
+        config=config.trainer,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        generator_dtype=config.generator.dtype,
+        device=device,
+        checkpoint_dir=files.run_dir / "checkpoints",
+        keep_checkpoints=config.checkpoint.keep_last,
+        store=store,
+        shards=shards,
+    )
+    worker_setup = WorkerSetup(
+        config=config, model_dir=files.model_dir, run_dir=files.run_dir, buffer=buffer, shards=shards, generators=generators
+    )
+    timeouts = config.timeouts
+    trainer = TrainerClient(trainer_procs.spawn("trainer", PolicyTrainer, trainer_setup), supervisor, timeouts)
+    generators_client = GeneratorsClient(generators, supervisor, timeouts)
+    return Parts(
+        trainer=trainer,
+        generators=generators_client,
+        workers=WorkersClient(worker_procs.spawn("worker", RolloutWorker, worker_setup), supervisor, timeouts),
+        buffer=BufferClient(buffer, supervisor, timeouts, config.rollout.starvation_timeout_s),
+        weights=WeightSync(config.name, store, trainer.push_weights, generators_client.pull_weights),
+        supervisor=supervisor,
+        fleet=fleet,
+        hosts=hosts,
+    )

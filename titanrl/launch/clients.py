@@ -1,0 +1,183 @@
+"""The controller's view of the meshes: typed calls with a name and a deadline, answers of many ranks as one."""
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titanrl.config.schema import TimeoutsConfig
+from titanrl.launch.supervision import Supervisor
+from titanrl.replay.buffer import Batch
+from titanrl.types import AdamParams, EvaluationResult, GroupRecord, Handle, LossSums, MicroBatch, OptimUpdate
+from titanrl.weights.manifest import WeightManifest
+
+T = TypeVar("T")
+
+
+def all_equal(name: str, answers: Sequence[T]) -> T:
+    """The one answer of all ranks; they decide alike, or something is badly wrong."""
+    assert all(answer == answers[0] for answer in answers), f"ranks disagree after {name}: {answers}"
+    return answers[0]
+
+
+def merge_losses(parts: Iterable[LossSums]) -> LossSums:
+    """Sums added, maxima taken, over ranks or micro-batches."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in part.maxima.items():
+            maxima[name] = max(maxima.get(name, value), value)
+    return LossSums(sums=sums, maxima=maxima)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerClient:
+    """The trainer mesh as one object; every call goes to all ranks, in the order the calls are made."""
+
+    mesh: Any
+    supervisor: Supervisor
+    timeouts: TimeoutsConfig
+
+    async def start(self) -> None:
+        """Load torchtitan and form the process group."""
+        await self._all("trainer.start", self.mesh.start.call(), self.timeouts.start_s)
+
+    async def load_model(self, model_dir: Path) -> None:
+        """Build the policy from a Hugging Face directory."""
+        await self._all("trainer.load_model", self.mesh.load_model.call(model_dir), self.timeouts.start_s)
+
+    async def forward_backward(self, microbatch: MicroBatch, loss: str = "ppo") -> LossSums:
+        """Add the gradient of a micro-batch; returns the sums of its metrics over all ranks."""
+        return merge_losses(await self._all("trainer.forward_backward", self.mesh.forward_backward.call(microbatch, loss)))
+
+    async def optim_step(self, params: AdamParams) -> OptimUpdate:
+        """Take one optimizer step."""
+        return all_equal("optim_step", await self._all("trainer.optim_step", self.mesh.optim_step.call(params)))
+
+    async def push_weights(self, version: int) -> list[WeightManifest]:
+        """Publish the weights as a version; one manifest per rank."""
+        return await self._all("trainer.push_weights", self.mesh.push_weights.call(version), self.timeouts.sync_s)
+
+    async def start_over(self) -> None:
+        """Keep the weights, forget optimizer state and version."""
+        await self._all("trainer.start_over", self.mesh.start_over.call())
+
+    async def save_checkpoint(self, step: int) -> None:
+        """Write model, optimizer and version."""
+        await self._all("trainer.save_checkpoint", self.mesh.save_checkpoint.call(step))
+
+    async def load_checkpoint(self, step: int) -> int:
+        """Go back to a checkpoint; returns its version."""
+        return all_equal("load_checkpoint", await self._all("trainer.load_checkpoint", self.mesh.load_checkpoint.call(step)))
+
+    async def export_model(self, target: Path) -> None:
+        """Write the policy as a Hugging Face directory."""
+        await self._all("trainer.export_model", self.mesh.export_model.call(target))
+
+    async def close(self) -> None:
+        """Leave the process group."""
+        await self._all("trainer.close", self.mesh.close.call(), self.timeouts.close_s)
+
+    async def _all(self, name: str, call: Awaitable[Any], timeout_s: float | None = None) -> list[Any]:
+        answers = await self.supervisor.ask(name, call, timeout_s or self.timeouts.step_s)
+        return [answer for _, answer in answers.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorsClient:
+    """All generator replicas."""
+
+    actors: tuple[Any, ...]
+    supervisor: Supervisor
+    timeouts: TimeoutsConfig
+
+    async def start(self) -> None:
+        """Load vLLM and build the engines."""
+        await self._each("generator.start", [actor.start.call_one() for actor in self.actors], self.timeouts.start_s)
+
+    async def pull_weights(self, version: int) -> None:
+        """Bring a version into every replica."""
+        calls = [actor.pull_weights.call_one(version) for actor in self.actors]
+        await self._each("generator.pull_weights", calls, self.timeouts.sync_s)
+
+    async def take_stats(self) -> tuple[int, float]:
+        """Tokens of completions since the last call, and the share of the time that was spent idle."""
+        stats = await self._each("generator.stats", [actor.stats.call_one() for actor in self.actors], self.timeouts.step_s)
+        wall_s = sum(stat.wall_s for stat in stats)
+        return sum(stat.num_tokens for stat in stats), 1.0 - sum(stat.busy_s for stat in stats) / wall_s
+
+    async def close(self) -> None:
+        """End the engines."""
+        await self._each("generator.close", [actor.close.call_one() for actor in self.actors], self.timeouts.close_s)
+
+    async def _each(self, name: str, calls: Sequence[Awaitable[T]], timeout_s: float) -> list[T]:
+        return await self.supervisor.ask(name, asyncio.gather(*map(_awaited, calls)), timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersClient:
+    """All rollout workers."""
+
+    mesh: Any
+    supervisor: Supervisor
+    timeouts: TimeoutsConfig
+
+    async def start(self) -> None:
+        """Load prompts, tokenizer and scoring processes."""
+        await self.supervisor.ask("rollout.start", self.mesh.start.call(), self.timeouts.start_s)
+
+    async def run(self) -> None:
+        """Start rolling out."""
+        await self.supervisor.ask("rollout.run", self.mesh.run.call(), self.timeouts.step_s)
+
+    async def evaluate(self, num_prompts: int) -> EvaluationResult:
+        """Greedy answers to held-out prompts, by the first worker."""
+        first = self.mesh.slice(procs=0)
+        result: EvaluationResult = await self.supervisor.ask(
+            "rollout.evaluate", first.evaluate.call_one(num_prompts), self.timeouts.step_s
+        )
+        return result
+
+    async def demonstrate(self, handle: Handle) -> GroupRecord:
+        """Put the next batch of demonstrations into a shard, by the first worker."""
+        first = self.mesh.slice(procs=0)
+        record: GroupRecord = await self.supervisor.ask(
+            "rollout.demonstrate", first.demonstrate.call_one(handle), self.timeouts.step_s
+        )
+        return record
+
+    async def close(self) -> None:
+        """End loops and scoring processes."""
+        await self.supervisor.ask("rollout.close", self.mesh.close.call(), self.timeouts.close_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferClient:
+    """The replay buffer."""
+
+    actor: Any
+    supervisor: Supervisor
+    timeouts: TimeoutsConfig
+    starvation_timeout_s: float
+
+    async def take_batch(self, num_groups: int) -> Batch:
+        """The next batch; waits for it.
+
+        Raises:
+            StarvationError: no batch with a signal came together in time.
+            RolloutError: a rollout worker failed.
+        """
+        call = self.actor.take_batch.call_one(num_groups, self.starvation_timeout_s)
+        batch: Batch = await self.supervisor.ask("buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s)
+        return batch
+
+    async def release(self, handles: Sequence[Handle]) -> None:
+        """Free the slots of a batch."""
+        await self.supervisor.ask("buffer.release", self.actor.release.call_one(handles), self.timeouts.step_s)
+
+
+async def _awaited(call: Awaitable[T]) -> T:
+    return await call

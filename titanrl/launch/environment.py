@@ -1,0 +1,51 @@
+"""The environment variables of each role's processes, set before their interpreter starts."""
+
+from collections.abc import Iterable
+
+from titanrl.config.schema import Config
+from titanrl.device import Device, num_threads
+
+# Everything is on disk already; a library that asks a hub would only wait for a network.
+_COMMON = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+def trainer_environment(config: Config, device: Device) -> dict[str, str]:
+    """For every trainer rank: all ranks of a host see the same devices, and `LOCAL_RANK` picks one."""
+    ranks_per_host = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
+    threads = num_threads(ranks_per_host) if device.kind == "cpu" else 1
+    return {**_COMMON, "OMP_NUM_THREADS": str(threads), **visible(device, range(ranks_per_host))}
+
+
+def generator_environment(config: Config, device: Device, replica: int) -> dict[str, str]:
+    """For one generator replica: one device, and vLLM in this very process."""
+    environment = {
+        **_COMMON,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if device.kind == "cpu":
+        # vLLM compiles a sampler helper at the first request even with enforce_eager: 10 s, for nothing at these sizes.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    return environment | visible(device, [generator_device(config, replica)])
+
+
+def worker_environment() -> dict[str, str]:
+    """For rollout workers, the buffer and the store: no device, one thread."""
+    return {**_COMMON, "OMP_NUM_THREADS": "1"}
+
+
+def generator_device(config: Config, replica: int) -> int:
+    """Index of a replica's device on its machine: after the trainer's devices, where the two are on one."""
+    hosts = config.hosts
+    if hosts.kind == "slurm":
+        return replica // hosts.generator_hosts
+    return replica if hosts.share_devices else config.trainer.parallelism.world_size + replica
+
+
+def visible(device: Device, indices: Iterable[int]) -> dict[str, str]:
+    """The variable that limits a process to some devices; nothing on CPU."""
+    if device.visible_devices is None:
+        return {}
+    return {device.visible_devices: ",".join(map(str, indices))}

@@ -1,0 +1,83 @@
+"""Waiting with a name and a deadline, and learning at once that a process has died."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+T = TypeVar("T")
+
+
+class DeadlineError(Exception):
+    """A call was not answered in time; the text names it."""
+
+
+class ActorDiedError(Exception):
+    """A process or actor of the run died; the text says which and how."""
+
+
+class Supervisor:
+    """Awaits calls to actors. A death anywhere in the run ends every wait with `ActorDiedError`.
+
+    torchmonarch's own reaction to an unhandled fault is to interrupt the controller's main thread; while a supervisor is
+    installed it is told instead. `SupervisionError` is torchmonarch's private name, used in this module alone.
+    """
+
+    def __init__(self) -> None:
+        """Install the fault hook; belongs to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[str] = self._loop.create_future()
+        self._closing = False
+        monarch.actor.unhandled_fault_hook = self._on_fault
+
+    async def ask(self, name: str, call: Awaitable[T], timeout_s: float) -> T:
+        """The answer to a call; an exception in the actor is raised here as it was raised there.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s`.
+            ActorDiedError: a process of the run died meanwhile.
+        """
+        task = asyncio.ensure_future(_resolve(call))
+        try:
+            await asyncio.wait({task, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not self._death.done():
+                return _unwrapped(task)
+            if self._death.done():
+                raise ActorDiedError(f"{self._death.result()} (while waiting for: {name})")
+            raise DeadlineError(f"no answer to '{name}' within {timeout_s:g} s")
+        finally:
+            task.cancel()
+
+    def expect_deaths(self) -> None:
+        """From here on processes are being stopped on purpose.
+
+        The hook stays: faults are still reported after the last process has ended, and must not interrupt the program.
+        """
+        self._closing = True
+
+    def _on_fault(self, failure: Any) -> None:
+        """Called by torchmonarch on a thread of its own."""
+        if self._closing:
+            return
+        text = f"{failure.mesh_name} failed: {' '.join(failure.report().split())[:600]}"
+        self._loop.call_soon_threadsafe(self._note_death, text)
+
+    def _note_death(self, text: str) -> None:
+        if not self._death.done():
+            self._death.set_result(text)
+
+
+async def _resolve(call: Awaitable[T]) -> T:
+    return await call
+
+
+def _unwrapped(task: "asyncio.Task[T]") -> T:
+    try:
+        return task.result()
+    except ActorError as error:
+        raise error.exception from error
+    except SupervisionError as error:
+        raise ActorDiedError(" ".join(str(error).split())[:600]) from error

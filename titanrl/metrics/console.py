@@ -1,0 +1,358 @@
+"""What a run shows while it goes: one live display on a terminal, plain lines elsewhere."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+import rich.console
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from titanrl.metrics.series import phase_seconds
+from titanrl.metrics.text import count, duration, number, sparkline
+from titanrl.types import StepMetrics
+
+Mode = Literal["auto", "live", "plain", "off"]
+
+LAYOUT_WIDTHS = (0, 72, 128)
+"""Terminal widths from which the live display has one, two and three parts side by side."""
+PLAIN_EVERY_STEPS = 10
+"""Plain mode shows the first step, every so many steps and the last, ..."""
+PLAIN_EVERY_S = 5.0
+"""... and any step that ends so many seconds after the last line."""
+HEADER_EVERY_ROWS = 20
+"""Rows of the plain table between two headers."""
+SPARKLINE_STEPS = 24
+"""Steps the sparkline looks back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Activity:
+    """What goes on outside the steps."""
+
+    name: str
+    detail: str
+    since: float
+    done: int = 0
+    total: int = 0
+    """0 where the end is not known."""
+
+
+class Console:
+    """The run's voice: status on stdout, warnings on stderr.
+
+    `live` redraws one display in place, `plain` prints aligned lines without control codes, `off` prints warnings only.
+    `auto` is `live` on a terminal and `plain` elsewhere, notebooks included. Use it as a context manager, or call
+    `close`: a live display hides the cursor until then.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        total_steps: int,
+        title: str = "TitanRL",
+        out: rich.console.Console | None = None,
+        err: rich.console.Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Nothing is shown before the first call.
+
+        Args:
+            mode: How to show things.
+            total_steps: Last step of the run.
+            title: Heading of the live display.
+            out: Where to write; stdout by default.
+            err: Where to warn; stderr by default.
+            clock: Seconds.
+        """
+        self._mode = resolve(mode)
+        self._out = out or _default_console(live=self._mode == "live", stderr=False)
+        self._err = err or _default_console(live=self._mode == "live", stderr=True)
+        self._clock = clock
+        self._started = clock()
+        self._total_steps = total_steps
+        self._title = title
+        self._activity: _Activity | None = None
+        self._phase: str | None = None
+        self._shown_at = -PLAIN_EVERY_S
+        self._rows = 0
+        # The live display reads these from its own thread: they are replaced, never changed.
+        self._last: StepMetrics | None = None
+        self._rewards: tuple[float, ...] = ()
+        self._step_ends: tuple[tuple[float, int], ...] = ()
+        self._evaluations: Mapping[str, tuple[float, float]] = {}
+        self._live: Live | None = None
+        if self._mode == "live":
+            self._live = Live(get_renderable=self._render, console=self._out, refresh_per_second=4, auto_refresh=True)
+
+    def banner(self, lines: Iterable[str]) -> None:
+        """Say what is about to run."""
+        for line in lines:
+            self._print(Text(line))
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """A phase of the start or the end begins, such as "loading trainer"; the one before it is over."""
+        self._end_activity()
+        self._activity = _Activity(name=name, detail=detail, since=self._clock())
+        if self._mode == "plain":
+            self._timed(f"{name:<20}  {detail}")
+        self._refresh()
+
+    def progress(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """Part of a phase with a known end is done, such as a step of the warm start."""
+        if self._activity is None or self._activity.name != name:
+            self._end_activity()
+            self._activity = _Activity(name=name, detail=detail, since=self._clock())
+        self._activity = _Activity(name=name, detail=detail, since=self._activity.since, done=done, total=total)
+        if self._mode == "plain" and (done == total or self._clock() - self._shown_at >= PLAIN_EVERY_S):
+            self._timed(f"{name:<20}  {done}/{total}  {detail}")
+        self._start_live()
+
+    def current_phase(self, name: str | None) -> None:
+        """Show which phase of a step is under way, None between phases; for `PhaseTimer(on_change=...)`."""
+        self._phase = name
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step of the loop is done."""
+        self._end_activity()
+        reward = metrics.values.get("reward/mean")
+        if reward is not None:
+            self._rewards = (*self._rewards, reward)[-SPARKLINE_STEPS:]
+        self._step_ends = (*self._step_ends, (self._clock(), metrics.step))[-50:]
+        first = self._last is None
+        self._last = metrics
+        if self._mode == "plain" and (first or self._is_due(metrics.step)):
+            self._row(metrics)
+        self._start_live()
+
+    def evaluation(self, task: str, version: int, mean: float) -> None:
+        """The policy answered the held-out prompts."""
+        first = self._evaluations.get(task, (mean, mean))[0]
+        self._evaluations = {**self._evaluations, task: (first, mean)}
+        if self._mode == "plain":
+            self._timed(f"held-out {task}: {mean:.3f} at version {version}")
+        self._start_live()
+
+    def note(self, text: str) -> None:
+        """Say something worth a line."""
+        if self._mode == "plain":
+            self._timed(text)
+        else:
+            self._print(Text(text))
+
+    def warn(self, text: str) -> None:
+        """Say on stderr, in every mode, that something needs attention."""
+        # On one terminal the line has to go above the live display, or the two would overwrite each other.
+        target = self._out if self._live is not None and self._err.is_terminal else self._err
+        target.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+
+    def done(self, lines: Iterable[str]) -> None:
+        """End the display and say how the run ended."""
+        self.close()
+        for line in lines:
+            self._print(Text(line))
+
+    def close(self) -> None:
+        """End the live display, leave its last state on the terminal and give the cursor back."""
+        self._end_activity()
+        live, self._live = self._live, None
+        if live is not None and live.is_started:
+            live.stop()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager restores the terminal."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Restore the terminal."""
+        self.close()
+
+    # Writing
+
+    def _print(self, text: Text) -> None:
+        if self._mode != "off":
+            self._out.print(text, soft_wrap=True)
+
+    def _timed(self, text: str) -> None:
+        """A plain line, with the time since the start before it."""
+        self._shown_at = self._clock()
+        self._print(Text(f"{duration(self._shown_at - self._started):>9}  {text}".rstrip()))
+
+    def _start_live(self) -> None:
+        if self._live is not None:
+            self._live.start()
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.start()
+            self._live.refresh()
+
+    def _end_activity(self) -> None:
+        """Leave a line of what is over; plain mode has said it when it began."""
+        activity, self._activity = self._activity, None
+        if activity is not None and self._live is not None:
+            took = duration(self._clock() - activity.since)
+            self._print(Text.assemble((f"{took:>9}  ", "dim"), f"{activity.name}  ", (activity.detail, "dim")))
+
+    # Plain mode
+
+    def _is_due(self, step: int) -> bool:
+        waited = self._clock() - self._shown_at
+        return step % PLAIN_EVERY_STEPS == 0 or step == self._total_steps or waited >= PLAIN_EVERY_S
+
+    def _row(self, metrics: StepMetrics) -> None:
+        cells = self._cells(metrics)
+        if self._rows % HEADER_EVERY_ROWS == 0:
+            self._print(Text(f"{'elapsed':>9}  " + "  ".join(cells)))
+        self._rows += 1
+        self._timed("  ".join(f"{cell:>{len(name)}}" for name, cell in cells.items()))
+
+    def _cells(self, metrics: StepMetrics) -> dict[str, str]:
+        """Cells of a row by column; the name of a column is as wide as its widest cell."""
+        values = metrics.values
+        return {
+            "       step": f"{metrics.step}/{self._total_steps}",
+            "reward": number(values.get("reward/mean"), ".3f"),
+            "mean10": number(self._reward_mean(), ".3f"),
+            "heldout": number(self._heldout(), ".3f"),
+            "length": number(values.get("tokens/response_len_mean"), ".1f"),
+            "entropy": number(values.get("policy/entropy"), ".3f"),
+            "grad_norm": number(values.get("grad/norm"), ".3g"),
+            "mismatch": number(values.get("mismatch/logprob_abs_mean"), ".1e"),
+            "stale": number(values.get("staleness/max"), ".0f"),
+            "gen_tok/s": _rate(values.get("perf/gen_tokens_per_s")),
+            "train_tok/s": _rate(values.get("perf/train_tokens_per_s")),
+            "step_s": number(_step_seconds(values), ".2f"),
+            "sync_s": number(_sync_seconds(values), ".3f"),
+        }
+
+    # Live mode
+
+    def _render(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        if self._last is not None:
+            step = self._last.step
+            parts += [self._bar(step, self._total_steps, self._clocks(step)), self._table(self._last.values)]
+        if self._activity is not None:
+            parts.append(self._activity_line(self._activity))
+        return Panel(Group(*parts), title=self._title, title_align="left", border_style="dim") if parts else Text()
+
+    def _bar(self, done: int, total: int, detail: str) -> Table:
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        bar = ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green")
+        row.add_row(Text(f"{done}/{total}", style="bold"), bar, Text(detail, style="dim"))
+        return row
+
+    def _clocks(self, step: int) -> str:
+        parts = [] if self._phase is None else [self._phase]
+        parts.append(duration(self._clock() - self._started))
+        (first_s, first), (last_s, last) = self._step_ends[0], self._step_ends[-1]
+        if last > first and step < self._total_steps:
+            parts.append(f"{duration((last_s - first_s) / (last - first) * (self._total_steps - step))} left")
+        return ", ".join(parts)
+
+    def _activity_line(self, activity: _Activity) -> RenderableType:
+        elapsed = duration(self._clock() - activity.since)
+        if activity.total:
+            return self._bar(activity.done, activity.total, f"{activity.name}  {activity.detail}  {elapsed}")
+        text = Text.assemble((activity.name, "bold"), f"  {activity.detail}  ", (elapsed, "dim"))
+        return Spinner("line", text=text)
+
+    def _table(self, values: Mapping[str, float]) -> RenderableType:
+        parts = [_pairs(part) for part in (self._learning(values), self._update(values), self._speed(values))]
+        columns = sum(self._out.width >= width for width in LAYOUT_WIDTHS)
+        grids = []
+        for start in range(0, len(parts), columns):
+            grid = Table.grid(padding=(0, 4, 0, 0))
+            grid.add_row(*parts[start : start + columns])
+            grids.append(grid)
+        return Group(*grids)
+
+    def _learning(self, values: Mapping[str, float]) -> dict[str, str]:
+        rows = {
+            "reward": number(values.get("reward/mean"), ".3f"),
+            "  mean of 10": number(self._reward_mean(), ".3f"),
+            "": sparkline(self._rewards, ascii_only=self._out.options.ascii_only),
+        }
+        for task, (first, last) in self._evaluations.items():
+            rows[f"held-out {task}"] = f"{first:.3f} -> {last:.3f}"
+        rows["response length"] = f"{number(values.get('tokens/response_len_mean'), '.1f')} tokens"
+        return rows
+
+    def _update(self, values: Mapping[str, float]) -> dict[str, str]:
+        return {
+            "entropy": number(values.get("policy/entropy"), ".3f"),
+            "gradient norm": number(values.get("grad/norm"), ".3g"),
+            "mismatch": number(values.get("mismatch/logprob_abs_mean"), ".1e"),
+            "mismatch max": number(values.get("mismatch/logprob_abs_max"), ".1e"),
+            "staleness max": number(values.get("staleness/max"), ".0f"),
+        }
+
+    def _speed(self, values: Mapping[str, float]) -> dict[str, str]:
+        phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phase_seconds(values).items())
+        return {
+            "generator": f"{_rate(values.get('perf/gen_tokens_per_s'))} tokens/s",
+            "trainer": f"{_rate(values.get('perf/train_tokens_per_s'))} tokens/s",
+            "step": f"{number(_step_seconds(values), '.2f')} s",
+            "sync": f"{number(_sync_seconds(values), '.3f')} s",
+            "phases": phases,
+        }
+
+    def _reward_mean(self) -> float | None:
+        recent = self._rewards[-10:]
+        return sum(recent) / len(recent) if recent else None
+
+    def _heldout(self) -> float | None:
+        """Last held-out accuracy, the mean over tasks."""
+        last = [last for _, last in self._evaluations.values()]
+        return sum(last) / len(last) if last else None
+
+
+def resolve(mode: Mode) -> Literal["live", "plain", "off"]:
+    """What `auto` means here: live only where stdout is a terminal that can move its cursor."""
+    if mode != "auto":
+        return mode
+    can_move = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    return "live" if can_move else "plain"
+
+
+def _step_seconds(values: Mapping[str, float]) -> float | None:
+    return values.get("time/step_s", sum(phase_seconds(values).values()) or None)
+
+
+def _sync_seconds(values: Mapping[str, float]) -> float | None:
+    parts = [values[name] for name in ("sync/push_s", "sync/pull_s") if name in values]
+    return sum(parts) if parts else None
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else count(value)
+
+
+def _pairs(rows: Mapping[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows.items():
+        grid.add_row(Text(name), Text(value))
+    return grid
+
+
+def _default_console(*, live: bool, stderr: bool) -> rich.console.Console:
+    if live:
+        return rich.console.Console(stderr=stderr)
+    # Not even FORCE_COLOR or a notebook's own display puts control codes into plain lines.
+    return rich.console.Console(stderr=stderr, force_terminal=False, force_jupyter=False, color_system=None)

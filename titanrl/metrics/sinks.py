@@ -1,0 +1,186 @@
+"""The files of a run directory, and reading them back."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from titanrl.types import StepMetrics
+
+
+class RunDirectory:
+    """`runs/<name>/`: what the controller writes of one run, and the folders the other processes write to.
+
+    `config.yaml`, `metrics.jsonl` and `events.jsonl` are written here; `rollouts.jsonl` by the rollout workers
+    (`append_line`), `logs/` and `checkpoints/` by whoever logs and saves.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        """Make the folders and open `metrics.jsonl`.
+
+        Args:
+            path: The run's own folder.
+            resume_step: Step the run goes on from; metrics of later steps are dropped, so that curves do not double.
+                None starts a new run.
+
+        Raises:
+            ValueError: A new run would write over another one, or there is nothing to resume.
+        """
+        self.path = path
+        if resume_step is None:
+            _check_holds_no_run(path)
+        elif not path.is_dir():
+            raise ValueError(f"--resume {path}: there is no such run directory; give the folder of an earlier run")
+        for folder in (self.logs, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            # A run that ended before its first step may have left these.
+            self.rollouts.unlink(missing_ok=True)
+            self.events.unlink(missing_ok=True)
+        else:
+            _drop_steps_after(self.metrics, resume_step)
+        self._metrics_file = self.metrics.open("a", encoding="utf-8", buffering=1)
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object per fault, drop, stall or other event worth a note."""
+        return self.path / "events.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """Sampled groups, one JSON object each."""
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """What libraries and processes print, `<role>_<rank>.log`."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What the run can be resumed from."""
+        return self.path / "checkpoints"
+
+    def write_config(self, text: str) -> None:
+        """Write `config.yaml`."""
+        replace_text(self.config, text)
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Append one line to `metrics.jsonl`: `step`, `version`, `time` (unix seconds), then the values."""
+        head = {"step": metrics.step, "version": metrics.version, "time": time.time()}
+        self._metrics_file.write(_encode({**head, **metrics.values}) + "\n")
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one line to `events.jsonl`: `time` (unix seconds), `kind`, then the fields."""
+        append_line(self.events, {"time": time.time(), "kind": kind, **fields})
+
+    def close(self) -> None:
+        """Close `metrics.jsonl`."""
+        self._metrics_file.close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager closes the files."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the files."""
+        self.close()
+
+
+def append_line(path: Path, obj: Mapping[str, Any]) -> None:
+    """Append `obj` as one JSON line; several processes may append to one file.
+
+    Raises:
+        OSError: The file system took only a part of the line.
+    """
+    line = (_encode(obj) + "\n").encode()
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        # One write on an O_APPEND file is placed whole at the end, so lines of several processes do not mix.
+        written = os.write(file, line)
+    finally:
+        os.close(file)
+    if written != len(line):
+        raise OSError(f"{path}: only {written} of {len(line)} bytes could be appended; is the disk full?")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line that a killed process left unfinished is not one.
+
+    Raises:
+        ValueError: An earlier line is not a JSON object.
+    """
+    lines = path.read_bytes().splitlines()
+    rows = [_decode(line) for line in lines]
+    for number, row in enumerate(rows[:-1], start=1):
+        if row is None:
+            raise ValueError(f"{path}, line {number}: not a JSON object; remove the line to read the rest")
+    return [row for row in rows if row is not None]
+
+
+def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a `rollouts.jsonl`, one by one, without those that a killed worker left unfinished."""
+    with path.open("rb") as file:
+        for line in file:
+            row = _decode(line)
+            if row is not None:
+                yield row
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is never seen half written."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _check_holds_no_run(path: Path) -> None:
+    metrics = path / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size > 0:
+        raise ValueError(
+            f"name={path.name}: {path} already holds a run, which would be written over; "
+            f"choose another name, remove the folder, or go on with --resume {path}"
+        )
+
+
+def _drop_steps_after(path: Path, step: int) -> None:
+    rows = read_metrics(path) if path.exists() else []
+    replace_text(path, "".join(_encode(row) + "\n" for row in rows if row["step"] <= step))
+
+
+def _encode(obj: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(obj), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for infinities and NaN, which JSON does not have, and plain lists and dicts inside."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    """The object of a line, None for a part of one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

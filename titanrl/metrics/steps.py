@@ -1,0 +1,62 @@
+"""The metrics of a step, from what the parts reported. Names and units: docs/metrics.md."""
+
+from collections.abc import Mapping, Sequence
+
+from titanrl.types import GroupRecord, LossSums, OptimUpdate
+
+
+def rollout_metrics(records: Sequence[GroupRecord], *, num_tried: int, num_without_signal: int) -> dict[str, float]:
+    """What the batch looks like: rewards, lengths, groups without signal."""
+    rewards = [reward for record in records for reward in record.rewards]
+    response_lens = [length - record.prompt_len for record in records for length in record.lengths]
+    prompt_lens = [record.prompt_len for record in records]
+    parts = {part for record in records for part in record.reward_parts}
+    by_part = {
+        f"reward/{part}": mean([value for record in records for value in record.reward_parts.get(part, ())]) for part in parts
+    }
+    return {
+        "reward/mean": mean(rewards),
+        **by_part,
+        "group/zero_variance_frac": num_without_signal / num_tried,
+        "tokens/prompt_len_mean": mean(prompt_lens),
+        "tokens/prompt_len_max": float(max(prompt_lens)),
+        "tokens/response_len_mean": mean(response_lens),
+        "tokens/response_len_max": float(max(response_lens)),
+        "tokens/truncated_frac": sum(record.num_truncated for record in records) / len(rewards),
+    }
+
+
+def staleness_metrics(records: Sequence[GroupRecord], version: int) -> dict[str, float]:
+    """Age of the batch: trained version minus the oldest version among a group's tokens."""
+    ages = [version - record.min_version for record in records]
+    return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}
+
+
+def loss_metrics(losses: LossSums) -> dict[str, float]:
+    """Sums over ranks and micro-batches as metrics: the loss is complete, the rest are means over the trained tokens."""
+    num_tokens = max(losses.sums["num_tokens"], 1.0)
+    means = {name: value / num_tokens for name, value in losses.sums.items() if name not in ("num_tokens", "loss/policy")}
+    return {**means, **losses.maxima, "loss/policy": losses.sums["loss/policy"], "loss/total": losses.sums["loss/policy"]}
+
+
+def optimizer_metrics(update: OptimUpdate, learning_rate: float) -> dict[str, float]:
+    """What the optimizer did."""
+    return {"grad/norm": update.grad_norm, "optim/lr": learning_rate, "optim/skipped": float(update.skipped)}
+
+
+def speed_metrics(
+    seconds: Mapping[str, float], *, trained_tokens: int, generated_tokens: int, step_s: float
+) -> dict[str, float]:
+    """Tokens a second of each side while it worked, and the share of the step it did not."""
+    train_s = seconds["time/train_s"] + seconds["time/optim_s"]
+    return {
+        "perf/train_tokens_per_s": trained_tokens / train_s,
+        "perf/gen_tokens_per_s": generated_tokens / step_s,
+        "perf/trainer_idle_frac": max(0.0, 1.0 - train_s / step_s),
+        "time/step_s": step_s,
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,1 @@
+"""Policy models: torchtitan's Qwen3 built from a Hugging Face directory, for trainer and generator alike."""

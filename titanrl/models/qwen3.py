@@ -1,0 +1,117 @@
+"""torchtitan's Qwen3 from a Hugging Face directory.
+
+torchtitan 0.3.0 knows the published sizes by name only; here any dense `config.json` becomes a model, tiny ones too.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+
+from titanrl.device import Device
+from titanrl.models.attention import PackedAttention
+
+_NORMAL = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
+_ONES = {"weight": nn.init.ones_}
+
+
+def read_hf_config(model_dir: Path) -> dict[str, Any]:
+    """The directory's `config.json`, checked to be a dense Qwen3 that torchtitan's definition computes exactly.
+
+    Raises:
+        ValueError: another architecture, or an option (rotary scaling, attention bias, sliding window) it does not have.
+    """
+    path = model_dir / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text())
+    unsupported = {
+        "model_type": config.get("model_type") != "qwen3",
+        "rope_scaling": (config.get("rope_scaling") or {}).get("rope_type", "default") != "default",
+        "rope_parameters": (config.get("rope_parameters") or {}).get("rope_type", "default") != "default",
+        "attention_bias": bool(config.get("attention_bias")),
+        "use_sliding_window": bool(config.get("use_sliding_window")),
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+    }
+    for key, wrong in unsupported.items():
+        if wrong:
+            raise ValueError(f"{path}: {key}={config.get(key)!r} is not supported; give a dense Qwen3 without it")
+    return config
+
+
+def inner_attention(device: Device) -> Module.Config:
+    """The attention that packed rows train with on a device."""
+    return FlexAttention.Config() if device.attention == "flex" else PackedAttention.Config()
+
+
+def qwen3_config(hf: dict[str, Any], attention: Module.Config) -> Qwen3Model.Config:
+    """torchtitan's model config for a Hugging Face one.
+
+    The query, key and value projections stay apart: torchtitan's fused form makes `state_dict()` a collective that
+    replicates them, and its parameters are named differently from the checkpoint's.
+    """
+    dim, head_dim, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
+    theta = hf.get("rope_theta") or hf["rope_parameters"]["rope_theta"]
+    rope = CosSinRoPE.Config(dim=head_dim, max_seq_len=hf["max_position_embeddings"], theta=float(theta))
+
+    def norm(width: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=width, eps=hf["rms_norm_eps"], param_init=_ONES)
+
+    def block() -> Qwen3TransformerBlock.Config:
+        return Qwen3TransformerBlock.Config(
+            attention_norm=norm(dim),
+            ffn_norm=norm(dim),
+            attention=make_gqa_config(
+                dim=dim,
+                n_heads=hf["num_attention_heads"],
+                n_kv_heads=hf["num_key_value_heads"],
+                head_dim=head_dim,
+                wqkv_param_init=_NORMAL,
+                wo_param_init=_NORMAL,
+                inner_attention=attention,
+                fuse_qkv=False,
+                rope=rope,
+                qk_norm=norm(head_dim),
+            ),
+            feed_forward=make_ffn_config(
+                dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=_NORMAL, w2w3_param_init=_NORMAL
+            ),
+        )
+
+    return Qwen3Model.Config(
+        vocab_size=vocab,
+        dim=dim,
+        norm=norm(dim),
+        enable_weight_tying=hf.get("tie_word_embeddings", False),
+        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=_NORMAL),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=_NORMAL),
+        layers=[block() for _ in range(hf["num_hidden_layers"])],
+    )
+
+
+def qwen3_spec(model_dir: Path, device: Device) -> ModelSpec:
+    """Everything torchtitan needs to build, parallelize, load and save the model of a Hugging Face directory."""
+    return ModelSpec(
+        name="qwen3",
+        flavor=model_dir.name,
+        model=qwen3_config(read_hf_config(model_dir), inner_attention(device)),
+        parallelize_fn=parallelize_qwen3,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=Qwen3StateDictAdapter,
+    )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` or `bfloat16` as torch's type."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

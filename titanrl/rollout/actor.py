@@ -1,0 +1,206 @@
+"""The rollout worker's actor: it admits prompts as slots allow, rolls groups out, and puts them into the buffer."""
+
+import asyncio
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titanrl.actors import Actor, endpoint
+from titanrl.config.schema import Config
+from titanrl.metrics.sinks import append_line
+from titanrl.replay.buffer import Reservation
+from titanrl.rollout.group import greedy_request, record_of, roll_out, sampling_requests
+from titanrl.rollout.pool import GeneratorPool
+from titanrl.types import EvaluationResult, Group, GroupRecord, Handle, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from titanrl.data.demonstrations import Demonstration
+
+EVALUATION_BATCH = 128
+"""Held-out prompts in flight at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """What a rollout worker needs to start."""
+
+    config: Config
+    """The run."""
+    model_dir: Path
+    """Hugging Face directory with the tokenizer."""
+    run_dir: Path
+    """Folder that sampled rollouts are recorded in."""
+    buffer: Any
+    """The replay buffer actor."""
+    shards: Any
+    """Storage shards, an actor mesh."""
+    generators: tuple[Any, ...]
+    """One generator actor per replica."""
+
+
+class RolloutWorker(Actor):
+    """Turns prompts into scored groups."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        """Keep the set-up; `start` loads."""
+        self._setup = setup
+        self._pool = GeneratorPool(setup.generators)
+        self._task: asyncio.Task[None] | None = None
+        # Rollouts and evaluations take turns, so that neither changes the other's decoding batches: a synchronous run repeats.
+        self._turn = asyncio.Lock()
+
+    @endpoint
+    async def start(self) -> None:
+        """Load tokenizer and prompts, and start the scoring processes."""
+        from titanrl.data.streams import make_stream
+        from titanrl.data.tokenizer import load_tokenizer
+        from titanrl.rollout.sandbox import ScoringPool, scorer_spec
+
+        config = self._setup.config
+        self._scoring = ScoringPool(scorer_spec(config.data), config.sandbox)
+        await self._scoring.start()
+        self._tokenizer = load_tokenizer(self._setup.model_dir)
+        self._stream = make_stream(config.data, self._tokenizer, config.seed)
+        self._demonstrations: Iterator[list[Demonstration]] | None = None
+
+    @endpoint
+    async def run(self) -> None:
+        """Start rolling out in the background; whatever ends that reaches the buffer, and so the controller."""
+        self._task = asyncio.create_task(self._report_failure(), name="roll out")
+
+    @endpoint
+    async def evaluate(self, num_prompts: int) -> EvaluationResult:
+        """Answer held-out prompts greedily."""
+        prompts = self._stream.heldout(num_prompts)
+        async with self._turn:
+            groups = [
+                group
+                for start in range(0, num_prompts, EVALUATION_BATCH)
+                for group in await asyncio.gather(*map(self._answer, prompts[start : start + EVALUATION_BATCH]))
+            ]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return EvaluationResult(
+            task=self._setup.config.data.task,
+            version=int(min(rollout.versions.max() for rollout in rollouts)),
+            mean=float(np.mean([rollout.reward for rollout in rollouts])),
+            num_prompts=num_prompts,
+            response_len_mean=float(np.mean([rollout.mask.sum() for rollout in rollouts])),
+        )
+
+    @endpoint
+    async def demonstrate(self, handle: Handle) -> GroupRecord:
+        """Put the next batch of demonstrations into the shard of `handle`; returns their record."""
+        if self._demonstrations is None:
+            from titanrl.data.demonstrations import chain_sum_demonstrations
+
+            config = self._setup.config
+            assert config.warm_start is not None
+            self._demonstrations = chain_sum_demonstrations(self._stream, self._tokenizer, config.warm_start, config.seed)
+        batch = next(self._demonstrations)
+        await self._shard(handle).put.call_one(handle, tuple(map(rollout_of_demonstration, batch)))
+        return record_of_demonstrations(batch, handle, self._setup.config.data.task)
+
+    @endpoint
+    async def close(self) -> None:
+        """End the background loops and the scoring processes."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._scoring.close()
+
+    async def _roll_out_for_ever(self) -> None:
+        config = self._setup.config
+        limit = -(-config.num_slots // config.rollout.num_workers)
+        while True:
+            reservations = await self._setup.buffer.reserve.call_one(limit)
+            async with self._turn:
+                await asyncio.gather(*map(self._roll_out, reservations))
+
+    async def _roll_out(self, reservation: Reservation) -> None:
+        """One group, from its prompt to the buffer."""
+        config = self._setup.config
+        prompt = self._stream[reservation.index]
+        requests = sampling_requests(prompt, config.rollout, config.seed)
+        group = await roll_out(prompt, requests, self._pool.generate, self._score, self._tokenizer.decode)
+        if group.has_signal:
+            await self._shard(reservation.handle).put.call_one(reservation.handle, group.rollouts)
+        await self._setup.buffer.commit.call_one(record_of(group, reservation.handle))
+        if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
+            append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group))
+
+    async def _answer(self, prompt: Prompt) -> Group:
+        requests = [greedy_request(prompt, self._setup.config.rollout.max_new_tokens)]
+        return await roll_out(prompt, requests, self._pool.generate, self._score, self._tokenizer.decode)
+
+    async def _score(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Mapping[str, float]]:
+        return [score.parts for score in await self._scoring.score(answers)]
+
+    def _shard(self, handle: Handle) -> Any:
+        return self._setup.shards.slice(procs=handle.shard)
+
+    async def _report_failure(self) -> None:
+        try:
+            await self._roll_out_for_ever()
+        except Exception as error:  # the edge of a background task: the controller is told
+            await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(error)).strip())
+            raise
+
+    def _readable(self, group: Group) -> dict[str, Any]:
+        """A group as a line of `rollouts.jsonl`."""
+        return {
+            "version": int(group.rollouts[0].versions.max()),
+            "index": group.prompt.index,
+            "task": group.prompt.task,
+            "prompt": group.prompt.text,
+            "answer": group.prompt.entry.get("answer"),
+            "completions": [self._readable_completion(rollout) for rollout in group.rollouts],
+        }
+
+    def _readable_completion(self, rollout: Rollout) -> dict[str, Any]:
+        token_ids = rollout.token_ids[rollout.mask].tolist()
+        return {
+            "text": self._tokenizer.decode(token_ids),
+            "reward": rollout.reward,
+            "num_tokens": len(token_ids),
+            "finish_reason": rollout.finish_reason,
+            "tokens": [self._tokenizer.token_text(token_id) for token_id in token_ids],
+            "logprobs": [round(float(logprob), 4) for logprob in rollout.logprobs[rollout.mask]],
+        }
+
+
+def rollout_of_demonstration(demonstration: "Demonstration") -> Rollout:
+    """A demonstration as a training sequence; nobody sampled it, so its log-probabilities and versions mean nothing."""
+    length = len(demonstration.token_ids)
+    return Rollout(
+        token_ids=demonstration.token_ids,
+        mask=demonstration.mask,
+        logprobs=np.zeros(length, np.float32),
+        versions=np.full(length, -1, np.int64),
+        reward=0.0,
+        reward_parts={},
+        finish_reason="stop",
+    )
+
+
+def record_of_demonstrations(batch: Sequence["Demonstration"], handle: Handle, task: str) -> GroupRecord:
+    """What the controller gets to know of a batch of demonstrations."""
+    return GroupRecord(
+        index=0,
+        task=task,
+        handle=handle,
+        has_payload=True,
+        rewards=(0.0,) * len(batch),
+        reward_parts={},
+        prompt_len=0,
+        lengths=tuple(len(demonstration.token_ids) for demonstration in batch),
+        num_sampled=tuple(int(demonstration.mask.sum()) for demonstration in batch),
+        num_truncated=0,
+        min_version=-1,
+        max_version=-1,
+        generate_s=0.0,
+        score_s=0.0,
+    )

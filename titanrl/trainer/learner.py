@@ -1,0 +1,139 @@
+"""Forward, backward and optimizer step on one rank. Gradients add up until `optim_step`; nothing here rescales a loss.
+
+Shapes: B rows, L tokens of a row, N = B * L, V vocabulary entries on this rank.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.distributed import utils as dist_utils
+
+from titanrl.algorithms.logprobs import logprobs_and_entropy
+from titanrl.algorithms.losses import LossMetrics, cross_entropy, loss_metrics, ppo_clip, weighted_sum
+from titanrl.config.schema import AlgorithmConfig
+from titanrl.models.attention import PackedAttention, packed_mask
+from titanrl.trainer.collate import PackedRows
+from titanrl.trainer.model import PolicyModel, local_logits
+from titanrl.types import AdamParams, LossSums, OptimUpdate
+
+LossName = Literal["ppo", "cross_entropy"]
+
+
+class Learner:
+    """A model, its optimizer, and the number of steps taken (the policy's version)."""
+
+    def __init__(self, model: PolicyModel, algorithm: AlgorithmConfig, temperature: float) -> None:
+        """Start at version 0 with empty optimizer state.
+
+        Args:
+            model: the policy of this rank.
+            algorithm: clip range of the `ppo` loss.
+            temperature: what the sampler divides logits by, and so this does too.
+        """
+        self.model = model
+        self.optimizers = new_optimizer(model)
+        self.version = 0
+        self._algorithm = algorithm
+        self._temperature = temperature
+
+    def forward_backward(self, rows: PackedRows, loss: LossName) -> LossSums:
+        """Add the gradient of sum(w * l) over these rows; returns the metrics' sums over them.
+
+        Ranks of one tensor-parallel group compute the same, so only its first reports sums.
+        """
+        rows = rows.to(self.model.device)
+        metrics = self._ppo(rows) if loss == "ppo" else self._cross_entropy(rows)
+        if self.model.tp_rank != 0:
+            return LossSums(sums={}, maxima={})
+        return LossSums(
+            sums={name: value.item() for name, value in metrics.sums.items()},
+            maxima={name: value.item() for name, value in metrics.maxima.items()},
+        )
+
+    def optim_step(self, params: AdamParams) -> OptimUpdate:
+        """Clip, step and clear the gradients; on a non-finite gradient only clear them.
+
+        The norm is global, so every rank decides the same.
+        """
+        self.model.reshard()
+        parameters = list(self.model.module.parameters())
+        max_norm = params.max_grad_norm or math.inf
+        grad_norm = float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True))
+        finite = math.isfinite(grad_norm)
+        if finite:
+            self._set_params(params)
+            self.optimizers.step()
+            self.version += 1
+        self.optimizers.zero_grad()
+        return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite)
+
+    def start_over(self) -> None:
+        """Back to version 0 with fresh optimizer state, weights kept: what warm start leaves to RL."""
+        self.optimizers = new_optimizer(self.model)
+        self.version = 0
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The parameters by name, sharded, as they are now."""
+        self.model.reshard()
+        return {name: value for name, value in self.model.module.state_dict().items() if isinstance(value, torch.Tensor)}
+
+    def _ppo(self, rows: PackedRows) -> LossMetrics:
+        logprobs_N, entropy_N = self._logprobs(rows)
+        mask_N, weights_N, old_N = rows.mask_BL.flatten(), rows.weights_BL.flatten(), rows.logprobs_BL.flatten()
+        loss_N, ratio = ppo_clip(
+            logprobs_N,
+            old_N,
+            rows.advantages_BL.flatten(),
+            clip_low=self._algorithm.clip_low,
+            clip_high=self._algorithm.clip_high,
+            mask=mask_N,
+        )
+        weighted_sum(loss_N, weights_N, mask=mask_N).backward()
+        return loss_metrics(
+            loss=loss_N,
+            weights=weights_N,
+            ratio_stats=ratio,
+            entropy=entropy_N,
+            logprobs=logprobs_N,
+            generator_logprobs=old_N,
+            mask=mask_N,
+        )
+
+    def _cross_entropy(self, rows: PackedRows) -> LossMetrics:
+        logprobs_N, _ = self._logprobs(rows)
+        mask_N = rows.mask_BL.flatten()
+        loss = weighted_sum(cross_entropy(logprobs_N, mask=mask_N), rows.weights_BL.flatten(), mask=mask_N)
+        loss.backward()
+        return LossMetrics(sums={"loss/policy": loss.detach(), "num_tokens": mask_N.sum()}, maxima={})
+
+    def _logprobs(self, rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each target and entropy of each prediction, `[N]` each."""
+        module = self.model.module
+        logits_BLV = module(rows.tokens_BL, positions=rows.positions_BL, attention_masks=self._mask(rows.positions_BL))
+        logits_BLV, vocab_start, group = local_logits(logits_BLV, module.config.vocab_size)
+        return logprobs_and_entropy(
+            logits_BLV.flatten(0, 1),
+            rows.targets_BL.flatten(),
+            group=group,
+            vocab_start=vocab_start,
+            temperature=self._temperature,
+        )
+
+    def _mask(self, positions_BL: torch.Tensor) -> object:
+        module = self.model.module
+        if isinstance(module.config.layers[0].attention.inner_attention, PackedAttention.Config):
+            return packed_mask(positions_BL)
+        return module.get_attention_masks(positions_BL)
+
+    def _set_params(self, params: AdamParams) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"], group["eps"], group["weight_decay"] = params.learning_rate, params.eps, params.weight_decay
+                group["betas"] = (params.beta1, params.beta2)
+
+
+def new_optimizer(model: PolicyModel) -> OptimizersContainer:
+    """torchtitan's AdamW over the model's parameters; the real hyper-parameters come with each step."""
+    return default_adamw().build(model_parts=[model.module])

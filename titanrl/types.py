@@ -1,0 +1,274 @@
+"""The carriers: what moves between processes, complete at birth and never changed.
+
+Shape suffixes: G completions of a group, P prompt tokens, T completion tokens, S tokens of a whole sequence (prompt and
+completion). Arrays are numpy, so that reading a carrier needs no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A question put to the policy.
+
+    Example: `Prompt(index=17, task="chain_sum", text="... 7 + 5 - 3 =", token_ids=[97, 22, ...], entry={"answer": "9", ...})`
+    """
+
+    index: int
+    """Position in the prompt stream."""
+    task: str
+    """Name of the task, as metrics carry it."""
+    text: str
+    """The question, before any chat template."""
+    token_ids: tuple[int, ...]
+    """What the generator is given, `[P]`."""
+    entry: Mapping[str, Any]
+    """What the task's verifier needs: `question`, `answer`, `metadata`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one completion is drawn."""
+
+    max_new_tokens: int
+    """Longest completion, in tokens."""
+    temperature: float
+    """0 is greedy."""
+    seed: int | None
+    """Seed of this completion; None with greedy sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One completion asked of a generator."""
+
+    token_ids: tuple[int, ...]
+    """The prompt, `[P]`."""
+    sampling: SamplingParams
+    """How to draw it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the generator answers.
+
+    Example: `Completion(token_ids=[31, 7, 1], logprobs=[-0.1, -0.7, -0.0], versions=[4, 4, 4], finish_reason="stop")`
+    """
+
+    token_ids: IntArray
+    """Sampled tokens, the end-of-sequence token included, `[T]`."""
+    logprobs: FloatArray
+    """Log-probability of each token under the sampling distribution, temperature included, in nats, `[T]`."""
+    versions: IntArray
+    """Policy version that made each token, `[T]`."""
+    finish_reason: FinishReason
+    """`stop`: the policy ended it; `length`: cut at the limit; `abort`: taken back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One finished trajectory as the trainer sees it: a sequence of tokens, some of them sampled by the policy.
+
+    Example: prompt `[5, 6]`, completion `[7, 1]`: `token_ids=[5, 6, 7, 1]`, `mask=[F, F, T, T]`, `versions=[-1, -1, 4, 4]`.
+    """
+
+    token_ids: IntArray
+    """Prompt and completion, `[S]`."""
+    mask: BoolArray
+    """True at tokens the policy sampled; only these are trained on, `[S]`."""
+    logprobs: FloatArray
+    """Generator's log-probability where `mask` is true, 0 elsewhere, `[S]`."""
+    versions: IntArray
+    """Policy version of each sampled token, -1 elsewhere, `[S]`."""
+    reward: float
+    """What the verifier says, all parts summed."""
+    reward_parts: Mapping[str, float]
+    """The reward by part, as metrics carry it: `reward/<part>`."""
+    finish_reason: FinishReason
+    """How the last completion ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All rollouts of one prompt."""
+
+    prompt: Prompt
+    """The question."""
+    rollouts: tuple[Rollout, ...]
+    """Its answers, `[G]`."""
+    generate_s: float
+    """Seconds from the first request to the last completion."""
+    score_s: float
+    """Seconds spent scoring."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ: without that every advantage, and so the gradient, is zero."""
+        return len({rollout.reward for rollout in self.rollouts}) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+    """Where the payload of a group lies; stale once the slot has been used again."""
+
+    shard: int
+    """Rank of the storage shard."""
+    slot: int
+    """Slot of the buffer."""
+    generation: int
+    """How often the slot had been charged when this payload was put."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """What the controller knows of a group: numbers, no tokens. Lists are aligned with the group's rollouts, `[G]`."""
+
+    index: int
+    """Position of its prompt in the stream."""
+    task: str
+    """Name of the task."""
+    handle: Handle
+    """Slot it holds, and payload if it has one."""
+    has_payload: bool
+    """False for a group without signal, whose tokens were never stored."""
+    rewards: tuple[float, ...]
+    """Summed reward of each rollout."""
+    reward_parts: Mapping[str, tuple[float, ...]]
+    """Reward by part."""
+    prompt_len: int
+    """Prompt tokens."""
+    lengths: tuple[int, ...]
+    """Tokens of each whole sequence."""
+    num_sampled: tuple[int, ...]
+    """Tokens that count in the loss (sampled, with a finite log-probability)."""
+    num_truncated: int
+    """Rollouts cut at the length limit."""
+    min_version: int
+    """Oldest policy version among the sampled tokens."""
+    max_version: int
+    """Newest policy version among the sampled tokens."""
+    generate_s: float
+    """Seconds of generation."""
+    score_s: float
+    """Seconds of scoring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePlan:
+    """One rollout's place in the optimizer step."""
+
+    handle: Handle
+    """Where its group lies."""
+    rollout: int
+    """Which of the group's rollouts."""
+    length: int
+    """Tokens of the sequence."""
+    advantage: float
+    """A_i, the same for every token of the rollout."""
+    weight: float
+    """w_i, the loss weight of each of its sampled tokens, from the step's global counts."""
+
+
+Row = tuple[SequencePlan, ...]
+"""Sequences packed one after another into one row of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows that run through the model at once, by data-parallel rank. A rank without rows runs one empty row."""
+
+    rows: tuple[tuple[Row, ...], ...]
+    """`rows[dp_rank]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Everything ranks must agree on for one optimizer step; metadata only."""
+
+    microbatches: tuple[MicroBatch, ...]
+    """In order."""
+    records: tuple[GroupRecord, ...]
+    """The groups of the batch, those without signal included."""
+    num_tokens: int
+    """Tokens that count in the loss, over all groups of the batch."""
+    packing_efficiency: float
+    """Share of the token places of all rows that hold a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """Numerators of the loss metrics of one micro-batch, summed over all ranks; divide by `counts` where a mean is wanted."""
+
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Weighted or counted sums, by metric name."""
+    maxima: Mapping[str, float] = field(default_factory=dict)
+    """Maxima, by metric name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """What the optimizer uses for one step."""
+
+    learning_rate: float
+    """Step size."""
+    beta1: float
+    """Decay of the first moment."""
+    beta2: float
+    """Decay of the second moment."""
+    eps: float
+    """Added to the denominator."""
+    weight_decay: float
+    """Decoupled decay."""
+    max_grad_norm: float
+    """Global norm that gradients are clipped to; 0 switches clipping off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimUpdate:
+    """Result of an optimizer step."""
+
+    version: int
+    """Policy version now: the number of steps taken."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    skipped: bool
+    """True if the gradient was not finite: weights and version are unchanged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Greedy answers to held-out prompts."""
+
+    task: str
+    """Name of the task."""
+    version: int
+    """Policy version that answered."""
+    mean: float
+    """Mean reward."""
+    num_prompts: int
+    """Prompts answered."""
+    response_len_mean: float
+    """Mean length of the completions, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What one step of the loop reports."""
+
+    step: int
+    """Steps taken in the run, this one included."""
+    version: int
+    """Policy version after the step."""
+    values: Mapping[str, float]
+    """Flat metrics; names in `docs/metrics.md`."""

@@ -1,0 +1,97 @@
+"""torchstore as the run's weight store: objects and byte tensors by key.
+
+torchstore 0.1.2 cannot start on torchmonarch 0.7.0, because its controller mixes sync and async endpoints; the subclass
+here makes them all async and changes nothing else. Only put, get and delete of plain keys are used, which newer
+torchstore versions share. Its private parts are used in this module alone; `tests/weights/test_store.py` fails when they move.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from monarch.actor import Actor, ProcMesh, endpoint
+from torchstore.client import LocalClient
+from torchstore.controller import Controller
+from torchstore.storage_volume import StorageVolume
+from torchstore.strategy import SingletonStrategy, TorchStoreStrategy
+
+
+class StoreController(Actor):
+    """torchstore's index of keys, with async endpoints only."""
+
+    def __init__(self) -> None:
+        """Start with no keys and no volumes."""
+        self._index = Controller()
+
+    @endpoint
+    async def init(self, strategy: TorchStoreStrategy, num_storage_volumes: int, storage_volumes: Any) -> None:
+        """Take up the storage volumes."""
+        await Controller.init._method(self._index, strategy, num_storage_volumes, storage_volumes)
+
+    @endpoint
+    async def locate_volumes(self, key: str) -> Any:
+        """Where a key's value lies."""
+        return Controller.locate_volumes._method(self._index, key)
+
+    @endpoint
+    async def notify_put(self, key: str, request: Any, storage_volume_id: str) -> None:
+        """Note that a volume now holds a key."""
+        Controller.notify_put._method(self._index, key, request, storage_volume_id)
+
+    @endpoint
+    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
+        """Note that a volume no longer holds a key."""
+        Controller.notify_delete._method(self._index, key, storage_volume_id)
+
+    @endpoint
+    async def keys(self, prefix: str | None = None) -> list[str]:
+        """Keys that begin with a prefix."""
+        return list(Controller.keys._method(self._index, prefix))
+
+
+@dataclass(frozen=True)
+class WeightStore:
+    """A handle to the store that can be sent to any process."""
+
+    controller: Any
+    strategy: TorchStoreStrategy
+
+    async def put(self, key: str, value: object) -> None:
+        """Keep an object, or a tensor, under a new key."""
+        await self._client.put(key, value)
+
+    async def get(self, key: str) -> Any:
+        """The object or tensor under a key.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return await self._client.get(key)
+
+    async def delete(self, key: str) -> None:
+        """Forget a key."""
+        await self._client.delete(key)
+
+    async def keys(self, prefix: str) -> list[str]:
+        """All keys that begin with a prefix."""
+        return cast(list[str], await self._client.keys(prefix))
+
+    @property
+    def _client(self) -> LocalClient:
+        return LocalClient(self.controller, self.strategy)
+
+
+async def spawn_store(procs: ProcMesh) -> WeightStore:
+    """Start the store on a mesh of one process."""
+    strategy = SingletonStrategy()
+    volumes = await StorageVolume.spawn(1, procs, id_func=strategy.get_volume_id)
+    controller = procs.spawn("weight_store", StoreController)
+    await controller.init.call_one(strategy, 1, volumes)
+    await strategy.set_storage_volumes(volumes)
+    return WeightStore(controller, strategy)
+
+
+def as_bytes(value: object) -> torch.Tensor:
+    """A fetched arena, checked to be one."""
+    assert isinstance(value, torch.Tensor) and value.dtype == torch.uint8
+    return value
