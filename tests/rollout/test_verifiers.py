@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.utils import extract_answer
 
+from titanrl.config.schema import DataConfig
+from titanrl.rollout.sandbox import ScorerSpec, scorer_spec
 from titanrl.rollout.verifiers import exact, imported, last_answer, reasoning_gym
 
 
@@ -55,3 +59,16 @@ def test_a_function_of_ones_own_is_imported() -> None:
     assert imported("operator:eq")("a", {"a": 1}) == {"answer": 0.0}
     with pytest.raises(ValueError, match="is no function, but 3"):
         imported("math:pi")
+
+
+def test_the_configuration_chooses_the_scorer() -> None:
+    assert scorer_spec(DataConfig(task="countdown", task_config={"min_numbers": 2})) == ScorerSpec(
+        factory="titanrl.rollout.verifiers:reasoning_gym",
+        kwargs={"task": "countdown", "config": {"min_numbers": 2}},
+        bounds=(0.0, 1.0),
+    )
+    jsonl = DataConfig(source="jsonl", path=Path("prompts.jsonl"))
+    assert scorer_spec(jsonl) == ScorerSpec(factory="titanrl.rollout.verifiers:exact", bounds=(0.0, 1.0))
+    assert scorer_spec(DataConfig(scorer="a.b:c")) == ScorerSpec(
+        factory="titanrl.rollout.verifiers:imported", kwargs={"path": "a.b:c"}
+    )

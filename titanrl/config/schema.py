@@ -159,8 +159,8 @@ class SandboxConfig(Section):
 
     timeout_s: PositiveFloat = 5.0
     """Wall-clock limit for scoring one group; then its process is killed and each answer is tried alone."""
-    num_processes: PositiveInt = 2
-    """Scoring processes kept forked and ready, per rollout worker."""
+    num_processes: PositiveInt = 8
+    """Scoring processes kept forked and ready, per rollout worker; `rollout.groups_per_step` of them never wait."""
     memory_bytes: PositiveInt = 2 << 30
     """Address-space limit of one scoring process."""
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from titanrl.config.schema import DataConfig, SandboxConfig
 from titanrl.rollout.confine import SandboxUnavailable, missing_features
-from titanrl.rollout.zygote import COUNT, READY, Answer, Order
+from titanrl.rollout.zygote import COUNT, READY, STARTED, Answer, Order
 
 __all__ = ["Answer", "SandboxDied", "SandboxUnavailable", "Score", "ScorerSpec", "ScoringPool", "scorer_spec"]
 
@@ -33,9 +33,11 @@ _STOP_DEADLINE_S = 5.0
 _MAX_REPLY_BYTES = 4 << 20
 _MAX_SHARES = 4
 """A group's time is shared among its answers when each is tried alone, but not into more parts than this."""
+_MAX_STILLBORN = 10
 _STDERR_TAIL_BYTES = 2000
-_INHERITED = frozenset("PATH HOME LANG LC_ALL TZ TMPDIR LD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX".split())
-"""What the zygote inherits; tokens and keys stay behind."""
+_INHERITED = {"PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
+"""What the zygote inherits besides `_PYCACHE`; tokens and keys stay behind."""
+_PYCACHE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
 
 Status = Literal["ok", "error", "timeout", "crash"]
 
@@ -151,14 +153,16 @@ class ScoringPool:
         if zygote is None:
             raise SandboxDied("the scoring pool is closed, or was never started")
         async with zygote.slots:
-            process = await zygote.take()
-            try:
-                reply = await process.ask(request, timeout_s)
-            finally:
-                zygote.replace(process)
+            reply: bytes | None = b""
+            while reply == b"":  # something else killed the process before it saw the answers
+                process = await zygote.take()
+                try:
+                    reply = await process.ask(request, timeout_s)
+                finally:
+                    zygote.replace(process)
             if reply is None:
                 return "timeout"
-            scores = self._parse(reply, len(answers))
+            scores = self._parse(reply.removeprefix(STARTED), len(answers))
             if scores is None:
                 await zygote.check()
                 return "crash"
@@ -210,7 +214,7 @@ class _Process:
         return self._ended.done()
 
     async def ask(self, request: bytes, timeout_s: float) -> bytes | None:
-        """Send the answers, give the reply, which is incomplete if the process died; None if it took too long.
+        """Send the answers, give the reply, incomplete or empty if the process died; None if it took too long.
 
         The future outlives the wait: a reply that came in while this event loop was busy elsewhere counts as in time.
         """
@@ -265,6 +269,7 @@ class _Zygote:
         self._exited: asyncio.Future[None] = self._loop.create_future()
         self._hung_up = False
         self._failure: Exception | None = None
+        self._num_stillborn = 0
         self._ahead: set[_Process] = set()
         # Those of them that are confined. None: no more will come.
         self._ready: asyncio.Queue[_Process | None] = asyncio.Queue()
@@ -378,14 +383,15 @@ class _Zygote:
         if self._failure is not None:  # `stop` will deal with it
             return
         if message == READY:
+            self._num_stillborn = 0
             return self._ready.put_nowait(process)
         self._ahead.remove(process)
-        process.kill()
+        self.replace(process)
+        self._num_stillborn += 1
         if message:
-            return self._fail(SandboxUnavailable(message.decode()))
-        self._on_control()
-        if not self._hung_up:  # else its exit says more
-            self._fail(SandboxDied("a scoring process died before it was confined"))
+            self._fail(SandboxUnavailable(message.decode()))
+        elif self._num_stillborn > _MAX_STILLBORN:
+            self._fail(SandboxDied(f"{self._num_stillborn} scoring processes in a row died before they were confined"))
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -423,6 +429,6 @@ def _order(spec: ScorerSpec, config: SandboxConfig) -> Order:
 
 def _environment() -> dict[str, str]:
     """What imports here imports there. Fixed hashes, since reasoning-gym's word_ladder depends on them; no threads."""
-    inherited = {name: value for name, value in os.environ.items() if name in _INHERITED}
+    inherited = {name: value for name, value in os.environ.items() if name in _INHERITED | _PYCACHE}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return {**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}

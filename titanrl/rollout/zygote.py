@@ -4,11 +4,13 @@
 the scorer, says READY, and then forks as many processes as each message asks for, sending for each a message with two
 descriptors: the socket to talk to it, and a pidfd to kill it. At the end of the socket it kills and reaps what it forked.
 
-A scoring process confines itself, says READY, reads one pickled list of answers, writes one JSON list of results, and ends.
+A scoring process confines itself, says READY, reads one pickled list of answers, says STARTED, writes one JSON list of results,
+and ends.
 """
 
 import gc
 import importlib
+import io
 import json
 import os
 import pickle
@@ -18,6 +20,7 @@ import signal
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ Scorer = Callable[[str, Mapping[str, Any]], Mapping[str, float]]
 
 READY = b"+"
 """First byte of a scoring process that is confined, and the whole message of a zygote that has loaded its scorer."""
+STARTED = b"!"
+"""First byte of the reply, sent when the answers arrive: a process that dies before was not killed by them."""
 COUNT = struct.Struct("I")
 """How many processes to fork."""
 
@@ -136,7 +141,8 @@ def _serve_group(channel: int, scorer: Scorer, confinement: Confinement) -> None
     try:
         os.setsid()
         os.dup2(1, 2)  # both are /dev/null now
-        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, the kernel takes a scorer, not the trainer
+        with suppress(PermissionError):  # only a wish: out of memory, the kernel takes a scorer rather than the trainer
+            Path("/proc/self/oom_score_adj").write_text("1000")
         confinement.apply(keep=channel)
         failure = ", ".join(leaks())
     except OSError as error:
@@ -145,11 +151,13 @@ def _serve_group(channel: int, scorer: Scorer, confinement: Confinement) -> None
         os.write(channel, f"confinement failed: {failure}".encode())
         return
     os.write(channel, READY)
-    with open(channel, "rb", buffering=1 << 16, closefd=False) as stream:
-        answers: Sequence[Answer] = pickle.load(stream)
+    stream = io.BufferedReader(io.FileIO(channel, closefd=False), 1 << 16)
+    stream.peek(1)
+    os.write(channel, STARTED)
+    answers: Sequence[Answer] = pickle.load(stream)
     results = [_score(scorer, text, entry) for text, entry in answers]
-    with open(channel, "wb", buffering=1 << 16) as stream:  # closing it is the end of the reply; the process may take longer
-        stream.write(json.dumps(results).encode())
+    with open(channel, "wb") as reply:  # closing it is the end of the reply; that of the process may take longer
+        reply.write(json.dumps(results).encode())
 
 
 def _score(scorer: Scorer, text: str, entry: Mapping[str, Any]) -> dict[str, Any]:

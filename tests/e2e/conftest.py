@@ -1,0 +1,130 @@
+"""Runs of the real stack, small enough for a test; all share one cache of warm-started models."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from titanrl.metrics.sinks import read_metrics
+
+REPO = Path(__file__).parents[2]
+SMALL = (
+    "num_steps=4",
+    # 60 steps of warm start are enough for groups whose rewards differ.
+    "warm_start.num_steps=60",
+    "warm_start.num_long_only_steps=40",
+    "evaluation.num_prompts=32",
+    "evaluation.every_steps=0",
+    "checkpoint.every_steps=2",
+    "logging.console=plain",
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended."""
+
+    code: int
+    output: str
+    run_dir: Path
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Metrics of its steps, without lines of evaluations alone."""
+        return [row for row in read_metrics(self.run_dir / "metrics.jsonl") if "reward/mean" in row]
+
+    def evaluations(self, task: str = "chain_sum") -> list[float]:
+        """Held-out means, in order."""
+        rows = read_metrics(self.run_dir / "metrics.jsonl")
+        return [row[f"eval/{task}/mean"] for row in rows if f"eval/{task}/mean" in row]
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        """The recorded groups."""
+        return [json.loads(line) for line in (self.run_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+class Command:
+    """`python -m titanrl.grpo` under way."""
+
+    def __init__(self, run_dir: Path, arguments: list[str], environment: dict[str, str]) -> None:
+        self.run_dir = run_dir
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "titanrl.grpo", *arguments],
+            cwd=REPO,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.descendants: set[psutil.Process] = set()
+
+    def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
+        """Read on until a step is in `metrics.jsonl`, and note the processes of the run."""
+        metrics, deadline = self.run_dir / "metrics.jsonl", time.monotonic() + timeout_s
+        while not (metrics.exists() and any(row["step"] >= step and "reward/mean" in row for row in read_metrics(metrics))):
+            assert self.process.poll() is None, f"the run ended before step {step}: {self.finish().output}"
+            assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s"
+            time.sleep(0.1)
+        self.descendants |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def finish(self, timeout_s: float = 240) -> Finished:
+        """Wait for the end."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return Finished(self.process.returncode, output, self.run_dir)
+
+    def leftovers(self) -> list[str]:
+        """Noted processes that still run."""
+        return [process.name() for process in self.descendants if process.is_running()]
+
+    def process_of(self, role: str) -> psutil.Process:
+        """The process that logs to `<role>_0.log`."""
+        log = str(self.run_dir / "logs" / f"{role}_0.log")
+        return next(
+            process
+            for process in self.descendants
+            if os.path.exists(f"/proc/{process.pid}/fd/1") and os.readlink(f"/proc/{process.pid}/fd/1") == log
+        )
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture(scope="session")
+def start_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start a small run of the quick start; `overrides` come last, variables are added to the environment."""
+    folder = tmp_path_factory.mktemp("e2e")
+    started: list[Command] = []
+
+    def start(name: str, *overrides: str, resume: bool = False, **environment: str) -> Command:
+        run_dir = folder / "runs" / name
+        which = ["--resume", str(run_dir)] if resume else ["--config", "configs/quickstart.yaml", *SMALL]
+        places = [] if resume else [f"name={name}", f"output_dir={folder / 'runs'}", f"cache_dir={folder / 'cache'}"]
+        command = Command(run_dir, [*which, *places, *overrides], environment)
+        started.append(command)
+        return command
+
+    yield start
+    for command in started:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def plain_run(start_run: Start) -> Finished:
+    """One uninterrupted run that several tests look at; it also fills the cache."""
+    command = start_run("plain")
+    command.wait_for_step(1)
+    finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert command.leftovers() == []
+    return finished

@@ -1,0 +1,161 @@
+"""`python -m titanrl.grpo`: the whole stack, from a config to a trained model, and every way a run can end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REPO, Finished, Start
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_a_run_trains_evaluates_records_and_exports(plain_run: Finished) -> None:
+    assert [row["step"] for row in plain_run.steps] == [1, 2, 3, 4]
+    assert [row["version"] for row in plain_run.steps] == [1, 2, 3, 4]
+    assert len(plain_run.evaluations()) == 2
+    for file in ("config.yaml", "report.html", "rollouts.jsonl", "checkpoints/final/model.safetensors.index.json"):
+        assert (plain_run.run_dir / file).exists(), file
+    assert {"trainer_0.log", "generator_0_0.log", "rollout_0.log", "store_0.log", "controller_0.log"} <= {
+        path.name for path in (plain_run.run_dir / "logs").iterdir()
+    }
+
+
+def test_every_step_is_on_policy_and_both_sides_agree_on_log_probabilities(plain_run: Finished) -> None:
+    for row in plain_run.steps:
+        assert row["staleness/max"] == 0
+        assert row["mismatch/logprob_abs_max"] < 1e-4
+        assert row["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+        assert row["sync/bytes"] == 408_320 * 4
+
+
+def test_recorded_rollouts_carry_the_version_that_made_them(plain_run: Finished) -> None:
+    rollouts = plain_run.rollouts()
+    # Groups 0 and 1 of each batch of 8; the batch of step k is made by version k - 1, the last one is never trained on.
+    assert {(row["version"], row["index"] // 8) for row in rollouts} <= {(step, step) for step in range(5)}
+    assert all(len(completion["tokens"]) == len(completion["logprobs"]) for row in rollouts for completion in row["completions"])
+
+
+def test_what_is_said_last_tells_what_was_learned_and_what_to_do_next(plain_run: Finished) -> None:
+    assert re.search(r"held-out chain_sum 0\.\d+ -> 0\.\d+", plain_run.output)
+    for line in ("report ", "python -m titanrl.chat", "python -m titanrl.grpo --resume"):
+        assert line in plain_run.output
+
+
+def test_libraries_keep_quiet(plain_run: Finished) -> None:
+    for noise in ("WARNING", "Warning", "vllm", "INFO", "monarch"):
+        assert noise not in plain_run.output
+
+
+def test_the_same_seed_gives_the_same_curve(start_run: Start, plain_run: Finished) -> None:
+    again = start_run("again", "checkpoint.every_steps=0").finish()
+    assert again.code == 0, again.output
+    for name in ("reward/mean", "grad/norm", "loss/policy", "tokens/response_len_mean", "mismatch/logprob_abs_max"):
+        assert [row[name] for row in again.steps] == [row[name] for row in plain_run.steps], name
+    assert again.evaluations() == plain_run.evaluations()
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(start_run: Start, plain_run: Finished) -> None:
+    command = start_run("resumed", "num_steps=6")
+    command.wait_for_step(3)
+    command.process.send_signal(signal.SIGKILL)
+    command.finish()
+    resumed = start_run("resumed", "num_steps=4", resume=True).finish()
+    assert resumed.code == 0, resumed.output
+    assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4]
+    for name in ("reward/mean", "grad/norm", "loss/policy"):
+        assert [row[name] for row in resumed.steps] == [row[name] for row in plain_run.steps], name
+
+
+def test_ctrl_c_ends_the_run_in_order_and_leaves_nothing(start_run: Start, plain_run: Finished) -> None:
+    before = shared_memory()
+    command = start_run("interrupted", "num_steps=100000")
+    command.wait_for_step(2)
+    interrupted = time.monotonic()
+    command.process.send_signal(signal.SIGINT)
+    finished = command.finish(timeout_s=30)
+    assert finished.code == 130
+    assert time.monotonic() - interrupted < 30
+    assert command.leftovers() == []
+    assert shared_memory() <= before
+    assert "interrupted" in finished.output
+    assert "python -m titanrl.grpo --resume" in finished.output
+
+
+def test_sigterm_ends_the_run_in_order_while_it_starts(start_run: Start, plain_run: Finished) -> None:
+    command = start_run("terminated", "num_steps=100000")
+    deadline = time.monotonic() + 60
+    while not (command.run_dir / "logs" / "generator_0_0.log").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    command.process.terminate()
+    finished = command.finish(timeout_s=30)
+    assert finished.code == 130, finished.output
+    assert "interrupted" in finished.output
+
+
+@pytest.mark.parametrize("role", ["generator_0", "trainer", "rollout"])
+def test_a_killed_process_ends_the_run_and_is_named(start_run: Start, plain_run: Finished, role: str) -> None:
+    command = start_run(f"killed-{role}", "num_steps=100000")
+    command.wait_for_step(1)
+    command.process_of(role).kill()
+    finished = command.finish(timeout_s=60)
+    assert finished.code == 1
+    assert role.split("_")[0] in finished.output.splitlines()[-1]
+    assert command.leftovers() == []
+
+
+def test_a_task_without_signal_starves_by_name(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+    (tmp_path / "same_reward.py").write_text("def score(text, entry):\n    return 0.5\n")
+    overrides = ("data.scorer=same_reward:score", "rollout.starvation_timeout_s=3")
+    finished = start_run("starved", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
+    assert finished.code == 1
+    last = finished.output.splitlines()[-1]
+    assert "StarvationError" in last
+    assert "with every reward 0.5" in last
+    assert "Traceback" not in finished.output
+
+
+def test_a_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path}/runs"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert time.monotonic() - started < 20  # 5 s on a quiet machine; tests share it
+    assert "408" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["rollout.group_sise=4"], ["override rollout.group_sise=4", "group_size"]),
+        (["model.path=/nowhere"], ["model.path", "/nowhere"]),
+        (["trainer.parallelism.tp=3"], ["tp", "3"]),
+    ],
+)
+def test_a_wrong_config_is_answered_without_a_traceback(arguments: list[str], expected: list[str], tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", f"output_dir={tmp_path}/runs", *arguments],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert all(text in result.stderr for text in expected), result.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,61 @@
+"""The same objects a notebook uses, with two trainer ranks, both generator models, and what transformers makes of the export."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.e2e.conftest import SMALL, Finished
+from titanrl.config import load_config
+from titanrl.data.streams import make_stream
+from titanrl.data.tokenizer import load_tokenizer
+from titanrl.grpo import GRPO
+from titanrl.rollout.group import greedy_request
+from titanrl.types import Completion, Prompt
+
+LAYOUTS = {
+    "fsdp": ("trainer.parallelism.dp_shard=2", "generator.model_impl=native", "rollout.num_workers=2"),
+    "tp": ("trainer.parallelism.tp=2", "generator.replicas=2"),
+}
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_trainer_ranks_train_and_export_what_the_generator_runs(
+    layout: str, runner: asyncio.Runner, plain_run: Finished, tmp_path: Path
+) -> None:
+    places = (f"name={layout}", f"output_dir={tmp_path}", f"cache_dir={plain_run.run_dir.parents[1] / 'cache'}")
+    initial = f"model.path={plain_run.run_dir}/checkpoints/final"
+    config = load_config("configs/quickstart.yaml", [*SMALL, *places, *LAYOUTS[layout], initial, "warm_start=null", "logging.console=off"])
+
+    async def scenario() -> tuple[list[Prompt], list[Completion], Path]:
+        run = await GRPO(config).start()
+        try:
+            metrics = [await run.step() for _ in range(2)]
+            assert [step.version for step in metrics] == [1, 2]
+            for step in metrics:
+                assert step.values["mismatch/logprob_abs_max"] < 1e-4
+                assert step.values["staleness/max"] == 0
+            exported = await run.export()
+            prompts = make_stream(config.data, load_tokenizer(exported), config.seed).heldout(24)
+            requests = [greedy_request(prompt, config.rollout.max_new_tokens) for prompt in prompts]
+            completions = await run.parts.generators.actors[-1].generate.call_one(requests)
+            return prompts, completions, exported
+        finally:
+            await run.close()
+
+    prompts, completions, exported = runner.run(scenario())
+    assert all((completion.versions == 2).all() for completion in completions)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        input_ids = torch.tensor([prompt.token_ids])
+        output = policy.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=26, do_sample=False)
+        assert output[0, len(prompt.token_ids) :].tolist() == completion.token_ids.tolist()
