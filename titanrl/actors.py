@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,8 +23,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 
-import monarch.actor  # noqa: E402
-from monarch.actor import Actor, current_rank  # noqa: E402
+import monarch.actor
+from monarch.actor import Actor, current_rank
 
 __all__ = ["Actor", "RemoteError", "concurrent_endpoint", "current_rank", "endpoint", "set_up_process"]
 
@@ -48,7 +48,7 @@ def portable(error: BaseException) -> Exception:
     return RemoteError("".join(traceback.format_exception(error)))
 
 
-def answering(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[Concatenate[SelfT, P], Awaitable[R]]:
+def answering(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[..., Coroutine[Any, Any, R]]:
     """Wrap an endpoint so that whatever goes wrong in it reaches the caller, and the actor lives on."""
 
     @functools.wraps(method)

@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.metrics.sinks import read_rollouts
@@ -58,7 +59,7 @@ def load_policy(model_dir: Path, config: Config, temperature: float) -> Callable
     transformers.logging.disable_progress_bar()
     tokenizer = load_tokenizer(model_dir)
     encode = make_encoder(config.data, tokenizer)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
     def answer(prompt: str) -> str:

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import rich.console
 
@@ -21,6 +21,9 @@ from titanrl.config.load import validate
 from titanrl.config.source import read_source
 from titanrl.metrics.console import Console
 from titanrl.metrics.outcome import last_lines, summarize
+
+if TYPE_CHECKING:
+    from titanrl.grpo import GRPO
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,7 +74,7 @@ def run(config: Config, resume: Path | None) -> int:
     return code
 
 
-async def train(grpo: "GRPO") -> tuple[int, str]:  # noqa: F821
+async def train(grpo: "GRPO") -> tuple[int, str]:
     """Run to the end, whatever that is, and close; returns the exit code and the cause if it is not 0."""
     task = asyncio.create_task(grpo.start_and_train())
     on_signal(task)
@@ -116,5 +119,7 @@ def log_to(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", buffering=1) as log:
         os.dup2(log.fileno(), 2)
-        logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        logging.basicConfig(
+            stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+        )
         yield

@@ -66,7 +66,7 @@ class GRPO:
         self._resuming = resume is not None
         self._timer = PhaseTimer(on_change=self.console.current_phase)
         self._num_skipped_in_a_row = 0
-        self._parts: "Parts | None" = None
+        self._parts: Parts | None = None
         self._recorder: Recorder | None = None
 
     # The loop
@@ -124,9 +124,7 @@ class GRPO:
         trackers = make_trackers(config.logging.loggers, self.run_dir, config.model_dump(mode="json"))
         self._recorder = Recorder(directory, trackers, console)
         base = prepare_base(config)
-        files = RunFiles(
-            run_dir=self.run_dir, model_dir=base.initial, stop_ids=load_tokenizer(base.initial).eos_ids
-        )
+        files = RunFiles(run_dir=self.run_dir, model_dir=base.initial, stop_ids=load_tokenizer(base.initial).eos_ids)
         console.phase("start", f"trainer x{config.trainer.parallelism.world_size}, generator x{config.generator.replicas}")
         self._parts = parts = await assemble(config, self.device, files, self.state.next_index)
         generators = asyncio.create_task(parts.generators.start())
@@ -230,23 +228,17 @@ class GRPO:
             )
         await release()
 
-    async def _report(
-        self, batch: Batch, plan: BatchPlan, losses: LossSums, update: OptimUpdate, step_s: float
-    ) -> StepMetrics:
+    async def _report(self, batch: Batch, plan: BatchPlan, losses: LossSums, update: OptimUpdate, step_s: float) -> StepMetrics:
         rate, trained_version = self._adam_params().learning_rate, self.state.version
         self.state = RunState(step=self.state.step + 1, version=update.version, next_index=batch.next_index)
         generated_tokens, idle_frac = await self.parts.generators.take_stats()
         seconds = self._timer.take()
         values = {
-            **measured.rollout_metrics(
-                batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal
-            ),
+            **measured.rollout_metrics(batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal),
             **measured.staleness_metrics(batch.records, trained_version),
             **measured.loss_metrics(losses),
             **measured.optimizer_metrics(update, rate),
-            **measured.speed_metrics(
-                seconds, trained_tokens=plan.num_tokens, generated_tokens=generated_tokens, step_s=step_s
-            ),
+            **measured.speed_metrics(seconds, trained_tokens=plan.num_tokens, generated_tokens=generated_tokens, step_s=step_s),
             **self.parts.weights.take_metrics(),
             **seconds,
             "perf/packing_efficiency": plan.packing_efficiency,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.conftest import REPO, Finished, Start
 
+
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
@@ -39,7 +40,9 @@ def test_recorded_rollouts_carry_the_version_that_made_them(plain_run: Finished)
     rollouts = plain_run.rollouts()
     # Groups 0 and 1 of each batch of 8; the batch of step k is made by version k - 1, the last one is never trained on.
     assert {(row["version"], row["index"] // 8) for row in rollouts} <= {(step, step) for step in range(5)}
-    assert all(len(completion["tokens"]) == len(completion["logprobs"]) for row in rollouts for completion in row["completions"])
+    assert all(
+        len(completion["tokens"]) == len(completion["logprobs"]) for row in rollouts for completion in row["completions"]
+    )
 
 
 def test_what_is_said_last_tells_what_was_learned_and_what_to_do_next(plain_run: Finished) -> None:
@@ -125,7 +128,15 @@ def test_a_task_without_signal_starves_by_name(start_run: Start, plain_run: Fini
 def test_a_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     started = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path}/runs"],
+        [
+            sys.executable,
+            "-m",
+            "titanrl.grpo",
+            "--config",
+            "configs/quickstart.yaml",
+            "--dry-run",
+            f"output_dir={tmp_path}/runs",
+        ],
         cwd=REPO,
         capture_output=True,
         text=True,
@@ -148,7 +159,15 @@ def test_a_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
 )
 def test_a_wrong_config_is_answered_without_a_traceback(arguments: list[str], expected: list[str], tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", f"output_dir={tmp_path}/runs", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "titanrl.grpo",
+            "--config",
+            "configs/quickstart.yaml",
+            f"output_dir={tmp_path}/runs",
+            *arguments,
+        ],
         cwd=REPO,
         capture_output=True,
         text=True,

@@ -34,7 +34,9 @@ def test_two_trainer_ranks_train_and_export_what_the_generator_runs(
 ) -> None:
     places = (f"name={layout}", f"output_dir={tmp_path}", f"cache_dir={plain_run.run_dir.parents[1] / 'cache'}")
     initial = f"model.path={plain_run.run_dir}/checkpoints/final"
-    config = load_config("configs/quickstart.yaml", [*SMALL, *places, *LAYOUTS[layout], initial, "warm_start=null", "logging.console=off"])
+    config = load_config(
+        "configs/quickstart.yaml", [*SMALL, *places, *LAYOUTS[layout], initial, "warm_start=null", "logging.console=off"]
+    )
 
     async def scenario() -> tuple[list[Prompt], list[Completion], Path]:
         run = await GRPO(config).start()

@@ -115,7 +115,9 @@ def test_starvation_says_how_many_groups_were_tried_and_why_none_served() -> Non
         groups = buffer(2)
         for reservation, reward in zip(await groups.reserve(2), (0.0, 1.0), strict=True):
             await groups.commit(record(reservation, (reward, reward)))
-        with pytest.raises(StarvationError, match=r"2 groups finished, 0 with a signal.*1 with every reward 0, 1 with every reward 1"):
+        with pytest.raises(
+            StarvationError, match=r"2 groups finished, 0 with a signal.*1 with every reward 0, 1 with every reward 1"
+        ):
             await groups.take_batch(2, timeout_s=0.05)
 
     run(scenario())

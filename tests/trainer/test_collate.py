@@ -26,7 +26,7 @@ def plan(place: int, length: int, advantage: float, weight: float) -> SequencePl
     return SequencePlan(handle=HANDLE, rollout=place, length=length, advantage=advantage, weight=weight)
 
 
-PAYLOAD = {HANDLE: [rollout([5, 6, 7, 1], 2, [-0.5, -0.25]), rollout([8, 9, 1], 1, [-1.0, float("nan")])]}
+PAYLOAD = {HANDLE: {0: rollout([5, 6, 7, 1], 2, [-0.5, -0.25]), 1: rollout([8, 9, 1], 1, [-1.0, float("nan")])}}
 
 
 def test_everything_about_a_token_stands_where_it_is_predicted() -> None:

@@ -13,7 +13,9 @@ FLOAT = "torch.float32"
 
 def manifests(name: str, shape: tuple[int, ...], boxes: list[Box], dtype: str = FLOAT) -> list[WeightManifest]:
     """One rank per box."""
-    return [WeightManifest(1, rank, (ShardEntry(name, dtype, shape, box, 0),), box.numel * 4, 0) for rank, box in enumerate(boxes)]
+    return [
+        WeightManifest(1, rank, (ShardEntry(name, dtype, shape, box, 0),), box.numel * 4, 0) for rank, box in enumerate(boxes)
+    ]
 
 
 def whole(shape: tuple[int, ...], dtype: str = FLOAT) -> Target:

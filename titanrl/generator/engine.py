@@ -44,7 +44,9 @@ class _Running:
 class Engine:
     """Continuous batching over one set of weights, which `update_weights` changes between two steps."""
 
-    def __init__(self, model_dir: Path, config: GeneratorConfig, device: Device, *, max_len: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, model_dir: Path, config: GeneratorConfig, device: Device, *, max_len: int, stop_ids: Sequence[int]
+    ) -> None:
         """Build the engine with weights that mean nothing yet: it serves only after the first `update_weights`.
 
         Args:
@@ -101,7 +103,8 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """Decode one token for every running request; returns those that ended."""
-        return [self._finish(output) for output in self._engine.step() if output.finished]
+        outputs = self._engine.step()
+        return [self._finish(output) for output in outputs if isinstance(output, RequestOutput) and output.finished]
 
     def abort_all(self) -> list[int]:
         """Drop every request; returns their tickets."""
@@ -160,12 +163,13 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
 def completion_of(output: CompletionOutput, versions: Callable[[int], np.ndarray]) -> Completion:
     """vLLM's output as our carrier."""
     token_ids = np.asarray(output.token_ids, np.int64)
-    assert output.logprobs is not None and output.finish_reason in ("stop", "length")
+    reason = output.finish_reason
+    assert reason == "stop" or reason == "length", reason
     return Completion(
         token_ids=token_ids,
         logprobs=np.asarray(flat(output.logprobs), np.float32),
         versions=versions(len(token_ids)),
-        finish_reason=output.finish_reason,
+        finish_reason=reason,
     )
 
 

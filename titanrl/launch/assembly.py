@@ -89,9 +89,7 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
     await join_process_group(trainer_procs, one_machine=config.hosts.kind != "slurm")
     store = await spawn_store(store_procs)
     shards = store_procs.spawn("shards", StorageShard)
-    buffer = store_procs.spawn(
-        "buffer", ReplayBuffer, config.num_slots, 1, config.rollout.dynamic_sampling, first_index
-    )
+    buffer = store_procs.spawn("buffer", ReplayBuffer, config.num_slots, 1, config.rollout.dynamic_sampling, first_index)
     generator_setup = GeneratorSetup(
         model_dir=files.model_dir,
         config=config.generator,

@@ -37,7 +37,11 @@ def prepare_base(config: Config) -> BaseModel:
         create_model(initial, config.model.recipe, config.seed)
     if config.warm_start is None:
         return BaseModel(initial, initial)
-    settings = {"warm_start": config.warm_start.model_dump(), "data": config.data.model_dump(mode="json"), "from": str(initial)}
+    settings: dict[str, object] = {
+        "warm_start": config.warm_start.model_dump(),
+        "data": config.data.model_dump(mode="json"),
+        "from": str(initial),
+    }
     # The row layout changes the order of sums, so a base is reused only where it would come out the same.
     settings["trainer"] = config.trainer.model_dump()
     return BaseModel(initial, cached("base", config.cache_dir, settings, config.seed))

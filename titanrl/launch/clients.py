@@ -55,7 +55,8 @@ class TrainerClient:
 
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
         """Take one optimizer step."""
-        return all_equal("optim_step", await self._all("trainer.optim_step", self.mesh.optim_step.call(params)))
+        updates: list[OptimUpdate] = await self._all("trainer.optim_step", self.mesh.optim_step.call(params))
+        return all_equal("optim_step", updates)
 
     async def push_weights(self, version: int) -> list[WeightManifest]:
         """Publish the weights as a version; one manifest per rank."""
@@ -71,7 +72,8 @@ class TrainerClient:
 
     async def load_checkpoint(self, step: int) -> int:
         """Go back to a checkpoint; returns its version."""
-        return all_equal("load_checkpoint", await self._all("trainer.load_checkpoint", self.mesh.load_checkpoint.call(step)))
+        versions: list[int] = await self._all("trainer.load_checkpoint", self.mesh.load_checkpoint.call(step))
+        return all_equal("load_checkpoint", versions)
 
     async def export_model(self, target: Path) -> None:
         """Write the policy as a Hugging Face directory."""

@@ -43,5 +43,9 @@ def free_run_dir(wanted: Path) -> Path:
     """`wanted`, or if a run is there already the first free of `wanted-2`, `wanted-3`, ...: nothing is overwritten."""
     if not (wanted / "metrics.jsonl").exists():
         return wanted
-    taken = [int(match[1]) for path in wanted.parent.iterdir() if (match := re.fullmatch(re.escape(wanted.name) + r"-(\d+)", path.name))]
+    taken = [
+        int(match[1])
+        for path in wanted.parent.iterdir()
+        if (match := re.fullmatch(re.escape(wanted.name) + r"-(\d+)", path.name))
+    ]
     return wanted.with_name(f"{wanted.name}-{max([1, *taken]) + 1}")

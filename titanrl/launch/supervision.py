@@ -42,7 +42,8 @@ class Supervisor:
         """
         task = asyncio.ensure_future(_resolve(call))
         try:
-            await asyncio.wait({task, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {task, self._death}
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not self._death.done():
                 return _unwrapped(task)
             if self._death.done():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from titanrl.actors import Actor, concurrent_endpoint, endpoint
+from titanrl.actors import Actor, concurrent_endpoint
 from titanrl.replay.buffer import Batch, GroupBuffer, Reservation
 from titanrl.types import GroupRecord, Handle, Rollout
 

@@ -18,7 +18,9 @@ Decode = Callable[[Sequence[int]], str]
 """Text of tokens."""
 
 
-async def roll_out(prompt: Prompt, requests: Sequence[GenerationRequest], generate: Generate, score: Score, decode: Decode) -> Group:
+async def roll_out(
+    prompt: Prompt, requests: Sequence[GenerationRequest], generate: Generate, score: Score, decode: Decode
+) -> Group:
     """Sample completions of a prompt and score them."""
     started = time.perf_counter()
     completions = await generate(requests)
@@ -26,9 +28,7 @@ async def roll_out(prompt: Prompt, requests: Sequence[GenerationRequest], genera
     texts = [decode(completion.token_ids.tolist()) for completion in completions]
     parts = await score([(text, prompt.entry) for text in texts])
     rollouts = tuple(rollout_of(prompt, completion, part) for completion, part in zip(completions, parts, strict=True))
-    return Group(
-        prompt=prompt, rollouts=rollouts, generate_s=generated - started, score_s=time.perf_counter() - generated
-    )
+    return Group(prompt=prompt, rollouts=rollouts, generate_s=generated - started, score_s=time.perf_counter() - generated)
 
 
 def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[GenerationRequest]:

@@ -61,8 +61,6 @@ class PolicyTrainer(Actor):
         from torchtitan.config import CommConfig
         from torchtitan.distributed.utils import init_distributed
 
-        import titanrl.trainer.learner
-
         if self._setup.device.kind == "cpu":
             torch.set_num_threads(num_threads(self._setup.config.parallelism.world_size))
         init_distributed(CommConfig(), base_folder=str(self._setup.checkpoint_dir.parent / "logs"))

@@ -38,7 +38,7 @@ class PackedRows:
         return type(self)(**{field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)})
 
 
-def collate(rows: Sequence[Row], payload: Mapping[Handle, Sequence[Rollout]], row_tokens: int) -> PackedRows:
+def collate(rows: Sequence[Row], payload: Mapping[Handle, Mapping[int, Rollout]], row_tokens: int) -> PackedRows:
     """Lay sequences one after another into rows of `row_tokens`; no rows give one empty row, so that every rank has work."""
     num_rows = max(1, len(rows))
     tokens = np.zeros((num_rows, row_tokens), np.int64)
@@ -51,7 +51,7 @@ def collate(rows: Sequence[Row], payload: Mapping[Handle, Sequence[Rollout]], ro
         for sequence in rows[b] if rows else ():
             rollout = payload[sequence.handle][sequence.rollout]
             end = start + len(rollout.token_ids)
-            assert len(rollout.token_ids) == sequence.length and end <= row_tokens, "the plan does not fit its payload"
+            assert (len(rollout.token_ids), end <= row_tokens) == (sequence.length, True), "the plan does not fit its payload"
             tokens[b, start:end] = rollout.token_ids
             positions[b, start:end] = np.arange(sequence.length)
             predicting = slice(start, end - 1)

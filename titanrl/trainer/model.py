@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, FullAC, SelectiveAC
+from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
@@ -32,7 +33,7 @@ SPMD_BACKEND = "partial_dtensor"
 class PolicyModel:
     """The parallelized model of this rank and what belongs to it."""
 
-    module: nn.Module
+    module: Qwen3Model
     """torchtitan's Qwen3, its parameters DTensors where they are sharded."""
     parallel_dims: ParallelDims
     """The device meshes by name."""

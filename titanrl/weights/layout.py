@@ -7,6 +7,7 @@ rather than guessed, because torch reports a plausible but wrong offset for it.
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -89,4 +90,5 @@ def entry_view(arena: torch.Tensor, start: int, shape: tuple[int, ...], dtype: t
 
 def digest(arena: torch.Tensor) -> int:
     """CRC-32 of an arena's bytes."""
-    return zlib.crc32(arena.numpy())
+    contents: Any = arena.numpy()  # a buffer, which numpy's types only say from Python 3.12 on
+    return zlib.crc32(contents)

@@ -53,11 +53,13 @@ def plan_copies(manifests: Sequence[WeightManifest], targets: Mapping[str, Targe
 
 def fill(name: str, target: Target, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
     """The copies that fill one target."""
-    copies, covered = [], []
+    copies: list[SliceCopy] = []
+    covered: list[Box] = []
     for rank, entry in sources:
         if (entry.global_shape, entry.dtype) != (target.global_shape, target.dtype):
             raise WeightMismatchError(
-                f"{name}: published as {entry.dtype}{list(entry.global_shape)}, wanted as {target.dtype}{list(target.global_shape)}"
+                f"{name}: published as {entry.dtype}{list(entry.global_shape)}, "
+                f"wanted as {target.dtype}{list(target.global_shape)}"
             )
         common = entry.box.intersection(target.box)
         if common is None:

@@ -93,5 +93,6 @@ async def spawn_store(procs: ProcMesh) -> WeightStore:
 
 def as_bytes(value: object) -> torch.Tensor:
     """A fetched arena, checked to be one."""
-    assert isinstance(value, torch.Tensor) and value.dtype == torch.uint8
+    assert isinstance(value, torch.Tensor), type(value)
+    assert value.dtype == torch.uint8, value.dtype
     return value
