@@ -127,7 +127,7 @@ def test_starvation_of_generation_is_told_apart() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         await groups.reserve(1)
-        with pytest.raises(StarvationError, match="no group finished in 0.05 s, 1 are under way"):
+        with pytest.raises(StarvationError, match=r"no group finished in 0\.05 s, 1 are under way"):
             await groups.take_batch(2, timeout_s=0.05)
 
     run(scenario())

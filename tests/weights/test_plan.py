@@ -1,5 +1,7 @@
 """The plan of slice copies, against numpy."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,7 +29,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, int], list[Box], Box]:
     """A matrix cut at random rows and columns, and a random block of it that somebody wants."""
     shape = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
     cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
-    spans = [list(zip(cut, cut[1:], strict=False)) for cut in cuts]
+    spans = [list(itertools.pairwise(cut)) for cut in cuts]
     boxes = [Box((r0, c0), (r1 - r0, c1 - c0)) for r0, r1 in spans[0] for c0, c1 in spans[1]]
     low = [draw(st.integers(0, size - 1)) for size in shape]
     block = tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, low, strict=True))

@@ -16,7 +16,10 @@ from vllm.sampling_params import RequestOutputKind
 from titanrl.config.schema import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.compat import engine_model, num_generated_tokens, prepare_vllm, reset_prefix_cache
-from titanrl.types import Completion, GenerationRequest
+from titanrl.types import Completion, FinishReason, GenerationRequest
+
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""vLLM's words for how a completion that was not aborted ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +166,11 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
 def completion_of(output: CompletionOutput, versions: Callable[[int], np.ndarray]) -> Completion:
     """vLLM's output as our carrier."""
     token_ids = np.asarray(output.token_ids, np.int64)
-    reason = output.finish_reason
-    assert reason == "stop" or reason == "length", reason
     return Completion(
         token_ids=token_ids,
         logprobs=np.asarray(flat(output.logprobs), np.float32),
         versions=versions(len(token_ids)),
-        finish_reason=reason,
+        finish_reason=FINISH_REASONS[str(output.finish_reason)],
     )
 
 

@@ -13,6 +13,6 @@ def prepare_torchtitan(device: Device) -> None:
     """
     if device.kind == "npu":
         import torch_npu  # noqa: F401 - registers the device and its process-group backend with torch
-    assert hasattr(titan_utils, "device_type") and hasattr(titan_utils, "device_module"), "torchtitan moved its device globals"
+    assert {"device_type", "device_module"} <= vars(titan_utils).keys(), "torchtitan moved its device globals"
     titan_utils.device_type = device.kind
     titan_utils.device_module = torch.get_device_module(device.kind)

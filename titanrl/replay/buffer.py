@@ -132,7 +132,8 @@ class GroupBuffer:
         return Reservation(index, handle)
 
     def _free_slot(self, handle: Handle) -> None:
-        assert self._generations[handle.slot] == handle.generation and handle.slot not in self._free, "slot freed twice"
+        assert self._generations[handle.slot] == handle.generation, "slot freed after it was charged again"
+        assert handle.slot not in self._free, "slot freed twice"
         self._free.append(handle.slot)
 
     def _batch_is_ready(self, num_groups: int) -> bool:
