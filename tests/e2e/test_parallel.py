@@ -1,4 +1,4 @@
-"""The same objects a notebook uses, with two trainer ranks, both generator models, and what transformers makes of the export."""
+"""The objects a notebook uses, with two trainer ranks and both generator models, against transformers."""
 
 import asyncio
 from collections.abc import Iterator

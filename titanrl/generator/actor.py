@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from titanrl.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.config.schema import GeneratorConfig
@@ -13,6 +12,9 @@ from titanrl.generator.loop import EngineLoop, GeneratorStats
 from titanrl.types import Completion, GenerationRequest
 from titanrl.weights.manifest import WeightMismatchError
 from titanrl.weights.publish import WeightReader
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class Generator(Actor):
         """End the engine's thread."""
         await self._loop.close()
 
-    def _weight_targets(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def _weight_targets(self, model: "torch.nn.Module") -> "dict[str, torch.Tensor]":
         from titanrl.generator import native, titan
         from titanrl.models.qwen3 import read_hf_config
 

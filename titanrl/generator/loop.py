@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.generator.engine import Engine
 from titanrl.types import Completion, GenerationRequest
+
+if TYPE_CHECKING:
+    from titanrl.generator.engine import Engine
 
 T = TypeVar("T")
 
@@ -35,14 +37,14 @@ class GeneratorStats:
 class _Command:
     """Something to run on the engine's thread, and its result."""
 
-    run: Callable[[Engine], Any]
+    run: Callable[["Engine"], Any]
     result: Future[Any]
 
 
 class EngineLoop:
     """Owns an engine and its thread; every touch of the engine happens there. Its methods are called from an event loop."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], "Engine"]) -> None:
         """Start the thread, which first builds the engine; `call` waits for that."""
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._waiting: dict[int, Future[Completion]] = {}
@@ -56,7 +58,7 @@ class EngineLoop:
         results = await self.call(lambda engine: [self._admit(engine, request) for request in requests])
         return list(await asyncio.gather(*map(asyncio.wrap_future, results)))
 
-    async def call(self, run: Callable[[Engine], T]) -> T:
+    async def call(self, run: Callable[["Engine"], T]) -> T:
         """Run something on the engine between two steps.
 
         Raises:
@@ -80,7 +82,7 @@ class EngineLoop:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def _run(self, build: Callable[[], Engine]) -> None:
+    def _run(self, build: Callable[[], "Engine"]) -> None:
         """The thread: whatever ends it, nobody is left waiting."""
         reason = "the engine was closed"
         try:
@@ -93,7 +95,7 @@ class EngineLoop:
         finally:
             self._stop(reason)
 
-    def _serve(self, engine: Engine) -> bool:
+    def _serve(self, engine: "Engine") -> bool:
         """Run the commands that have come in; without running requests wait for one. False when told to stop."""
         while engine.num_running == 0 or not self._inbox.empty():
             command = self._inbox.get()
@@ -105,14 +107,14 @@ class EngineLoop:
                 command.result.set_exception(error)
         return True
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: "Engine") -> None:
         started = time.perf_counter()
         for finished in engine.step():
             self._num_tokens += len(finished.completion.token_ids)
             self._waiting.pop(finished.ticket).set_result(finished.completion)
         self._busy_s += time.perf_counter() - started
 
-    def _admit(self, engine: Engine, request: GenerationRequest) -> Future[Completion]:
+    def _admit(self, engine: "Engine", request: GenerationRequest) -> Future[Completion]:
         result: Future[Completion] = Future()
         self._waiting[engine.add(request)] = result
         return result

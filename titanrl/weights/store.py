@@ -6,7 +6,7 @@ torchstore versions share. Its private parts are used in this module alone; `tes
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from monarch.actor import Actor, ProcMesh, endpoint
@@ -43,11 +43,6 @@ class StoreController(Actor):
         """Note that a volume no longer holds a key."""
         Controller.notify_delete._method(self._index, key, storage_volume_id)
 
-    @endpoint
-    async def keys(self, prefix: str | None = None) -> list[str]:
-        """Keys that begin with a prefix."""
-        return list(Controller.keys._method(self._index, prefix))
-
 
 @dataclass(frozen=True)
 class WeightStore:
@@ -71,10 +66,6 @@ class WeightStore:
     async def delete(self, key: str) -> None:
         """Forget a key."""
         await self._client.delete(key)
-
-    async def keys(self, prefix: str) -> list[str]:
-        """All keys that begin with a prefix."""
-        return cast(list[str], await self._client.keys(prefix))
 
     @property
     def _client(self) -> LocalClient:

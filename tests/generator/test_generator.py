@@ -1,0 +1,216 @@
+"""The real engine in its actor: weights that take effect, exact versions, log-probabilities against transformers."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from monarch.actor import this_host
+from safetensors.torch import load_file
+
+from titanrl.config import load_config
+from titanrl.config.schema import RecipeConfig
+from titanrl.data.recipe import create_model
+from titanrl.device import DEVICES
+from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.launch.environment import generator_environment, worker_environment
+from titanrl.launch.fleet import Fleet
+from titanrl.types import Completion, GenerationRequest, SamplingParams
+from titanrl.weights.manifest import Commit, commit_key
+from titanrl.weights.publish import WeightPublisher, WeightReader
+from titanrl.weights.store import WeightStore, spawn_store
+
+PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(8)]
+RECIPE = RecipeConfig(init_std=0.2)  # large weights, so that every token has a favourite
+
+
+@dataclass
+class Lab:
+    """A store, one generator of each model implementation, and two versions of the weights."""
+
+    runner: asyncio.Runner
+    store: WeightStore
+    generators: dict[str, Any]
+    models: dict[int, Path]
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
+
+    async def publish(self, version: int) -> None:
+        state = titan_names(load_file(self.models[version] / "model.safetensors"))
+        manifest = await WeightPublisher("lab", 0, self.store, torch.float32).publish(version, state)
+        await self.store.put(commit_key("lab", version), Commit(version, (manifest,)))
+
+    async def generate(self, impl: str, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[Completion]:
+        requests = [GenerationRequest(token_ids=prompt, sampling=sampling) for prompt in prompts]
+        completions: list[Completion] = await self.generators[impl].generate.call_one(requests)
+        return completions
+
+
+def titan_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A Hugging Face state dict under the trainer's names."""
+    renames = {
+        "model.embed_tokens": "tok_embeddings",
+        "model.": "",
+        "self_attn.q_proj": "attention.qkv_linear.wq",
+        "self_attn.k_proj": "attention.qkv_linear.wk",
+        "self_attn.v_proj": "attention.qkv_linear.wv",
+        "self_attn.o_proj": "attention.wo",
+        "self_attn.": "attention.",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+
+    def rename(name: str) -> str:
+        for theirs, ours in renames.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    return {rename(name): value for name, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("lab")
+    models = {version: folder / f"v{version}" for version in (1, 2)}
+    for version, path in models.items():
+        create_model(path, RECIPE, seed=version)
+    config = load_config("configs/quickstart.yaml")
+    fleet = Fleet(folder)
+    with asyncio.Runner() as runner:
+
+        async def start() -> Lab:
+            procs = fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",))
+            store = await spawn_store(procs)
+            generators = {}
+            for impl in ("titan", "native"):
+                environment = generator_environment(config, DEVICES["cpu"], 0)
+                procs = fleet.spawn(impl, this_host(), 1, environment, ("titanrl.generator.actor",))
+                setup = GeneratorSetup(
+                    model_dir=models[1],
+                    config=config.generator.model_copy(update={"model_impl": impl}),
+                    device=DEVICES["cpu"],
+                    max_len=256,
+                    stop_ids=(1,),
+                    reader=WeightReader("lab", store),
+                )
+                generators[impl] = procs.spawn("generator", Generator, setup)
+            await asyncio.gather(*(start_one(generator) for generator in generators.values()))
+            lab = Lab(runner, store, generators, models)
+            for version in models:
+                await lab.publish(version)
+            return lab
+
+        lab = runner.run(start())
+        yield lab
+        runner.run(fleet.stop(20))
+
+
+async def start_one(generator: Any) -> None:
+    await generator.start.call_one()
+
+
+@pytest.fixture(params=["titan", "native"])
+def impl(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, seed=None)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.7, seed=5)
+
+
+def reference(model_dir: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def test_it_serves_nothing_before_it_has_pulled_and_after_a_pull_that_failed(lab: Lab, impl: str) -> None:
+    with pytest.raises(Exception, match="no valid weights"):
+        lab.do(lab.generate(impl, GREEDY))
+    with pytest.raises(Exception, match="version 9 of the weights was not committed"):
+        lab.do(pull(lab, impl, 9))
+    with pytest.raises(Exception, match="no valid weights"):
+        lab.do(lab.generate(impl, GREEDY))
+
+
+async def pull(lab: Lab, impl: str, version: int) -> None:
+    await lab.generators[impl].pull_weights.call_one(version)
+
+
+@pytest.mark.parametrize("version", [1, 2, 1])
+def test_pulled_weights_take_effect_and_greedy_answers_are_those_of_transformers(lab: Lab, impl: str, version: int) -> None:
+    lab.do(pull(lab, impl, version))
+    policy = reference(lab.models[version])
+    for prompt, completion in zip(PROMPTS, lab.do(lab.generate(impl, GREEDY)), strict=True):
+        input_ids = torch.tensor([prompt])
+        output = policy.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=24, do_sample=False)
+        assert completion.token_ids.tolist() == output[0, len(prompt) :].tolist()
+        assert set(completion.versions.tolist()) == {version}
+
+
+def test_log_probabilities_are_those_of_the_sampling_distribution(lab: Lab, impl: str) -> None:
+    lab.do(pull(lab, impl, 1))
+    policy = reference(lab.models[1])
+    for prompt, completion in zip(PROMPTS, lab.do(lab.generate(impl, SAMPLED)), strict=True):
+        tokens = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.no_grad():
+            logits = policy(tokens).logits[0, len(prompt) - 1 : -1] / SAMPLED.temperature
+        expected = logits.log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-5)
+
+
+def test_the_same_seed_draws_the_same_completion_and_another_seed_another(lab: Lab, impl: str) -> None:
+    lab.do(pull(lab, impl, 1))
+    first, again = (lab.do(lab.generate(impl, SAMPLED)) for _ in range(2))
+    assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in again]
+    other = lab.do(lab.generate(impl, SamplingParams(max_new_tokens=24, temperature=0.7, seed=6)))
+    assert [c.token_ids.tolist() for c in first] != [c.token_ids.tolist() for c in other]
+
+
+def test_an_update_in_mid_generation_leaves_tokens_of_both_versions_in_order(lab: Lab, impl: str) -> None:
+    async def scenario() -> list[Completion]:
+        await pull(lab, impl, 1)
+        long = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3)
+        generating = asyncio.create_task(lab.generate(impl, long, PROMPTS[:2]))
+        await asyncio.sleep(0.05)
+        await pull(lab, impl, 2)
+        return await generating
+
+    completions = lab.do(scenario())
+    for completion in completions:
+        assert len(completion.versions) == len(completion.token_ids) == len(completion.logprobs)
+        assert (np.diff(completion.versions) >= 0).all()
+    assert any(set(completion.versions.tolist()) == {1, 2} for completion in completions)
+
+
+def test_cached_prompts_are_forgotten_with_the_weights_that_made_them(lab: Lab, impl: str) -> None:
+    prompt = tuple(2 + i % 90 for i in range(100))  # longer than a cache block of 32
+    answers = {}
+    for version in (1, 2):
+        lab.do(pull(lab, impl, version))
+        answers[version] = [lab.do(lab.generate(impl, GREEDY, [prompt]))[0].token_ids.tolist() for _ in range(2)]
+        policy = reference(lab.models[version])
+        output = policy.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, 100, dtype=torch.long), max_new_tokens=24, do_sample=False
+        )
+        assert answers[version] == [output[0, 100:].tolist()] * 2
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(lab: Lab, impl: str) -> None:
+    async def scenario() -> None:
+        manifest = await WeightPublisher("lab", 0, lab.store, torch.float32).publish(7, {"norm.weight": torch.ones(128)})
+        await lab.store.put(commit_key("lab", 7), Commit(7, (manifest,)))
+        await pull(lab, impl, 7)
+
+    with pytest.raises(Exception, match=r"tensors not published: .*tok_embeddings"):
+        lab.do(scenario())
+    with pytest.raises(Exception, match="no valid weights"):
+        lab.do(lab.generate(impl, GREEDY))

@@ -1,0 +1,99 @@
+"""Deadlines, errors and deaths, with real actors."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from monarch.actor import ProcMesh, this_host
+
+from titanrl.actors import Actor, RemoteError, concurrent_endpoint, endpoint, set_up_process
+from titanrl.launch.supervision import ActorDiedError, DeadlineError, Supervisor
+
+
+class Patient(Actor):
+    """Does what can go wrong."""
+
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    async def fail(self) -> None:
+        raise ValueError("data.task=sums: no such task")
+
+    @concurrent_endpoint
+    async def fail_unpicklably(self) -> None:
+        error = OSError("broken pipe")
+        error.handle = (x for x in ())  # type: ignore[attr-defined]
+        raise error
+
+    @endpoint
+    async def leak_cancellation(self) -> None:
+        raise asyncio.CancelledError
+
+    @endpoint
+    async def exit(self) -> None:
+        raise SystemExit(3)
+
+    @concurrent_endpoint
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+
+Scenario = Callable[[Supervisor, ProcMesh, Any], Coroutine[Any, Any, None]]
+
+
+def with_patient(tmp_path: Path, scenario: Scenario) -> None:
+    async def run() -> None:
+        supervisor = Supervisor()
+        procs = this_host().spawn_procs(
+            per_host={"procs": 1}, bootstrap=partial(set_up_process, "patient", tmp_path, ()), name="patient"
+        )
+        try:
+            await scenario(supervisor, procs, procs.spawn("patient", Patient))
+        finally:
+            supervisor.expect_deaths()
+            await procs.stop()
+
+    asyncio.run(run())
+
+
+def test_errors_of_all_kinds_are_answered_and_the_actor_lives_on(tmp_path: Path) -> None:
+    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
+        with pytest.raises(ValueError, match=r"data\.task=sums: no such task"):
+            await supervisor.ask("fail", patient.fail.call_one(), 30)
+        with pytest.raises(RemoteError, match="broken pipe"):
+            await supervisor.ask("fail", patient.fail_unpicklably.call_one(), 30)
+        for stray in (patient.leak_cancellation, patient.exit):
+            with pytest.raises(RemoteError):
+                await supervisor.ask("stray", stray.call_one(), 30)
+        assert await supervisor.ask("pid", patient.pid.call_one(), 30) > 0
+
+    with_patient(tmp_path, scenario)
+    assert "no such task" in (tmp_path / "patient_0.log").read_text()
+
+
+def test_a_wait_ends_at_its_deadline_by_name(tmp_path: Path) -> None:
+    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
+        await supervisor.ask("pid", patient.pid.call_one(), 30)
+        with pytest.raises(DeadlineError, match=r"no answer to 'patient\.hang' within 0\.2 s"):
+            await supervisor.ask("patient.hang", patient.hang.call_one(), 0.2)
+
+    with_patient(tmp_path, scenario)
+
+
+def test_a_death_ends_every_wait_and_names_the_mesh(tmp_path: Path) -> None:
+    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
+        pid = await supervisor.ask("pid", patient.pid.call_one(), 30)
+        waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match="patient"):
+            await asyncio.wait_for(waiting, 15)
+
+    with_patient(tmp_path, scenario)
