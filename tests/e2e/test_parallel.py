@@ -14,6 +14,7 @@ from titanrl.data.streams import make_stream
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.grpo import GRPO
 from titanrl.rollout.group import greedy_request
+from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, Prompt
 
 LAYOUTS = {
@@ -49,7 +50,7 @@ def test_two_trainer_ranks_train_and_export_what_the_generator_runs(
             exported = await run.export()
             prompts = make_stream(config.data, load_tokenizer(exported), config.seed).heldout(24)
             requests = [greedy_request(prompt, config.rollout.max_new_tokens) for prompt in prompts]
-            completions = await run.parts.generators.actors[-1].generate.call_one(requests)
+            completions = await GeneratorPool(run.parts.generators.actors[-1:]).generate(requests)
             return prompts, completions, exported
         finally:
             await run.close()

@@ -20,6 +20,7 @@ from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, worker_environment
 from titanrl.launch.fleet import Fleet
+from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import Commit, commit_key
 from titanrl.weights.publish import WeightPublisher, WeightReader
@@ -46,10 +47,11 @@ class Lab:
         manifest = await WeightPublisher("lab", 0, self.store, torch.float32).publish(version, state)
         await self.store.put(commit_key("lab", version), Commit(version, (manifest,)))
 
-    async def generate(self, impl: str, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[Completion]:
+    async def generate(
+        self, impl: str, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS
+    ) -> list[Completion]:
         requests = [GenerationRequest(token_ids=prompt, sampling=sampling) for prompt in prompts]
-        completions: list[Completion] = await self.generators[impl].generate.call_one(requests)
-        return completions
+        return await GeneratorPool([self.generators[impl]]).generate(requests)
 
 
 def titan_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from monarch.actor import Port
 
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import GenerationRequest, SamplingParams
@@ -18,12 +19,13 @@ class Replica:
         self.messages: list[int] = []
         self.generate = self
 
-    async def call_one(self, requests: Sequence[GenerationRequest]) -> list[Any]:
-        self.messages.append(len(requests))
+    async def call_one(self, groups: Sequence[Sequence[GenerationRequest]], answers: Port[Any]) -> None:
+        self.messages.append(sum(map(len, groups)))
         await asyncio.sleep(0.01)
-        if self.error is not None:
-            raise self.error
-        return [(self.name, request.token_ids) for request in requests]
+        for place in reversed(range(len(groups))):
+            if self.error is not None and place == 0:
+                raise self.error
+            answers.send((place, [(self.name, request.token_ids) for request in groups[place]]))
 
 
 def requests(*prompts: int) -> list[GenerationRequest]:
@@ -53,11 +55,12 @@ def test_groups_go_to_the_replica_with_the_least_work() -> None:
     asyncio.run(scenario())
 
 
-def test_an_error_of_a_replica_reaches_every_caller_of_the_message() -> None:
+def test_an_error_of_a_replica_reaches_every_caller_that_has_no_answer_yet() -> None:
     async def scenario() -> None:
         pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone"))])
-        results = await asyncio.gather(pool.generate(requests(1)), pool.generate(requests(2)), return_exceptions=True)
-        assert [str(result) for result in results] == ["engine gone", "engine gone"]
+        first, second = await asyncio.gather(pool.generate(requests(1)), pool.generate(requests(2)), return_exceptions=True)
+        assert str(first) == "engine gone"
+        assert second == [("a", (2,))] or str(second) == "engine gone"
         with pytest.raises(RuntimeError, match="engine gone"):
             await pool.generate(requests(3))
 

@@ -495,3 +495,28 @@ def test_a_scorer_that_does_not_load_is_refused_with_the_reason(path: str, match
 def test_a_memory_limit_that_the_scorer_exceeds_by_itself_is_refused() -> None:
     config = SandboxConfig(memory_bytes=1 << 20)
     refused(CARELESS, config, ValueError, "sandbox.memory_bytes=1048576 does not hold the loaded scorer")
+
+
+WHO = ("import os; reward = (os.getpid() % 9999) / 9999", {})
+"""An answer whose score tells the processes apart."""
+
+
+def test_a_process_serves_as_many_groups_as_it_may_and_no_more() -> None:
+    async def scenario() -> list[float]:
+        config = CONFIG.model_copy(update={"num_processes": 1, "groups_per_process": 3})
+        async with started(config) as pool:  # which shows on one group that confinement holds
+            return [rewards(await pool.score([WHO]))[0] for _ in range(6)]
+
+    who = asyncio.run(scenario())
+    assert [who[0] == who[1], who[1] == who[2], len(set(who[2:5])), who[4] == who[5]] == [True, False, 1, False]
+
+
+def test_a_process_that_did_not_reply_serves_no_other_group() -> None:
+    async def scenario() -> list[list[Score]]:
+        async with started(CONFIG.model_copy(update={"num_processes": 1, "groups_per_process": 100})) as pool:
+            return [
+                await pool.score([answer, RIGHT]) for answer in (RIGHT, (FOREVER, {}), ("import os; os._exit(0)", {}), RIGHT)
+            ]
+
+    groups = asyncio.run(scenario())
+    assert [statuses(scores) for scores in groups] == [["ok", "ok"], ["timeout", "ok"], ["crash", "ok"], ["ok", "ok"]]

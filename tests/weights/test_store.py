@@ -19,7 +19,9 @@ STATE = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
 
 
 @pytest.fixture(scope="module")
-def with_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[WeightStore], Coroutine[Any, Any, None]]], None]:
+def with_store(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Callable[[WeightStore], Coroutine[Any, Any, None]]], None]:
     log_dir = tmp_path_factory.mktemp("logs")
 
     def run(scenario: Callable[[WeightStore], Coroutine[Any, Any, None]]) -> None:

@@ -161,6 +161,9 @@ class SandboxConfig(Section):
     """Wall-clock limit for scoring one group; then its process is killed and each answer is tried alone."""
     num_processes: PositiveInt = 8
     """Scoring processes kept forked and ready, per rollout worker; `rollout.groups_per_step` of them never wait."""
+    groups_per_process: PositiveInt = 1
+    """Groups one process scores before it is thrown away. With 1 an answer that tampers with Python, where the verifier
+    evaluates it, reaches its own group at most; more saves forks where the verifier never runs what it is given."""
     memory_bytes: PositiveInt = 2 << 30
     """Address-space limit of one scoring process."""
 

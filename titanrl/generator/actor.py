@@ -1,6 +1,8 @@
 """The generator actor: an engine of its own, its weights pulled from the store."""
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,10 @@ from titanrl.weights.publish import WeightReader
 
 if TYPE_CHECKING:
     import torch
+    from monarch.actor import Port
+
+Answer = tuple[int, list[Completion]]
+"""Place of a group in a call, and its completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +63,18 @@ class Generator(Actor):
         await self._loop.call(lambda engine: None)
 
     @concurrent_endpoint
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions in the order of the requests; many calls are served at once."""
-        return await self._loop.generate(requests)
+    async def generate(self, groups: Sequence[Sequence[GenerationRequest]], answers: "Port[Answer]") -> None:
+        """Sample completions; many calls are served at once.
+
+        All requests of a call join the batch at the same decoding step. Each group is sent to `answers`, as its place in
+        the call and its completions, as soon as it is done; the call returns when all are sent.
+        """
+
+        async def answer(place: int, result: Future[list[Completion]]) -> None:
+            answers.send((place, await asyncio.wrap_future(result)))
+
+        results = await self._loop.submit(groups)
+        await asyncio.gather(*(answer(place, result) for place, result in enumerate(results)))
 
     @endpoint
     async def pull_weights(self, version: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titanrl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
-    from titanrl.generator.engine import Engine
+    from titanrl.generator.engine import Engine, Finished
 
 T = TypeVar("T")
 
@@ -33,6 +33,15 @@ class GeneratorStats:
     """Seconds passed."""
 
 
+@dataclass(slots=True)
+class _Group:
+    """Requests that are answered together."""
+
+    result: Future[list[Completion]]
+    completions: list[Completion | None]
+    num_missing: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Command:
     """Something to run on the engine's thread, and its result."""
@@ -47,16 +56,15 @@ class EngineLoop:
     def __init__(self, build: Callable[[], "Engine"]) -> None:
         """Start the thread, which first builds the engine; `call` waits for that."""
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._waiting: dict[int, Future[Completion]] = {}
+        self._waiting: dict[int, tuple[_Group, int]] = {}
         self._stopped: str | None = None
         self._num_tokens, self._busy_s, self._since = 0, 0.0, time.perf_counter()
         self._thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of all requests, which join the batch at the same step."""
-        results = await self.call(lambda engine: [self._admit(engine, request) for request in requests])
-        return list(await asyncio.gather(*map(asyncio.wrap_future, results)))
+    async def submit(self, groups: Sequence[Sequence[GenerationRequest]]) -> list[Future[list[Completion]]]:
+        """Let all requests join the batch at the same step; a group's completions come together, in their order."""
+        return await self.call(lambda engine: [self._admit(engine, group) for group in groups])
 
     async def call(self, run: Callable[["Engine"], T]) -> T:
         """Run something on the engine between two steps.
@@ -111,17 +119,26 @@ class EngineLoop:
         started = time.perf_counter()
         for finished in engine.step():
             self._num_tokens += len(finished.completion.token_ids)
-            self._waiting.pop(finished.ticket).set_result(finished.completion)
+            self._deliver(finished)
         self._busy_s += time.perf_counter() - started
 
-    def _admit(self, engine: "Engine", request: GenerationRequest) -> Future[Completion]:
-        result: Future[Completion] = Future()
-        self._waiting[engine.add(request)] = result
-        return result
+    def _admit(self, engine: "Engine", requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        group = _Group(Future(), [None] * len(requests), len(requests))
+        for place, request in enumerate(requests):
+            self._waiting[engine.add(request)] = (group, place)
+        return group.result
+
+    def _deliver(self, finished: "Finished") -> None:
+        """Put a completion into its group; the last one answers it, so that the event loop is woken once a group."""
+        group, place = self._waiting.pop(finished.ticket)
+        group.completions[place] = finished.completion
+        group.num_missing -= 1
+        if group.num_missing == 0:
+            group.result.set_result([completion for completion in group.completions if completion is not None])
 
     def _stop(self, reason: str) -> None:
         self._stopped = reason
-        for result in self._waiting.values():
+        for result in {id(group): group.result for group, _ in self._waiting.values()}.values():
             result.set_exception(EngineStoppedError(reason))
         while not self._inbox.empty():
             command = self._inbox.get()

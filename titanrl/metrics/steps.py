@@ -23,6 +23,8 @@ def rollout_metrics(records: Sequence[GroupRecord], *, num_tried: int, num_witho
         "tokens/response_len_mean": mean(response_lens),
         "tokens/response_len_max": float(max(response_lens)),
         "tokens/truncated_frac": sum(record.num_truncated for record in records) / len(rewards),
+        "group/generate_s_mean": mean([record.generate_s for record in records]),
+        "group/score_s_mean": mean([record.score_s for record in records]),
     }
 
 

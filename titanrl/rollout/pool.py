@@ -1,27 +1,40 @@
 """A rollout worker's view of the generators: a `generate` call that finds the least loaded replica."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from monarch.actor import Channel
 
 from titanrl.types import Completion, GenerationRequest
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Call:
+    """One group, and who waits for its completions."""
+
+    requests: Sequence[GenerationRequest]
+    answer: asyncio.Future[list[Completion]]
 
 
 @dataclass(slots=True)
 class _Replica:
-    """One generator, the calls gathered for it in this tick of the event loop, and its load."""
+    """One generator, its load, and the groups gathered for it in this tick of the event loop."""
 
     actor: Any
     num_running: int = 0
-    gathered: list[tuple[Sequence[GenerationRequest], asyncio.Future[list[Completion]]]] = field(default_factory=list)
+    gathered: list[_Call] = field(default_factory=list)
 
 
 class GeneratorPool:
-    """Spreads calls over replicas.
+    """Spreads groups over replicas.
 
-    Calls made in one tick of the event loop reach a replica as one message, and so join its batch at the same decoding
-    step: a synchronous run generates the same batches, hence the same numbers, every time.
+    Groups of one tick of the event loop reach a replica as one message, and so join its batch at the same decoding step: a
+    synchronous run generates the same batches, hence the same numbers, every time. Answers come back group by group, so
+    that early groups are scored while late ones are still being generated.
     """
 
     def __init__(self, replicas: Sequence[Any]) -> None:
@@ -33,27 +46,46 @@ class GeneratorPool:
         """Completions of one group, all from the replica with the least work."""
         replica = min(self._replicas, key=lambda replica: replica.num_running)
         replica.num_running += len(requests)
-        future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        call = _Call(requests, asyncio.get_running_loop().create_future())
         if not replica.gathered:
             flush = asyncio.create_task(self._flush(replica))
             self._flushes.add(flush)
             flush.add_done_callback(self._flushes.discard)
-        replica.gathered.append((requests, future))
+        replica.gathered.append(call)
         try:
-            return await future
+            return await call.answer
         finally:
             replica.num_running -= len(requests)
 
     async def _flush(self, replica: _Replica) -> None:
-        """Send what was gathered, and hand the answers back."""
-        gathered, replica.gathered = replica.gathered, []
-        requests = [request for group, _ in gathered for request in group]
+        """Send what was gathered, and hand each answer on as it comes."""
+        calls, replica.gathered = replica.gathered, []
+        port, receiver = Channel[Any].open()
+        done = asyncio.ensure_future(_awaited(replica.actor.generate.call_one([call.requests for call in calls], port)))
         try:
-            completions = await replica.actor.generate.call_one(requests)
+            for _ in calls:
+                place, completions = await _unless_failed(done, receiver.recv())
+                calls[place].answer.set_result(completions)
+            await done
         except Exception as error:  # belongs to the callers, each of whom raises it
-            for _, future in gathered:
-                future.set_exception(error)
-            return
-        answers = iter(completions)
-        for group, future in gathered:
-            future.set_result([next(answers) for _ in group])
+            for call in calls:
+                if not call.answer.done():
+                    call.answer.set_exception(error)
+
+
+async def _unless_failed(call: asyncio.Future[None], message: Awaitable[T]) -> T:
+    """The next message of a call, or the error it fails with. A call that has returned has sent all its messages."""
+    receiving = asyncio.ensure_future(_awaited(message))
+    waiting: set[asyncio.Future[Any]] = {call, receiving}
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if not receiving.done():
+        try:
+            call.result()
+        except BaseException:
+            receiving.cancel()
+            raise
+    return await receiving
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable

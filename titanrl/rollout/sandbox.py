@@ -1,7 +1,7 @@
 """Scoring of answers in confined processes that can be killed. `docs/sandbox.md` says what that protects from.
 
-A zygote (`titanrl.rollout.zygote`) with the verifier loaded keeps processes forked ahead. Each serves one group and is
-thrown away, so an answer that tampers with Python reaches its own group at most. Nothing a process sends back is unpickled.
+A zygote (`titanrl.rollout.zygote`) with the verifier loaded keeps processes forked ahead. Each serves one group (by default) and
+is thrown away, so an answer that tampers with Python reaches its own group at most. Nothing a process sends back is unpickled.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from titanrl.config.schema import DataConfig, SandboxConfig
 from titanrl.rollout.confine import SandboxUnavailable, missing_features
-from titanrl.rollout.zygote import COUNT, READY, STARTED, Answer, Order
+from titanrl.rollout.zygote import COUNT, END, READY, STARTED, Answer, Order
 
 __all__ = ["Answer", "SandboxDied", "SandboxUnavailable", "Score", "ScorerSpec", "ScoringPool", "scorer_spec"]
 
@@ -147,7 +147,7 @@ class ScoringPool:
         return self._zero(scores) if isinstance(scores, str) else scores[0]
 
     async def _attempt(self, answers: Sequence[Answer], timeout_s: float) -> list[Score] | Literal["timeout", "crash"]:
-        """Score the answers in one process, which is killed afterwards in any case."""
+        """Score the answers in one process, which is killed afterwards unless it may serve another group."""
         request = pickle.dumps([(text[-MAX_TEXT_CHARS:], entry) for text, entry in answers])
         zygote = self._zygote
         if zygote is None:
@@ -159,10 +159,10 @@ class ScoringPool:
                 try:
                     reply = await process.ask(request, timeout_s)
                 finally:
-                    zygote.replace(process)
+                    zygote.give_back(process)
             if reply is None:
                 return "timeout"
-            scores = self._parse(reply.removeprefix(STARTED), len(answers))
+            scores = self._parse(reply.removeprefix(STARTED).removesuffix(END), len(answers))
             if scores is None:
                 await zygote.check()
                 return "crash"
@@ -205,19 +205,28 @@ class _Process:
         self._on_ready: Callable[[_Process, bytes], None] | None = on_ready
         self._received = bytearray()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._replied: asyncio.Future[None] = self._loop.create_future()
+        self.num_served = 0
         channel.setblocking(False)
         self._loop.add_reader(channel, self._on_readable)
 
     @property
     def ended(self) -> bool:
-        """Whether it has closed its end: it has replied, or died."""
+        """Whether it has closed its end: it has served its last group, or died."""
         return self._ended.done()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has replied to what it was asked, and lives on."""
+        return self._replied.done() and not self.ended
+
     async def ask(self, request: bytes, timeout_s: float) -> bytes | None:
-        """Send the answers, give the reply, incomplete or empty if the process died; None if it took too long.
+        """Send the answers, give the reply, without its end or empty if the process died; None if it took too long.
 
         The future outlives the wait: a reply that came in while this event loop was busy elsewhere counts as in time.
         """
+        self._received.clear()
+        self._replied = self._loop.create_future()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.sock_sendall(self._channel, request)
@@ -225,8 +234,10 @@ class _Process:
             return None
         except ConnectionError:  # it died; what it said before is still to be read
             pass
-        await asyncio.wait([self._ended], timeout=timeout_s)
-        return bytes(self._received) if self.ended else None
+        await asyncio.wait([self._ended, self._replied], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._replied.done():
+            self.num_served += 1
+        return bytes(self._received) if self.ended or self._replied.done() else None
 
     def kill(self) -> None:
         """Kill the process, if it still runs, and forget it."""
@@ -248,6 +259,8 @@ class _Process:
             on_ready(self, chunk)
         else:
             self._received += chunk
+            if chunk.endswith(END) and not self._replied.done():
+                self._replied.set_result(None)
 
     def _end(self) -> None:
         self._loop.remove_reader(self._channel)
@@ -264,6 +277,7 @@ class _Zygote:
         """Held by those who have a process at work."""
         self._spec = spec
         self._num_ahead = config.num_processes
+        self._groups_per_process = config.groups_per_process
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[None] = self._loop.create_future()
         self._exited: asyncio.Future[None] = self._loop.create_future()
@@ -320,6 +334,14 @@ class _Zygote:
         self._ready.put_nowait(None)  # for whoever asks next
         assert self._failure is not None
         raise self._failure
+
+    def give_back(self, process: _Process) -> None:
+        """Keep a process that was taken for another group if it has replied and may serve one; else replace it."""
+        if self._failure is None and process.is_idle and process.num_served < self._groups_per_process:
+            self._ahead.add(process)
+            self._ready.put_nowait(process)
+        else:
+            self.replace(process)
 
     def replace(self, process: _Process) -> None:
         """Kill a process that was taken, and have another forked."""
@@ -423,8 +445,16 @@ def _call(control_fd: int) -> str:
 
 
 def _order(spec: ScorerSpec, config: SandboxConfig) -> Order:
-    cpu_s = math.ceil(config.timeout_s) + 1  # a second line of defence: the wall clock comes first
-    return Order(factory=spec.factory, kwargs=spec.kwargs, memory_bytes=config.memory_bytes, cpu_s=cpu_s)
+    cpu_s = (
+        math.ceil(config.timeout_s) + 1
+    ) * config.groups_per_process  # a second line of defence: the wall clock comes first
+    return Order(
+        factory=spec.factory,
+        kwargs=spec.kwargs,
+        memory_bytes=config.memory_bytes,
+        cpu_s=cpu_s,
+        groups_per_process=config.groups_per_process,
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -4,8 +4,8 @@
 the scorer, says READY, and then forks as many processes as each message asks for, sending for each a message with two
 descriptors: the socket to talk to it, and a pidfd to kill it. At the end of the socket it kills and reaps what it forked.
 
-A scoring process confines itself, says READY, reads one pickled list of answers, says STARTED, writes one JSON list of results,
-and ends.
+A scoring process confines itself and says READY. For each group it reads one pickled list of answers, says STARTED, and writes
+one line, a JSON list of results. After `groups_per_process` groups it ends.
 """
 
 import gc
@@ -36,6 +36,8 @@ READY = b"+"
 """First byte of a scoring process that is confined, and the whole message of a zygote that has loaded its scorer."""
 STARTED = b"!"
 """First byte of the reply, sent when the answers arrive: a process that dies before was not killed by them."""
+END = b"\n"
+"""Last byte of the reply."""
 COUNT = struct.Struct("I")
 """How many processes to fork."""
 
@@ -56,6 +58,8 @@ class Order:
     """Address-space limit."""
     cpu_s: int
     """Limit of CPU time."""
+    groups_per_process: int
+    """Groups a process scores before it ends."""
 
 
 def load(path: str) -> Any:
@@ -83,16 +87,17 @@ def main(control_fd: int, parent_pid: int) -> None:
     gc.collect()
     gc.freeze()  # keeps the collector of a forked process from touching, and so copying, every page
     control.send(READY)
-    _Forker(control, scorer, confinement).run()
+    _Forker(control, scorer, confinement, order.groups_per_process).run()
 
 
 class _Forker:
     """Forks scoring processes on request and reaps them."""
 
-    def __init__(self, control: socket.socket, scorer: Scorer, confinement: Confinement) -> None:
+    def __init__(self, control: socket.socket, scorer: Scorer, confinement: Confinement, groups_per_process: int) -> None:
         self._control = control
         self._scorer = scorer
         self._confinement = confinement
+        self._groups_per_process = groups_per_process
         self._selector = selectors.DefaultSelector()
         self._pids: dict[int, int] = {}  # by pidfd
 
@@ -115,7 +120,7 @@ class _Forker:
         if pid == 0:
             try:
                 end_with_parent(zygote)
-                _serve_group(ours.fileno(), self._scorer, self._confinement)
+                _serve(ours.fileno(), self._scorer, self._confinement, self._groups_per_process)
             finally:
                 os._exit(1)
         pidfd = os.pidfd_open(pid)
@@ -136,7 +141,7 @@ class _Forker:
             self._reap(pidfd)
 
 
-def _serve_group(channel: int, scorer: Scorer, confinement: Confinement) -> None:
+def _serve(channel: int, scorer: Scorer, confinement: Confinement, num_groups: int) -> None:
     """Be a scoring process: everything after `apply` is open to what a model wrote."""
     try:
         os.setsid()
@@ -152,12 +157,13 @@ def _serve_group(channel: int, scorer: Scorer, confinement: Confinement) -> None
         return
     os.write(channel, READY)
     stream = io.BufferedReader(io.FileIO(channel, closefd=False), 1 << 16)
-    stream.peek(1)
-    os.write(channel, STARTED)
-    answers: Sequence[Answer] = pickle.load(stream)
-    results = [_score(scorer, text, entry) for text, entry in answers]
-    with open(channel, "wb") as reply:  # closing it is the end of the reply; that of the process may take longer
-        reply.write(json.dumps(results).encode())
+    for _ in range(num_groups):
+        stream.peek(1)
+        os.write(channel, STARTED)
+        answers: Sequence[Answer] = pickle.load(stream)
+        results = [_score(scorer, text, entry) for text, entry in answers]
+        with open(channel, "wb", closefd=False) as reply:
+            reply.write(json.dumps(results).encode() + END)
 
 
 def _score(scorer: Scorer, text: str, entry: Mapping[str, Any]) -> dict[str, Any]:
