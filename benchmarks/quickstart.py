@@ -91,7 +91,7 @@ def figures(rows: Sequence[Mapping[str, Any]], started: float) -> dict[str, Any]
 
 def median(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     """Median of a metric over the steps that have it."""
-    return statistics.median([row[name] for row in rows if name in row])
+    return float(statistics.median([row[name] for row in rows if name in row]))
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,29 @@ def with_table(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
+Cell = Callable[[Mapping[str, Any]], str]
+"""The text of a figure, from a run."""
+
+QUICKSTART_ROWS: dict[str, Cell] = {
+    "held-out accuracy, before -> after": lambda run: f"{run['heldout_first']:.3f} -> {run['heldout_last']:.3f}",
+    "reward, first -> last five steps": lambda run: f"{run['reward_first_five']:.2f} -> {run['reward_last_five']:.2f}",
+    "warm start, with loading (once, then cached)": lambda run: f"{run['warm_start_s']:.0f} s",
+    "first GRPO step after launch, base cached": lambda run: f"{run['first_step_s']:.1f} s",
+    "held-out accuracy 0.8 after": lambda run: f"{run['time_to_accuracy_s']:.0f} s" if run["time_to_accuracy_s"] else "-",
+    "step, median": lambda run: f"{run['step_s']:.3f} s",
+    "of it: generate, score, sync": lambda run: f"{run['phases_s']['rollout']:.3f} s",
+    "of it: forward, backward, optimizer": lambda run: f"{run['phases_s']['train'] + run['phases_s']['optim']:.3f} s",
+    "weight sync, push + pull": lambda run: f"{run['sync_push_s'] + run['sync_pull_s']:.3f} s",
+    "largest log-prob difference trainer/generator": lambda run: f"{run['mismatch_max']:.1e}",
+}
+
+
 def quickstart_table(result: Mapping[str, Any]) -> str:
     """The quick start's figures, a column per seed."""
     runs, machine = result["runs"], result["machine"]
-    rows = [
-        ("held-out accuracy, before -> after", lambda run: f"{run['heldout_first']:.3f} -> {run['heldout_last']:.3f}"),
-        ("reward, first -> last five steps", lambda run: f"{run['reward_first_five']:.2f} -> {run['reward_last_five']:.2f}"),
-        ("warm start, with loading (once, then cached)", lambda run: f"{run['warm_start_s']:.0f} s"),
-        ("first GRPO step after launch, base cached", lambda run: f"{run['first_step_s']:.1f} s"),
-        ("held-out accuracy 0.8 after", lambda run: f"{run['time_to_accuracy_s']:.0f} s" if run["time_to_accuracy_s"] else "-"),
-        ("step, median", lambda run: f"{run['step_s']:.3f} s"),
-        ("of it: generate and score", lambda run: f"{run['phases_s']['rollout']:.3f} s"),
-        ("of it: forward, backward, optimizer", lambda run: f"{run['phases_s']['train'] + run['phases_s']['optim']:.3f} s"),
-        ("weight sync, push + pull", lambda run: f"{run['sync_push_s'] + run['sync_pull_s']:.3f} s"),
-        ("largest log-prob difference trainer/generator", lambda run: f"{run['mismatch_max']:.1e}"),
-    ]
     head = "| | " + " | ".join(f"seed {run['seed']}" for run in runs) + " |"
     lines = [head, "|---|" + "---|" * len(runs)]
-    lines += [f"| {label} | " + " | ".join(cell(run) for run in runs) + " |" for label, cell in rows]
+    lines += [f"| {label} | " + " | ".join(map(cell, runs)) + " |" for label, cell in QUICKSTART_ROWS.items()]
     where = f"{machine['cores']} cores of an {machine['processor']}, commit {machine['commit']}"
     return "\n".join(lines) + f"\n\n`python -m benchmarks.quickstart --json FILE`, {where}."
 

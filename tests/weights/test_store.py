@@ -43,9 +43,7 @@ async def publish(store: WeightStore, version: int) -> None:
     await store.put(commit_key("run", version), Commit(version, (manifest,)))
 
 
-def test_objects_tensors_and_versions_go_through_the_store(
-    with_store: Callable[[Callable[[WeightStore], Coroutine[Any, Any, None]]], None],
-) -> None:
+def test_objects_tensors_and_versions_go_through_the_store(with_store: Callable[[Scenario], None]) -> None:
     async def scenario(store: WeightStore) -> None:
         await store.put("run/x", {"a": (1, 2)})
         assert await store.get("run/x") == {"a": (1, 2)}

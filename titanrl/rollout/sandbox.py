@@ -1,6 +1,6 @@
 """Scoring of answers in confined processes that can be killed. `docs/sandbox.md` says what that protects from.
 
-A zygote (`titanrl.rollout.zygote`) with the verifier loaded keeps processes forked ahead. Each serves one group (by default) and
+A zygote (`titanrl.rollout.zygote`) with the verifier loaded keeps processes forked ahead. By default each serves one group and
 is thrown away, so an answer that tampers with Python reaches its own group at most. Nothing a process sends back is unpickled.
 """
 
