@@ -18,13 +18,14 @@ from titanrl.weights.store import WeightStore, spawn_store
 STATE = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
 
 
+Scenario = Callable[[WeightStore], Coroutine[Any, Any, None]]
+
+
 @pytest.fixture(scope="module")
-def with_store(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[Callable[[WeightStore], Coroutine[Any, Any, None]]], None]:
+def with_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scenario], None]:
     log_dir = tmp_path_factory.mktemp("logs")
 
-    def run(scenario: Callable[[WeightStore], Coroutine[Any, Any, None]]) -> None:
+    def run(scenario: Scenario) -> None:
         async def body() -> None:
             bootstrap = partial(set_up_process, "store", Path(log_dir), ("titanrl.weights.store",))
             procs = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=bootstrap, name="store")
