@@ -38,13 +38,14 @@ class Lab:
     store: WeightStore
     generators: dict[str, Any]
     models: dict[int, Path]
+    publisher: WeightPublisher
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(asyncio.wait_for(work, 120))
 
     async def publish(self, version: int) -> None:
         state = titan_names(load_file(self.models[version] / "model.safetensors"))
-        manifest = await WeightPublisher("lab", 0, self.store, torch.float32).publish(version, state)
+        manifest = await self.publisher.publish(version, state)
         await self.store.put(commit_key("lab", version), Commit(version, (manifest,)))
 
     async def generate(
@@ -106,7 +107,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
                 )
                 generators[impl] = procs.spawn("generator", Generator, setup)
             await asyncio.gather(*(start_one(generator) for generator in generators.values()))
-            lab = Lab(runner, store, generators, models)
+            lab = Lab(runner, store, generators, models, WeightPublisher("lab", 0, store, torch.float32, "arena"))
             for version in models:
                 await lab.publish(version)
             return lab
@@ -211,7 +212,8 @@ def test_cached_prompts_are_forgotten_with_the_weights_that_made_them(lab: Lab, 
 
 def test_weights_that_do_not_fit_are_refused_by_name(lab: Lab, impl: str) -> None:
     async def scenario() -> None:
-        manifest = await WeightPublisher("lab", 0, lab.store, torch.float32).publish(7, {"norm.weight": torch.ones(128)})
+        odd = WeightPublisher("lab", 0, lab.store, torch.float32, "store")
+        manifest = await odd.publish(7, {"norm.weight": torch.ones(128)})
         await lab.store.put(commit_key("lab", 7), Commit(7, (manifest,)))
         await pull(lab, impl, 7)
 

@@ -9,8 +9,8 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from titanrl.weights.layout import check_contiguous, entry_view, local_shards, pack
-from titanrl.weights.manifest import Box, Commit
+from titanrl.weights.layout import check_contiguous, entry_view, local_shards, num_packed_bytes, pack
+from titanrl.weights.manifest import Box, Commit, WeightManifest
 from titanrl.weights.publish import PulledWeights
 
 VALUE = torch.arange(21.0).view(7, 3)
@@ -27,14 +27,19 @@ def publish_shards(rank: int, folder: str) -> None:
         "tiny": distribute_tensor(torch.tensor([5.0]), mesh, [Shard(0)]),
         "plain": VALUE.clone(),
     }
-    torch.save(pack(local_shards(state, rank), 3, rank, torch.bfloat16), f"{folder}/rank{rank}.pt")
+    shards = list(local_shards(state, rank))
+    data = torch.empty(num_packed_bytes(shards, torch.bfloat16), dtype=torch.uint8)
+    entries = pack(shards, data, torch.bfloat16)
+    torch.save((WeightManifest(3, rank, entries, data.numel(), 0, None, 0), data), f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_shards_of_two_ranks_fill_whole_tensors_in_the_readers_dtype(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(publish_shards, (str(tmp_path),), nprocs=2)
     packed = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    pulled = PulledWeights(Commit(3, tuple(manifest for manifest, _ in packed)), {rank: packed[rank][1] for rank in range(2)})
+    pulled = PulledWeights(
+        Commit(3, tuple(manifest for manifest, _ in packed)), {rank: packed[rank][1] for rank in range(2)}, {}
+    )
     targets = {name: torch.zeros(7, 3, dtype=torch.bfloat16) for name in ("rows", "columns", "replica", "plain")}
     targets["tiny"] = torch.zeros(1, dtype=torch.bfloat16)
     pulled.copy_into(targets)
@@ -50,9 +55,11 @@ def test_tied_tensors_are_published_once() -> None:
 
 
 def test_bytes_are_cast_to_the_readers_dtype() -> None:
-    manifest, arena = pack(local_shards({"w": torch.tensor([1.0, 1.0 + 2**-10])}, 0), 1, 0, torch.bfloat16)
-    assert manifest.num_bytes == arena.numel() == 4
-    assert entry_view(arena, 0, (2,), torch.bfloat16).tolist() == [1.0, 1.0]
+    shards = list(local_shards({"w": torch.tensor([1.0, 1.0 + 2**-10])}, 0))
+    assert num_packed_bytes(shards, torch.bfloat16) == 4
+    data = torch.empty(4, dtype=torch.uint8)
+    pack(shards, data, torch.bfloat16)
+    assert entry_view(data, 0, (2,), torch.bfloat16).tolist() == [1.0, 1.0]
 
 
 def test_partial_sums_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ FLOAT = "torch.float32"
 def manifests(name: str, shape: tuple[int, ...], boxes: list[Box], dtype: str = FLOAT) -> list[WeightManifest]:
     """One rank per box."""
     return [
-        WeightManifest(1, rank, (ShardEntry(name, dtype, shape, box, 0),), box.numel * 4, 0) for rank, box in enumerate(boxes)
+        WeightManifest(1, rank, (ShardEntry(name, dtype, shape, box, 0),), box.numel * 4, 0, None, 0)
+        for rank, box in enumerate(boxes)
     ]
 
 

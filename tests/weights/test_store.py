@@ -40,7 +40,7 @@ def with_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scenario],
 
 
 async def publish(store: WeightStore, version: int) -> None:
-    manifest = await WeightPublisher("run", 0, store, torch.float32).publish(version, STATE)
+    manifest = await WeightPublisher("run", 0, store, torch.float32, "store").publish(version, STATE)
     await store.put(commit_key("run", version), Commit(version, (manifest,)))
 
 

@@ -30,7 +30,7 @@ def make_sync(log: list[str]) -> tuple[WeightSync, MemoryStore]:
 
     async def push(version: int) -> list[WeightManifest]:
         await store.put(rank_key("run", version, 0), b"")
-        return [WeightManifest(version, 0, (), 4, 0)]
+        return [WeightManifest(version, 0, (), 4, 0, None, 0)]
 
     async def pull(version: int) -> None:
         assert isinstance(store.values[commit_key("run", version)], Commit)

@@ -268,6 +268,13 @@ class GeneratorConfig(Section):
     """More `vllm.EngineArgs`, passed through."""
 
 
+class WeightsConfig(Section):
+    """How the policy's weights reach the generators."""
+
+    transport: Literal["auto", "arena", "store"] = "auto"
+    """`arena` is shared memory, for one host; `store` goes through torchstore, for any; `auto` takes the arena where it can."""
+
+
 class EvaluationConfig(Section):
     """Greedy evaluation on held-out prompts."""
 
@@ -360,6 +367,8 @@ class Config(Section):
     """The trainer mesh."""
     generator: GeneratorConfig = GeneratorConfig()
     """The generator mesh."""
+    weights: WeightsConfig = WeightsConfig()
+    """Weight sync."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -425,6 +434,12 @@ class Config(Section):
 
     def _broken_by_hosts(self) -> Iterator[BrokenRule]:
         hosts, ranks, replicas = self.hosts, self.trainer.parallelism.world_size, self.generator.replicas
+        if hosts.kind == "slurm" and self.weights.transport == "arena":
+            yield BrokenRule(
+                values={"weights.transport": "arena", "hosts.kind": "slurm"},
+                rule="an arena is memory of one host",
+                fix="set weights.transport to auto",
+            )
         if ranks % hosts.trainer_hosts:
             yield BrokenRule(
                 values={"hosts.trainer_hosts": hosts.trainer_hosts, **self._parallelism_values()},

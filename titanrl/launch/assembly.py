@@ -15,7 +15,7 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
-from titanrl.weights.publish import WeightReader
+from titanrl.weights.publish import Transport, WeightReader
 from titanrl.weights.store import spawn_store
 from titanrl.weights.sync import WeightSync
 
@@ -105,6 +105,7 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
         algorithm=config.algorithm,
         temperature=config.rollout.temperature,
         generator_dtype=config.generator.dtype,
+        transport=transport(config),
         device=device,
         checkpoint_dir=files.run_dir / "checkpoints",
         keep_checkpoints=config.checkpoint.keep_last,
@@ -127,3 +128,10 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
         fleet=fleet,
         hosts=hosts,
     )
+
+
+def transport(config: Config) -> Transport:
+    """How weights travel: through shared memory if everything is on one machine."""
+    if config.weights.transport == "auto":
+        return "store" if config.hosts.kind == "slurm" else "arena"
+    return config.weights.transport

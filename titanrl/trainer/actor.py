@@ -16,6 +16,7 @@ from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from titanrl.trainer.learner import LossName
+    from titanrl.weights.publish import Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class TrainerSetup:
     """The sampler's temperature."""
     generator_dtype: str
     """Type that weights are published in."""
+    transport: "Transport"
+    """How their bytes reach the generators."""
     device: Device
     """Where it runs."""
     checkpoint_dir: Path
@@ -82,7 +85,7 @@ class PolicyTrainer(Actor):
         self._model_dir = model_dir
         self._learner = Learner(model, setup.algorithm, setup.temperature)
         self._checkpoints = Checkpoints(self._learner, setup.checkpoint_dir, setup.keep_checkpoints)
-        self._publisher = WeightPublisher(setup.run, rank, setup.store, torch_dtype(setup.generator_dtype))
+        self._publisher = WeightPublisher(setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transport)
 
     @endpoint
     async def forward_backward(self, microbatch: MicroBatch, loss: "LossName" = "ppo") -> LossSums:

@@ -5,7 +5,7 @@ rather than guessed, because torch reports a plausible but wrong offset for it.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titanrl.weights.manifest import Box, ShardEntry, WeightManifest
+from titanrl.weights.manifest import Box, ShardEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +68,20 @@ def check_contiguous(name: str, value: DTensor) -> None:
                 raise ValueError(f"{name}: cannot publish interleaved rows ({value.placements})")
 
 
-def pack(shards: Iterator[LocalShard], version: int, rank: int, dtype: torch.dtype) -> tuple[WeightManifest, torch.Tensor]:
-    """Cast shards to `dtype` and lay them into one new byte tensor on the CPU, with the manifest of what lies where."""
-    held = list(shards)
-    num_bytes = sum(shard.box.numel * dtype.itemsize for shard in held)
-    arena = torch.empty(num_bytes, dtype=torch.uint8)
+def num_packed_bytes(shards: Sequence[LocalShard], dtype: torch.dtype) -> int:
+    """Bytes that `pack` fills."""
+    return sum(shard.box.numel * dtype.itemsize for shard in shards)
+
+
+def pack(shards: Sequence[LocalShard], arena: torch.Tensor, dtype: torch.dtype) -> tuple[ShardEntry, ...]:
+    """Cast shards to `dtype` straight into a byte tensor, one after another; returns what lies where."""
     entries, start = [], 0
-    for shard in held:
+    for shard in shards:
         view = entry_view(arena, start, shard.box.shape, dtype)
         view.copy_(shard.tensor)
         entries.append(ShardEntry(shard.name, str(dtype), shard.global_shape, shard.box, start))
         start += shard.box.numel * dtype.itemsize
-    return WeightManifest(version, rank, tuple(entries), num_bytes, digest(arena)), arena
+    return tuple(entries)
 
 
 def entry_view(arena: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -52,6 +52,22 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ArenaHandle:
+    """Where another process of this host finds an arena."""
+
+    host: str
+    """Boot and process namespace it lives in."""
+    pid: int
+    """Process that owns it."""
+    started: int
+    """Start of that process in clock ticks since boot, so that a reused pid is not mistaken for it."""
+    fd: int
+    """Its file descriptor there."""
+    num_bytes: int
+    """Bytes it holds, header not counted."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
     """Everything one rank published for one version."""
 
@@ -65,6 +81,10 @@ class WeightManifest:
     """Length of the rank's bytes."""
     digest: int
     """CRC-32 of the bytes."""
+    arena: ArenaHandle | None
+    """Arena that holds the bytes; None if the store does."""
+    sequence: int
+    """What the arena's header says while it holds them; 0 without an arena."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,4 +68,5 @@ class WeightSync:
         """Delete a version, its commit record first, so that nobody starts to read it."""
         await self.store.delete(commit_key(self.run, commit.version))
         for manifest in commit.manifests:
-            await self.store.delete(rank_key(self.run, commit.version, manifest.rank))
+            if manifest.arena is None:
+                await self.store.delete(rank_key(self.run, commit.version, manifest.rank))
