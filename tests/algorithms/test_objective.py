@@ -10,7 +10,7 @@ from torch import Tensor
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.losses import ppo_clip, weighted_sum
 from titanrl.algorithms.planning import plan_batch
-from titanrl.config.schema import AlgorithmConfig
+from titanrl.config.sections import AlgorithmConfig
 from titanrl.types import BatchPlan, GroupRecord, Row
 
 VOCAB_SIZE, PROMPT_LEN, GROUP_SIZE = 11, 2, 4

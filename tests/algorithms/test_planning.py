@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanrl.algorithms.planning import plan_batch, plan_demonstrations
-from titanrl.config.schema import AlgorithmConfig
+from titanrl.config.sections import AlgorithmConfig
 from titanrl.types import BatchPlan, GroupRecord, SequencePlan
 
 RecordMaker = Callable[..., GroupRecord]

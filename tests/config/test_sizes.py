@@ -43,7 +43,7 @@ def test_a_model_that_is_not_there_yet_is_known_by_its_name() -> None:
 
 def test_sizes_of_the_default_recipe() -> None:
     sizes = derive(make_config(rollout={"num_workers": 3}, trainer={"row_tokens": 200, "rows_per_microbatch": 4}))
-    assert sizes.processes == {"controller": 1, "trainer": 1, "generator": 1, "rollout": 3, "buffer": 1, "sandbox": 6}
+    assert sizes.processes == {"controller": 1, "trainer": 1, "generator": 1, "rollout": 3, "buffer": 1, "sandbox": 24}
     assert sizes.sequences_per_step == 64
     assert sizes.max_tokens_per_step == 64 * (64 + 26)
     assert sizes.buffer_slots == 8

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.config.schema import RecipeConfig
+from titanrl.config.sections import RecipeConfig
 from titanrl.data.recipe import create_model
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from titanrl.config.schema import RecipeConfig
+from titanrl.config.sections import RecipeConfig
 from titanrl.data.recipe import ALPHABET, PHRASES, create_model
 from titanrl.data.tokenizer import Tokenizer
 

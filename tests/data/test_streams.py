@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.config.schema import DataConfig
+from titanrl.config.sections import DataConfig
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.streams import is_heldout, make_gym_dataset, make_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer

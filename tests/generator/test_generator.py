@@ -14,7 +14,7 @@ from monarch.actor import this_host
 from safetensors.torch import load_file
 
 from titanrl.config import load_config
-from titanrl.config.schema import RecipeConfig
+from titanrl.config.sections import RecipeConfig
 from titanrl.data.recipe import create_model
 from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.config.schema import RecipeConfig
+from titanrl.config.sections import RecipeConfig
 from titanrl.data.recipe import create_model
 from titanrl.models.qwen3 import read_hf_config
 

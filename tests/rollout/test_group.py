@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.config.schema import RolloutConfig
+from titanrl.config.sections import RolloutConfig
 from titanrl.rollout.group import derive_seed, record_of, roll_out, rollout_of, sampling_requests
 from titanrl.types import Completion, GenerationRequest, Handle, Prompt
 

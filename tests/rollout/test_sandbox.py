@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.config.schema import DataConfig, SandboxConfig
+from titanrl.config.sections import DataConfig, SandboxConfig
 from titanrl.rollout import confine
 from titanrl.rollout.sandbox import Answer, SandboxDied, SandboxUnavailable, Score, ScorerSpec, ScoringPool, scorer_spec
 
@@ -412,7 +412,7 @@ def test_close_ends_the_groups_under_way_and_leaves_nothing() -> None:
 def test_everything_ends_with_a_parent_that_is_killed() -> None:
     script = """
         import asyncio
-        from titanrl.config.schema import SandboxConfig
+        from titanrl.config.sections import SandboxConfig
         from titanrl.rollout.sandbox import ScorerSpec, ScoringPool
 
         async def main():

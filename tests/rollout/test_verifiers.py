@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.utils import extract_answer
 
-from titanrl.config.schema import DataConfig
+from titanrl.config.sections import DataConfig
 from titanrl.rollout.sandbox import ScorerSpec, scorer_spec
 from titanrl.rollout.verifiers import exact, imported, last_answer, reasoning_gym
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from titanrl.algorithms.advantages import group_advantages
 from titanrl.algorithms.packing import balance, pack, row_cost
 from titanrl.algorithms.weights import sequence_weights
-from titanrl.config.schema import AlgorithmConfig
+from titanrl.config.sections import AlgorithmConfig
 from titanrl.types import BatchPlan, GroupRecord, MicroBatch, Row, SequencePlan
 
 

@@ -4,10 +4,10 @@ from titanrl.config.dry_run import render_dry_run
 from titanrl.config.errors import BrokenRule, ConfigError
 from titanrl.config.files import check_files
 from titanrl.config.load import dump_config, load_config, validate
-from titanrl.config.schema import (
+from titanrl.config.schema import Config
+from titanrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
-    Config,
     DataConfig,
     EvaluationConfig,
     GeneratorConfig,

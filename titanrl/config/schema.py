@@ -1,337 +1,31 @@
-"""The configuration of a run, as typed models.
-
-Every field has a type, a default where one is safe, and one line that says what it does; names carry units. A section
-checks itself, rules across sections stand once, in `Config`. Validation never assigns: derived values are properties.
-"""
+"""The configuration of a run: its sections together, and the rules that hold between them."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from titanrl.config.errors import BrokenRule, BrokenRules
-
-# Strict sections take no text for a number and no number for a truth value. Paths and tuples have no YAML form of their
-# own, so only these are made from text and from lists.
-FilePath = Annotated[Path, Field(strict=False)]
-Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, values never change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    def _broken_rules(self) -> Iterator[BrokenRule]:
-        """Rules over several keys of this section that its values break."""
-        return iter(())
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        broken = tuple(self._broken_rules())
-        if broken:
-            raise BrokenRules(*broken)
-        return self
-
-
-class RecipeConfig(Section):
-    """A tiny Qwen3 made on the spot, for runs without a checkpoint (the quick start)."""
-
-    hidden_size: PositiveInt = 128
-    """Width of the residual stream."""
-    num_layers: PositiveInt = 2
-    """Transformer blocks."""
-    num_heads: PositiveInt = 4
-    """Query heads."""
-    num_kv_heads: PositiveInt = 2
-    """Key and value heads; must divide `num_heads`."""
-    head_dim: Literal[32, 64, 80, 96, 112, 128, 160, 192, 224, 256] = 32
-    """Width of one head; the sizes vLLM's CPU attention has kernels for."""
-    intermediate_size: PositiveInt = 384
-    """Width of the feed-forward block."""
-    init_std: PositiveFloat = 0.05
-    """Standard deviation of the initial weights."""
-    max_positions: PositiveInt = 512
-    """Longest sequence the model accepts, in tokens."""
-
-    def _broken_rules(self) -> Iterator[BrokenRule]:
-        if self.num_heads % self.num_kv_heads:
-            yield BrokenRule(
-                values={"num_kv_heads": self.num_kv_heads, "num_heads": self.num_heads},
-                rule="num_kv_heads must divide num_heads",
-                fix=f"set num_kv_heads to {_largest_divisor(self.num_heads, self.num_kv_heads)}",
-            )
-
-
-class ModelConfig(Section):
-    """Which policy is trained."""
-
-    path: FilePath | None = None
-    """Hugging Face Qwen3 directory (config.json, tokenizer, safetensors). Without it, `recipe` makes a tiny model."""
-    recipe: RecipeConfig = RecipeConfig()
-    """The tiny model that is made when `path` is not given."""
-
-
-class WarmStartConfig(Section):
-    """Supervised training before RL, on demonstrations the task writes itself; cached under `cache_dir`."""
-
-    num_steps: PositiveInt = 460
-    """Optimizer steps."""
-    num_long_only_steps: NonNegativeInt = 400
-    """First steps, which show worked solutions only; the rest mix in short answers."""
-    short_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.75
-    """Share of short answers (no working shown) after `num_long_only_steps`."""
-    batch_size: PositiveInt = 64
-    """Demonstrations per optimizer step."""
-    learning_rate: PositiveFloat = 3e-3
-    """Peak learning rate; warmed up, then decayed linearly to zero."""
-    num_warmup_steps: NonNegativeInt = 20
-    """Steps of linear learning-rate warm-up."""
-
-    def _broken_rules(self) -> Iterator[BrokenRule]:
-        if self.num_long_only_steps > self.num_steps:
-            yield BrokenRule(
-                values={"num_long_only_steps": self.num_long_only_steps, "num_steps": self.num_steps},
-                rule="num_long_only_steps must not exceed num_steps",
-                fix=f"set num_long_only_steps to at most {self.num_steps}",
-            )
-
-
-class DataConfig(Section):
-    """Prompts and how their answers are verified."""
-
-    source: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
-    """Where prompts come from: a task of the reasoning-gym package, or a JSONL file of `prompt` and `answer`."""
-    task: str = "chain_sum"
-    """Name of the reasoning-gym task; with `jsonl`, the name the metrics carry."""
-    task_config: dict[str, Any] = {}
-    """Options of the reasoning-gym task, passed through."""
-    path: FilePath | None = None
-    """The JSONL file, one object a line with `prompt` and `answer`."""
-    num_prompts: PositiveInt = 12_000
-    """Training prompts drawn from the reasoning-gym task before the stream repeats in another order."""
-    heldout_fraction: Fraction = 0.2
-    """Share of the questions, chosen by a hash of their text, that is never trained on."""
-    scorer: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
-    """`package.module:function`, called as `function(completion_text, entry) -> float` in the sandbox; null: the task's own."""
-    system_prompt: str | None = None
-    """System message put before the question; needs a tokenizer with a chat template."""
-    chat_template: Literal["auto", "never"] = "auto"
-    """`auto` applies the tokenizer's own template if it has one; `never` feeds the question as it is."""
-    max_prompt_tokens: PositiveInt = 64
-    """Longest prompt; longer ones are skipped and counted."""
-
-    def _broken_rules(self) -> Iterator[BrokenRule]:
-        if (self.source == "jsonl") != (self.path is not None):
-            yield BrokenRule(
-                values={"path": self.path, "source": self.source},
-                rule="path is required when source is jsonl, and read only then",
-                fix="set path to the file of prompts and answers"
-                if self.path is None
-                else "remove path, or set source to jsonl",
-            )
-
-
-class RolloutConfig(Section):
-    """How completions are sampled and scored."""
-
-    groups_per_step: PositiveInt = 8
-    """Prompts per optimizer step; each gets a group of completions."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Completions per prompt; a single one has nothing to be compared with."""
-    max_new_tokens: PositiveInt = 26
-    """Longest completion, in tokens."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number."""
-    dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by fresh ones until the batch has `groups_per_step` with a signal (DAPO)."""
-    num_workers: PositiveInt = 1
-    """Rollout worker processes."""
-    starvation_timeout_s: PositiveFloat = 300.0
-    """Longest wait for a batch with any signal, while groups keep finishing; then the run ends with the reasons."""
-
-
-class SandboxConfig(Section):
-    """The process that scores answers: model output may reach `eval` there, so it is confined and killable."""
-
-    timeout_s: PositiveFloat = 5.0
-    """Wall-clock limit for scoring one group; then its process is killed and each answer is tried alone."""
-    num_processes: PositiveInt = 8
-    """Scoring processes kept forked and ready, per rollout worker; `rollout.groups_per_step` of them never wait."""
-    groups_per_process: PositiveInt = 1
-    """Groups one process scores before it is thrown away. With 1 an answer that tampers with Python, where the verifier
-    evaluates it, reaches its own group at most; more saves forks where the verifier never runs what it is given."""
-    memory_bytes: PositiveInt = 2 << 30
-    """Address-space limit of one scoring process."""
-
-
-class AlgorithmConfig(Section):
-    """Objective and optimizer of the policy."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "dr_grpo"
-    """`grpo` divides the centred reward by the group's standard deviation, `dr_grpo` only centres, `rloo` leaves one out."""
-    std_ddof: Literal[0, 1] = 0
-    """Degrees of freedom taken off in the standard deviation of `grpo`."""
-    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """PPO clip: the ratio counts no lower than 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """PPO clip: the ratio counts no higher than 1 + clip_high."""
-    reduction: Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"] = (
-        "token_mean"
-    )
-    """How token losses become one number; as weights from global counts, so batch layout never matters."""
-    constant_length: PositiveInt | None = None
-    """Tokens that `reduction: constant` divides each sequence's sum by; default: `rollout.max_new_tokens`."""
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate."""
-    num_warmup_steps: NonNegativeInt = 0
-    """Steps of linear learning-rate warm-up."""
-    lr_decay: Literal["constant", "linear"] = "constant"
-    """Learning rate after the warm-up: kept, or linear to zero at the last step."""
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
-    """AdamW's moment decay rates."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients with a larger global norm are scaled down to it."""
-    max_skipped_steps: PositiveInt = 10
-    """Steps in a row that may be skipped for a non-finite gradient before the run ends."""
-
-    def _broken_rules(self) -> Iterator[BrokenRule]:
-        if self.constant_length is not None and self.reduction != "constant":
-            yield BrokenRule(
-                values={"constant_length": self.constant_length, "reduction": self.reduction},
-                rule="constant_length is read only when reduction is constant",
-                fix="remove constant_length, or set algorithm.reduction to constant",
-            )
-
-
-class ParallelismConfig(Section):
-    """torchtitan's parallel plan; the degrees multiply to the number of trainer ranks."""
-
-    dp_replicate: PositiveInt = 1
-    """Replicas of the sharded model (HSDP)."""
-    dp_shard: PositiveInt = 1
-    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks, with sequence parallelism; must divide the heads."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """When FSDP frees gathered parameters; torchtitan's own option."""
-
-    @property
-    def world_size(self) -> int:
-        """Trainer ranks."""
-        return self.dp_replicate * self.dp_shard * self.tp
-
-    @property
-    def dp_size(self) -> int:
-        """Ranks that see different data."""
-        return self.dp_replicate * self.dp_shard
-
-
-class TrainerConfig(Section):
-    """The policy trainer mesh (torchtitan)."""
-
-    parallelism: ParallelismConfig = ParallelismConfig()
-    """How the model is spread over ranks."""
-    dtype: Dtype = "float32"
-    """Type of the parameters and the optimizer state."""
-    compute_dtype: Dtype = "float32"
-    """Type that FSDP casts parameters to for the forward and backward pass."""
-    row_tokens: PositiveInt = 256
-    """Length of a packed row; the longest prompt plus completion must fit."""
-    rows_per_microbatch: PositiveInt = 16
-    """Packed rows that one rank runs at once."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What is recomputed in the backward pass to save memory."""
-
-
-class GeneratorConfig(Section):
-    """The generator mesh (vLLM)."""
-
-    replicas: PositiveInt = 1
-    """Independent engines, each in a process mesh of its own."""
-    model_impl: Literal["titan", "native"] = "titan"
-    """`titan` runs the trainer's model definition inside vLLM, `native` vLLM's own Qwen3."""
-    dtype: Dtype = "float32"
-    """Type the generator holds weights in; the trainer casts to it when it pushes."""
-    max_num_seqs: PositiveInt = 256
-    """Completions one engine decodes at the same time."""
-    kv_cache_bytes: PositiveInt = 64 << 20
-    """Memory for the KV cache on CPU; elsewhere vLLM's `gpu_memory_utilization` decides."""
-    vllm: dict[str, Any] = {}
-    """More `vllm.EngineArgs`, passed through."""
-
-
-class WeightsConfig(Section):
-    """How the policy's weights reach the generators."""
-
-    transport: Literal["auto", "arena", "store"] = "auto"
-    """`arena` is shared memory, for one host; `store` goes through torchstore, for any; `auto` takes the arena where it can."""
-
-
-class EvaluationConfig(Section):
-    """Greedy evaluation on held-out prompts."""
-
-    every_steps: NonNegativeInt = 20
-    """Steps between evaluations while training; 0: only before and after."""
-    num_prompts: PositiveInt = 200
-    """Held-out prompts per evaluation."""
-
-
-class CheckpointConfig(Section):
-    """Checkpoints to resume from, and the final Hugging Face export."""
-
-    every_steps: NonNegativeInt = 50
-    """Steps between checkpoints; 0: only at the end."""
-    keep_last: Annotated[int, Field(ge=2)] = 2
-    """Checkpoints kept; older ones are deleted."""
-
-
-class TimeoutsConfig(Section):
-    """Deadlines: every wait has one, and names itself when it passes."""
-
-    start_s: PositiveFloat = 600.0
-    """Until every process has loaded its part."""
-    step_s: PositiveFloat = 1800.0
-    """For one call to the trainer or one batch of rollouts."""
-    sync_s: PositiveFloat = 600.0
-    """For one weight push or pull."""
-    close_s: PositiveFloat = 20.0
-    """For the orderly part of the shutdown; then processes are killed."""
-
-
-class LoggingConfig(Section):
-    """What is shown and recorded."""
-
-    console: Literal["auto", "live", "plain", "off"] = "auto"
-    """`auto` is a live table on a terminal and plain lines elsewhere."""
-    rollouts_per_step: NonNegativeInt = 2
-    """Groups per step written to `rollouts.jsonl`."""
-    loggers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
-    """Trackers besides `metrics.jsonl`; each needs its package."""
-
-
-class HostsConfig(Section):
-    """Where the meshes run."""
-
-    kind: Literal["local", "process", "slurm"] = "local"
-    """`local`: this machine. `process`: this machine as several emulated hosts. `slurm`: one Slurm job per mesh."""
-    trainer_hosts: PositiveInt = 1
-    """Hosts of the trainer mesh."""
-    generator_hosts: PositiveInt = 1
-    """Hosts of the generator replicas."""
-    devices_per_host: PositiveInt = 8
-    """Accelerators on one host; not read on CPU."""
-    share_devices: bool = False
-    """Put generator replica i on the accelerator of trainer rank i; otherwise each has one of its own."""
-    slurm: dict[str, Any] = {}
-    """Options of `monarch.job.SlurmJob`, such as `partition` and `time_limit`, passed through."""
+from titanrl.config.errors import BrokenRule
+from titanrl.config.sections import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    FilePath,
+    GeneratorConfig,
+    HostsConfig,
+    LoggingConfig,
+    ModelConfig,
+    RolloutConfig,
+    SandboxConfig,
+    Section,
+    TimeoutsConfig,
+    TrainerConfig,
+    WarmStartConfig,
+    WeightsConfig,
+    largest_divisor,
+)
 
 
 class Config(Section):
@@ -415,7 +109,7 @@ class Config(Section):
             yield BrokenRule(
                 values={"trainer.parallelism.tp": tp, "model.recipe.num_kv_heads": recipe.num_kv_heads},
                 rule="tp must divide the key and value heads",
-                fix=f"set trainer.parallelism.tp to {_largest_divisor(recipe.num_kv_heads, tp)}",
+                fix=f"set trainer.parallelism.tp to {largest_divisor(recipe.num_kv_heads, tp)}",
             )
         if self.trainer.row_tokens > recipe.max_positions:
             yield BrokenRule(
@@ -444,13 +138,13 @@ class Config(Section):
             yield BrokenRule(
                 values={"hosts.trainer_hosts": hosts.trainer_hosts, **self._parallelism_values()},
                 rule=f"the hosts must share the {ranks} trainer ranks evenly",
-                fix=f"set hosts.trainer_hosts to {_largest_divisor(ranks, hosts.trainer_hosts)}",
+                fix=f"set hosts.trainer_hosts to {largest_divisor(ranks, hosts.trainer_hosts)}",
             )
         if replicas % hosts.generator_hosts:
             yield BrokenRule(
                 values={"hosts.generator_hosts": hosts.generator_hosts, "generator.replicas": replicas},
                 rule="the hosts must share the generator replicas evenly",
-                fix=f"set hosts.generator_hosts to {_largest_divisor(replicas, hosts.generator_hosts)}",
+                fix=f"set hosts.generator_hosts to {largest_divisor(replicas, hosts.generator_hosts)}",
             )
         if hosts.kind == "local" and (hosts.trainer_hosts, hosts.generator_hosts) != (1, 1):
             yield BrokenRule(
@@ -509,7 +203,3 @@ class Config(Section):
     def num_slots(self) -> int:
         """Groups that may be under way or waiting at once."""
         return (self.max_staleness + 1) * self.rollout.groups_per_step
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return max(divisor for divisor in range(1, min(number, at_most) + 1) if number % divisor == 0)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanrl.config.errors import BrokenRule
-from titanrl.config.schema import Config, Dtype, RecipeConfig
+from titanrl.config.schema import Config
+from titanrl.config.sections import Dtype, RecipeConfig
 
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 

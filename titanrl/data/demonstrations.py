@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titanrl.config.schema import WarmStartConfig
+from titanrl.config.sections import WarmStartConfig
 from titanrl.data.streams import PromptStream
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.types import BoolArray, IntArray, Prompt

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from titanrl.config.schema import RecipeConfig
+from titanrl.config.sections import RecipeConfig
 from titanrl.types import FloatArray
 
 PAD_TOKEN, PAD_ID = "<pad>", 0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from titanrl.config.schema import DataConfig
+from titanrl.config.sections import DataConfig
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.types import IntArray, Prompt
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanrl.actors import Actor, concurrent_endpoint, endpoint
-from titanrl.config.schema import GeneratorConfig
+from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.loop import EngineLoop, GeneratorStats
 from titanrl.types import Completion, GenerationRequest

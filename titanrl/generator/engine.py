@@ -13,7 +13,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from titanrl.config.schema import GeneratorConfig
+from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.compat import engine_model, num_generated_tokens, prepare_vllm, reset_prefix_cache
 from titanrl.types import Completion, FinishReason, GenerationRequest

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanrl.config.schema import TimeoutsConfig
+from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.buffer import Batch
 from titanrl.types import AdamParams, EvaluationResult, GroupRecord, Handle, LossSums, MicroBatch, OptimUpdate

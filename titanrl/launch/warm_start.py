@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from titanrl.algorithms.planning import plan_demonstrations
 from titanrl.algorithms.schedule import learning_rate
-from titanrl.config.schema import Config, WarmStartConfig
+from titanrl.config.schema import Config
+from titanrl.config.sections import WarmStartConfig
 from titanrl.metrics.console import Console
 from titanrl.types import AdamParams, Handle
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.config.schema import RolloutConfig
+from titanrl.config.sections import RolloutConfig
 from titanrl.types import Completion, GenerationRequest, Group, GroupRecord, Handle, Prompt, Rollout, SamplingParams
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titanrl.config.schema import DataConfig, SandboxConfig
+from titanrl.config.sections import DataConfig, SandboxConfig
 from titanrl.rollout.confine import SandboxUnavailable, missing_features
 from titanrl.rollout.zygote import COUNT, END, READY, STARTED, Answer, Order
 

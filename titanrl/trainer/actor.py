@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanrl.actors import Actor, current_rank, endpoint
-from titanrl.config.schema import AlgorithmConfig, TrainerConfig
+from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import Device, num_threads
 from titanrl.types import AdamParams, Handle, LossSums, MicroBatch, OptimUpdate, Rollout, Row
 from titanrl.weights.manifest import WeightManifest

@@ -12,7 +12,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, loss_metrics, ppo_clip, weighted_sum
-from titanrl.config.schema import AlgorithmConfig
+from titanrl.config.sections import AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_mask
 from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.model import PolicyModel, local_logits

@@ -21,7 +21,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
 
-from titanrl.config.schema import TrainerConfig
+from titanrl.config.sections import TrainerConfig
 from titanrl.device import Device
 from titanrl.models.qwen3 import torch_dtype
 
