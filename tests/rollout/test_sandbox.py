@@ -1,6 +1,5 @@
 import asyncio
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -8,12 +7,13 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rollout.processes import children, descendants, kill_all, num_descriptors, parents, wait_until_gone
 from titanrl.config.sections import DataConfig, SandboxConfig
 from titanrl.rollout import confine
 from titanrl.rollout.sandbox import Answer, SandboxDied, SandboxUnavailable, Score, ScorerSpec, ScoringPool, scorer_spec
@@ -100,48 +100,6 @@ def rewards(scores: list[Score]) -> list[float]:
 
 def statuses(scores: list[Score]) -> list[str]:
     return [score.status for score in scores]
-
-
-def parents() -> dict[int, int]:
-    """Parent of every process, zombies included."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            found[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    return found
-
-
-def children(parent: int) -> set[int]:
-    return {pid for pid, ppid in parents().items() if ppid == parent}
-
-
-def descendants(parent: int) -> set[int]:
-    return children(parent).union(*map(descendants, children(parent)))
-
-
-def kill_all(pids: set[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def wait_until_gone(pids: set[int], timeout_s: float) -> set[int]:
-    """Those of the processes that still run after the time."""
-    deadline = time.monotonic() + timeout_s
-    running = set()
-    for pid in pids:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            running.add(pid)
-        os.close(pidfd)
-    return running
-
-
-def num_descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def test_chain_sum_is_scored_by_the_last_answer_tags(gym: Bench) -> None:

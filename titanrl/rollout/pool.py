@@ -78,12 +78,9 @@ async def _unless_failed(call: asyncio.Future[None], message: Awaitable[T]) -> T
     receiving = asyncio.ensure_future(_awaited(message))
     waiting: set[asyncio.Future[Any]] = {call, receiving}
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    if not receiving.done():
-        try:
-            call.result()
-        except BaseException:
-            receiving.cancel()
-            raise
+    if not receiving.done() and (call.cancelled() or call.exception() is not None):
+        receiving.cancel()
+        await call
     return await receiving
 
 

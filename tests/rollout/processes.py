@@ -1,0 +1,50 @@
+"""Watching processes from outside."""
+
+import os
+import select
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def parents() -> dict[int, int]:
+    """Parent of every process, zombies included."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def children(parent: int) -> set[int]:
+    return {pid for pid, ppid in parents().items() if ppid == parent}
+
+
+def descendants(parent: int) -> set[int]:
+    return children(parent).union(*map(descendants, children(parent)))
+
+
+def kill_all(pids: set[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until_gone(pids: set[int], timeout_s: float) -> set[int]:
+    """Those of the processes that still run after the time."""
+    deadline = time.monotonic() + timeout_s
+    running = set()
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            running.add(pid)
+        os.close(pidfd)
+    return running
+
+
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
