@@ -79,7 +79,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(start_run: Start, plai
 def test_ctrl_c_ends_the_run_in_order_and_leaves_nothing(start_run: Start, plain_run: Finished) -> None:
     before = shared_memory()
     command = start_run("interrupted", "num_steps=100000")
-    command.wait_for_step(2)
+    command.wait_for_step(3)  # the checkpoint of step 2 is written before this step begins
     interrupted = time.monotonic()
     command.process.send_signal(signal.SIGINT)
     finished = command.finish(timeout_s=30)
