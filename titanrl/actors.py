@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -75,10 +76,12 @@ def concurrent_endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -
 def set_up_process(role: str, log_dir: Path, imports: Sequence[str]) -> None:
     """Prepare a new process before its actors: output to `<log_dir>/<role>_<rank>.log`, then the modules of its actors.
 
-    Redirecting the file descriptors, not only `sys.stdout`, also catches what C++ libraries print. The imports come here
-    because actors spawned together would import on several threads, where packages with circular imports fail.
+    `<role>_<rank>.pid` beside it tells who the process is, should it die. Redirecting the file descriptors, not only
+    `sys.stdout`, also catches what C++ libraries print. The imports come here because actors spawned together would import on
+    several threads, where packages with circular imports fail.
     """
     log = open(log_dir / f"{role}_{current_rank().rank}.log", "a", buffering=1)  # noqa: SIM115 - open as long as the process
+    (log_dir / f"{role}_{current_rank().rank}.pid").write_text(f"{os.getpid()} {socket.gethostname()}")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log

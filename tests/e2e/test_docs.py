@@ -30,7 +30,7 @@ def test_the_notebook_runs_from_top_to_bottom(plain_run: Finished, tmp_path: Pat
 
 def commands() -> list[str]:
     """Every `python -m` command of the README, without its comment."""
-    lines = [line.strip().split("  #")[0].strip() for line in README.splitlines()]
+    lines = [line.strip().split(" #")[0].strip() for line in README.splitlines()]
     return [line for line in lines if line.startswith("python -m titanrl")]
 
 

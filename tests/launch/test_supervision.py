@@ -12,6 +12,7 @@ import pytest
 from monarch.actor import ProcMesh, this_host
 
 from titanrl.actors import Actor, RemoteError, concurrent_endpoint, endpoint, set_up_process
+from titanrl.launch.fleet import Fleet
 from titanrl.launch.supervision import ActorDiedError, DeadlineError, Supervisor
 
 
@@ -50,7 +51,7 @@ Scenario = Callable[[Supervisor, ProcMesh, Any], Coroutine[Any, Any, None]]
 
 def with_patient(tmp_path: Path, scenario: Scenario) -> None:
     async def run() -> None:
-        supervisor = Supervisor()
+        supervisor = Supervisor(Fleet(tmp_path).dead_processes)
         procs = this_host().spawn_procs(
             per_host={"procs": 1}, bootstrap=partial(set_up_process, "patient", tmp_path, ()), name="patient"
         )
@@ -93,7 +94,7 @@ def test_a_death_ends_every_wait_and_names_the_mesh(tmp_path: Path) -> None:
         waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match="patient"):
+        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\)"):
             await asyncio.wait_for(waiting, 15)
 
     with_patient(tmp_path, scenario)

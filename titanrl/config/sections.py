@@ -302,8 +302,8 @@ class TimeoutsConfig(Section):
     """For one call to the trainer or one batch of rollouts."""
     sync_s: PositiveFloat = 600.0
     """For one weight push or pull."""
-    close_s: PositiveFloat = 20.0
-    """For the orderly part of the shutdown; then processes are killed."""
+    close_s: PositiveFloat = 16.0
+    """For the orderly part of the shutdown, half for the actors and half for their processes; then these are killed."""
 
 
 class LoggingConfig(Section):

@@ -46,13 +46,13 @@ class Parts:
     hosts: Hosts
 
     async def close(self, timeout_s: float) -> list[str]:
-        """Close every part, then stop every process; returns what did not go in order."""
+        """Close every part, then stop every process, each within half the time; returns what did not go in order."""
         self.supervisor.expect_deaths()
         closing = (self.workers.close(), self.generators.close(), self.trainer.close())
         results = await asyncio.gather(*closing, return_exceptions=True)
         troubles = [str(result) for result in results if isinstance(result, BaseException)]
         try:
-            await self.fleet.stop(timeout_s)
+            await self.fleet.stop(timeout_s / 2)
         except ExceptionGroup as error:
             troubles.append(str(error))
         self.hosts.close()
@@ -61,7 +61,8 @@ class Parts:
 
 async def assemble(config: Config, device: Device, files: RunFiles, first_index: int) -> Parts:
     """Spawn every mesh and actor of a run. Nothing is loaded yet: `start` of each part does that."""
-    supervisor, fleet, hosts = Supervisor(), Fleet(files.run_dir / "logs"), acquire_hosts(config)
+    fleet, hosts = Fleet(files.run_dir / "logs"), acquire_hosts(config)
+    supervisor = Supervisor(fleet.dead_processes)
     trainer_procs = fleet.spawn(
         "trainer",
         hosts.trainer,
@@ -98,7 +99,9 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
         stop_ids=files.stop_ids,
         reader=WeightReader(config.name, store),
     )
-    generators = tuple(procs.spawn("generator", Generator, generator_setup) for procs in generator_procs)
+    generators = tuple(
+        procs.spawn(f"generator_{replica}", Generator, generator_setup) for replica, procs in enumerate(generator_procs)
+    )
     trainer_setup = TrainerSetup(
         run=config.name,
         config=config.trainer,
@@ -121,7 +124,7 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
     return Parts(
         trainer=trainer,
         generators=generators_client,
-        workers=WorkersClient(worker_procs.spawn("worker", RolloutWorker, worker_setup), supervisor, timeouts),
+        workers=WorkersClient(worker_procs.spawn("rollout", RolloutWorker, worker_setup), supervisor, timeouts),
         buffer=BufferClient(buffer, supervisor, timeouts, config.rollout.starvation_timeout_s),
         weights=WeightSync(config.name, store, trainer.push_weights, generators_client.pull_weights),
         supervisor=supervisor,

@@ -81,7 +81,7 @@ class TrainerClient:
 
     async def close(self) -> None:
         """Leave the process group."""
-        await self._all("trainer.close", self.mesh.close.call(), self.timeouts.close_s)
+        await self._all("trainer.close", self.mesh.close.call(), self.timeouts.close_s / 2)
 
     async def _all(self, name: str, call: Awaitable[Any], timeout_s: float | None = None) -> list[Any]:
         answers = await self.supervisor.ask(name, call, timeout_s or self.timeouts.step_s)
@@ -113,7 +113,7 @@ class GeneratorsClient:
 
     async def close(self) -> None:
         """End the engines."""
-        await self._each("generator.close", [actor.close.call_one() for actor in self.actors], self.timeouts.close_s)
+        await self._each("generator.close", [actor.close.call_one() for actor in self.actors], self.timeouts.close_s / 2)
 
     async def _each(self, name: str, calls: Sequence[Awaitable[T]], timeout_s: float) -> list[T]:
         return await self.supervisor.ask(name, asyncio.gather(*map(_awaited, calls)), timeout_s)
@@ -153,7 +153,7 @@ class WorkersClient:
 
     async def close(self) -> None:
         """End loops and scoring processes."""
-        await self.supervisor.ask("rollout.close", self.mesh.close.call(), self.timeouts.close_s)
+        await self.supervisor.ask("rollout.close", self.mesh.close.call(), self.timeouts.close_s / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,9 @@ class BufferClient:
             RolloutError: a rollout worker failed.
         """
         call = self.actor.take_batch.call_one(num_groups, self.starvation_timeout_s)
-        batch: Batch = await self.supervisor.ask("buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s)
+        batch: Batch = await self.supervisor.ask(
+            "buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s / 2
+        )
         return batch
 
     async def release(self, handles: Sequence[Handle]) -> None:

@@ -41,11 +41,22 @@ class Fleet:
         self._meshes.append(mesh)
         return mesh
 
+    def dead_processes(self) -> list[str]:
+        """Processes of this machine that have ended, as `<role>_<rank>`."""
+        ended = []
+        for file in sorted(self._log_dir.glob("*.pid")):
+            pid, host = file.read_text().split()
+            if host == socket.gethostname() and not is_alive(int(pid)):
+                ended.append(f"{file.stem} (process {pid})")
+        return ended
+
     async def stop(self, timeout_s: float) -> None:
         """Stop every process; torchmonarch kills those that do not end by themselves."""
         meshes, self._meshes = self._meshes, []
         stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes]
         results = await asyncio.gather(*stops, return_exceptions=True)
+        for file in self._log_dir.glob("*.pid"):
+            file.unlink()
         failures = [result for result in results if isinstance(result, Exception)]
         if failures:
             raise ExceptionGroup("processes did not stop in order; they end with the controller", failures)
@@ -57,6 +68,14 @@ async def join_process_group(procs: ProcMesh, *, one_machine: bool) -> None:
         await setup_torch_elastic_env_async(procs, "127.0.0.1", free_port())
     else:
         await setup_torch_elastic_env_async(procs)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def free_port() -> int:

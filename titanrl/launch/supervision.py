@@ -1,7 +1,7 @@
 """Waiting with a name and a deadline, and learning at once that a process has died."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import monarch.actor
@@ -26,9 +26,14 @@ class Supervisor:
     installed it is told instead. `SupervisionError` is torchmonarch's private name, used in this module alone.
     """
 
-    def __init__(self) -> None:
-        """Install the fault hook; belongs to the running event loop."""
+    def __init__(self, dead_processes: Callable[[], Sequence[str]]) -> None:
+        """Install the fault hook; belongs to the running event loop.
+
+        Args:
+            dead_processes: names the processes of the run that have ended, when asked.
+        """
         self._loop = asyncio.get_running_loop()
+        self._dead_processes = dead_processes
         self._death: asyncio.Future[str] = self._loop.create_future()
         self._closing = False
         monarch.actor.unhandled_fault_hook = self._on_fault
@@ -68,7 +73,8 @@ class Supervisor:
 
     def _note_death(self, text: str) -> None:
         if not self._death.done():
-            self._death.set_result(text)
+            # torchmonarch may report an actor of its own first, whose name says nothing of the process it was in.
+            self._death.set_result(" and ".join([*self._dead_processes(), text]))
 
 
 async def _resolve(call: Awaitable[T]) -> T:
