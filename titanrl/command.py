@@ -20,7 +20,7 @@ from titanrl.config import Config, ConfigError, render_dry_run
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
 from titanrl.metrics.console import Console
-from titanrl.metrics.outcome import last_lines, summarize
+from titanrl.metrics.outcome import INTERRUPTED, last_lines, summarize
 
 if TYPE_CHECKING:
     from titanrl.grpo import GRPO
@@ -81,7 +81,7 @@ async def train(grpo: "GRPO") -> tuple[int, str]:
     try:
         await task
     except asyncio.CancelledError:
-        return 130, "interrupted"
+        return INTERRUPTED, "interrupted"
     except Exception as error:  # the edge of the program: the user gets the cause, the log the rest
         logging.getLogger(__name__).exception("the run failed")
         return 1, f"{type(error).__name__}: {error}"
@@ -96,7 +96,7 @@ def on_signal(task: "asyncio.Task[None]") -> None:
 
     def stop() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, os._exit, 130)
+            loop.add_signal_handler(number, os._exit, INTERRUPTED)
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -174,7 +174,7 @@ class BufferClient:
         """
         call = self.actor.take_batch.call_one(num_groups, self.starvation_timeout_s)
         batch: Batch = await self.supervisor.ask(
-            "buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s / 2
+            "buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s
         )
         return batch
 

@@ -8,6 +8,10 @@ from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_t
 from titanrl.metrics.sinks import read_metrics
 
 
+INTERRUPTED = 130
+"""Exit code of a run that was stopped from outside."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The end of a run."""
@@ -26,7 +30,10 @@ def summarize(run_dir: Path, *, code: int, cause: str) -> Outcome:
     """Say how a run ended, and write its report if it took a step."""
     metrics = run_dir / "metrics.jsonl"
     rows = by_step(read_metrics(metrics)) if metrics.exists() else []
-    sentence = learned(rows) if code == 0 else f"stopped after step {rows[-1]['step'] if rows else 0}: {cause}. {learned(rows)}"
+    # The cause of a failure stands in the very last line; it would only be said twice.
+    reason = f": {cause}" if code == INTERRUPTED else ""
+    stopped = f"stopped after step {rows[-1]['step'] if rows else 0}{reason}. "
+    sentence = ("" if code == 0 else stopped) + learned(rows)
     report = write_report(run_dir, {"outcome": sentence.strip()}) if rows else None
     return Outcome(
         sentence=sentence.strip(),
