@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -24,6 +25,9 @@ from titanrl.metrics.outcome import INTERRUPTED, last_lines, summarize
 
 if TYPE_CHECKING:
     from titanrl.grpo import GRPO
+
+CLOSE_LIMIT_S = 25.0
+"""Longest time from the end of the work to that of every process, whatever hangs."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,8 +69,11 @@ def run(config: Config, resume: Path | None) -> int:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
         grpo = GRPO(config, resume=resume, console=console)
+        give_up = threading.Timer(CLOSE_LIMIT_S, leave_at_once)
+        give_up.daemon = True
         with console, log_to(grpo.run_dir / "logs" / "controller_0.log"):
-            code, cause = asyncio.run(train(grpo))
+            code, cause = asyncio.run(train(grpo, give_up))
+        give_up.cancel()
         outcome = summarize(grpo.run_dir, code=code, cause=cause)
         console.done(last_lines(grpo.run_dir, outcome))
         if code == 1:
@@ -74,8 +81,11 @@ def run(config: Config, resume: Path | None) -> int:
     return code
 
 
-async def train(grpo: "GRPO") -> tuple[int, str]:
-    """Run to the end, whatever that is, and close; returns the exit code and the cause if it is not 0."""
+async def train(grpo: "GRPO", give_up: threading.Timer) -> tuple[int, str]:
+    """Run to the end, whatever that is, and close; returns the exit code and the cause if it is not 0.
+
+    `give_up` starts to run with the closing.
+    """
     task = asyncio.create_task(grpo.start_and_train())
     on_signal(task)
     try:
@@ -86,8 +96,15 @@ async def train(grpo: "GRPO") -> tuple[int, str]:
         logging.getLogger(__name__).exception("the run failed")
         return 1, f"{type(error).__name__}: {error}"
     finally:
+        give_up.start()
         await grpo.close()
     return 0, ""
+
+
+def leave_at_once() -> None:
+    """End this process without further ado; the run's processes die with it."""
+    logging.getLogger(__name__).error("closing took more than %g s; leaving at once", CLOSE_LIMIT_S)
+    os._exit(1)
 
 
 def on_signal(task: "asyncio.Task[None]") -> None:
