@@ -5,7 +5,7 @@ completion). Arrays are numpy, so that reading a carrier needs no torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -208,11 +208,11 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Numerators of the loss metrics of one micro-batch, summed over all ranks; divide by `counts` where a mean is wanted."""
+    """Numerators of the loss metrics of one micro-batch; `num_tokens` among the sums is what means are divided by."""
 
-    sums: Mapping[str, float] = field(default_factory=dict)
+    sums: Mapping[str, float]
     """Weighted or counted sums, by metric name."""
-    maxima: Mapping[str, float] = field(default_factory=dict)
+    maxima: Mapping[str, float]
     """Maxima, by metric name."""
 
 

@@ -109,13 +109,6 @@ class Engine:
         outputs = self._engine.step()
         return [self._finish(output) for output in outputs if isinstance(output, RequestOutput) and output.finished]
 
-    def abort_all(self) -> list[int]:
-        """Drop every request; returns their tickets."""
-        self._engine.abort_request(list(self._running), internal=True)
-        tickets = [running.ticket for running in self._running.values()]
-        self._running.clear()
-        return tickets
-
     def invalidate(self) -> None:
         """Refuse requests until the next successful `update_weights`."""
         self.version = None

@@ -173,9 +173,7 @@ class BufferClient:
             RolloutError: a rollout worker failed.
         """
         call = self.actor.take_batch.call_one(num_groups, self.starvation_timeout_s)
-        batch: Batch = await self.supervisor.ask(
-            "buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s
-        )
+        batch: Batch = await self.supervisor.ask("buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s)
         return batch
 
     async def release(self, handles: Sequence[Handle]) -> None:

@@ -41,11 +41,6 @@ class ReplayBuffer(Actor):
         """Free the slots of a batch."""
         await self._buffer.release(handles)
 
-    @concurrent_endpoint
-    async def counts(self) -> dict[str, int]:
-        """Groups by state."""
-        return self._buffer.counts()
-
 
 class StorageShard(Actor):
     """Holder of payloads: tokens, log-probabilities, masks and versions of groups with a signal."""

@@ -119,10 +119,6 @@ class GroupBuffer:
                 self._free_slot(handle)
             self._changed.notify_all()
 
-    def counts(self) -> dict[str, int]:
-        """Groups by state: `inflight` and `ready`; `waiting` are free slots."""
-        return {"waiting": len(self._free), "inflight": len(self._in_flight), "ready": len(self._ready)}
-
     def _charge(self) -> Reservation:
         slot, index = self._free.pop(0), self._next_index
         self._next_index += 1
