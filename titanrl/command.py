@@ -69,23 +69,30 @@ def run(config: Config, resume: Path | None) -> int:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
         grpo = GRPO(config, resume=resume, console=console)
-        give_up = threading.Timer(CLOSE_LIMIT_S, leave_at_once)
-        give_up.daemon = True
         with console, log_to(grpo.run_dir / "logs" / "controller_0.log"):
-            code, cause = asyncio.run(train(grpo, give_up))
+            code, cause, give_up = asyncio.run(train(grpo, err))
         give_up.cancel()
-        outcome = summarize(grpo.run_dir, code=code, cause=cause)
-        console.done(last_lines(grpo.run_dir, outcome))
+        console.done(last_lines(grpo.run_dir, summarize(grpo.run_dir, code=code, cause=cause)))
         if code == 1:
             err.print(f"error: {cause}", markup=False, highlight=False)
     return code
 
 
-async def train(grpo: "GRPO", give_up: threading.Timer) -> tuple[int, str]:
-    """Run to the end, whatever that is, and close; returns the exit code and the cause if it is not 0.
+async def train(grpo: "GRPO", err: rich.console.Console) -> tuple[int, str, threading.Timer]:
+    """Run to the end, whatever that is, and close; returns the exit code, the cause if it is not 0, and a running timer.
 
-    `give_up` starts to run with the closing.
+    When the timer is not cancelled in time, something hangs, and it ends this process.
     """
+    code, cause = await outcome(grpo)
+    give_up = threading.Timer(CLOSE_LIMIT_S, leave_at_once, (code, cause, err))
+    give_up.daemon = True
+    give_up.start()
+    await grpo.close()
+    return code, cause, give_up
+
+
+async def outcome(grpo: "GRPO") -> tuple[int, str]:
+    """Run to the end of the work; returns the exit code and the cause if it is not 0."""
     task = asyncio.create_task(grpo.start_and_train())
     on_signal(task)
     try:
@@ -95,16 +102,14 @@ async def train(grpo: "GRPO", give_up: threading.Timer) -> tuple[int, str]:
     except Exception as error:  # the edge of the program: the user gets the cause, the log the rest
         logging.getLogger(__name__).exception("the run failed")
         return 1, f"{type(error).__name__}: {error}"
-    finally:
-        give_up.start()
-        await grpo.close()
     return 0, ""
 
 
-def leave_at_once() -> None:
+def leave_at_once(code: int, cause: str, err: rich.console.Console) -> None:
     """End this process without further ado; the run's processes die with it."""
-    logging.getLogger(__name__).error("closing took more than %g s; leaving at once", CLOSE_LIMIT_S)
-    os._exit(1)
+    slow = f"closing took more than {CLOSE_LIMIT_S:g} s"
+    err.print(f"error: {cause} ({slow})" if cause else f"error: {slow}", markup=False, highlight=False)
+    os._exit(code or 1)
 
 
 def on_signal(task: "asyncio.Task[None]") -> None:
