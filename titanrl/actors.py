@@ -19,11 +19,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-# Both are read by torchmonarch when it is imported. Without the first a dead process is noticed after 10 s only; the
-# second is what torchstore would otherwise set, too late and with a warning, so that large messages may be sent.
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
-os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
-
 import monarch.actor
 from monarch.actor import Actor, current_rank
 
