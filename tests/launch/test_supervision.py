@@ -3,15 +3,16 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from monarch.actor import ProcMesh, this_host
 
-from titanrl.actors import Actor, RemoteError, concurrent_endpoint, endpoint, set_up_process
+from titanrl.actors import Actor, RemoteError, concurrent_endpoint, endpoint
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.supervision import ActorDiedError, DeadlineError, Supervisor
 
@@ -51,15 +52,14 @@ Scenario = Callable[[Supervisor, ProcMesh, Any], Coroutine[Any, Any, None]]
 
 def with_patient(tmp_path: Path, scenario: Scenario) -> None:
     async def run() -> None:
-        supervisor = Supervisor(Fleet(tmp_path).dead_processes)
-        procs = this_host().spawn_procs(
-            per_host={"procs": 1}, bootstrap=partial(set_up_process, "patient", tmp_path, ()), name="patient"
-        )
+        supervisor = Supervisor()
+        fleet = Fleet(tmp_path, supervisor)
+        procs = fleet.spawn("patient", this_host(), 1, {}, ())
         try:
             await scenario(supervisor, procs, procs.spawn("patient", Patient))
         finally:
             supervisor.expect_deaths()
-            await procs.stop()
+            await fleet.stop(20)
 
     asyncio.run(run())
 
@@ -94,7 +94,19 @@ def test_a_death_ends_every_wait_and_names_the_mesh(tmp_path: Path) -> None:
         waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\)"):
+        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
             await asyncio.wait_for(waiting, 15)
 
     with_patient(tmp_path, scenario)
+
+
+def test_a_process_that_is_gone_before_it_is_watched_counts_as_dead() -> None:
+    async def run() -> None:
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        supervisor = Supervisor()
+        supervisor.watch("patient_0", ended.pid)
+        with pytest.raises(ActorDiedError, match="patient_0"):
+            await supervisor.ask("patient.hang", asyncio.sleep(60), 60)
+
+    asyncio.run(run())

@@ -61,8 +61,8 @@ class Parts:
 
 async def assemble(config: Config, device: Device, files: RunFiles, first_index: int) -> Parts:
     """Spawn every mesh and actor of a run. Nothing is loaded yet: `start` of each part does that."""
-    fleet, hosts = Fleet(files.run_dir / "logs"), acquire_hosts(config)
-    supervisor = Supervisor(fleet.dead_processes)
+    supervisor, hosts = Supervisor(), acquire_hosts(config)
+    fleet = Fleet(files.run_dir / "logs", supervisor)
     trainer_procs = fleet.spawn(
         "trainer",
         hosts.trainer,

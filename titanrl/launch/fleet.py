@@ -10,15 +10,18 @@ from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 from monarch.spmd import setup_torch_elastic_env_async
 
 from titanrl.actors import set_up_process
+from titanrl.launch.supervision import Supervisor
 
 
 class Fleet:
     """Process meshes, by the order they were spawned in."""
 
-    def __init__(self, log_dir: Path) -> None:
-        """Processes log to `log_dir`."""
+    def __init__(self, log_dir: Path, supervisor: Supervisor) -> None:
+        """Processes log to `log_dir`; the supervisor is told of those of this machine."""
         self._log_dir = log_dir
+        self._supervisor = supervisor
         self._meshes: list[ProcMesh] = []
+        self._watches: list[asyncio.Task[None]] = []
 
     def spawn(
         self, role: str, host: HostMesh, num_procs: int, environment: Mapping[str, str], imports: Sequence[str]
@@ -32,6 +35,8 @@ class Fleet:
             environment: variables set before their interpreter starts.
             imports: modules of the actors that will live there; see `set_up_process`.
         """
+        for stale in self._log_dir.glob(f"{role}_*.pid"):  # of a run in this directory that was killed
+            stale.unlink()
         mesh = host.spawn_procs(
             per_host={"procs": num_procs},
             bootstrap=partial(set_up_process, role, self._log_dir, imports),
@@ -39,19 +44,22 @@ class Fleet:
             name=role,
         )
         self._meshes.append(mesh)
+        self._watches.append(asyncio.create_task(self._watch(role, mesh)))
         return mesh
 
-    def dead_processes(self) -> list[str]:
-        """Processes of this machine that have ended, as `<role>_<rank>`."""
-        ended = []
-        for file in sorted(self._log_dir.glob("*.pid")):
+    async def _watch(self, role: str, mesh: ProcMesh) -> None:
+        """Have the supervisor watch a mesh's processes, once `set_up_process` has told who they are."""
+        await mesh.initialized
+        for file in sorted(self._log_dir.glob(f"{role}_*.pid")):
             pid, host = file.read_text().split()
-            if host == socket.gethostname() and not is_alive(int(pid)):
-                ended.append(f"{file.stem} (process {pid})")
-        return ended
+            if host == socket.gethostname():
+                self._supervisor.watch(file.stem, int(pid))
 
     async def stop(self, timeout_s: float) -> None:
         """Stop every process; torchmonarch kills those that do not end by themselves."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)  # what failed there fails every call, too
         meshes, self._meshes = self._meshes, []
         stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes]
         results = await asyncio.gather(*stops, return_exceptions=True)
@@ -68,14 +76,6 @@ async def join_process_group(procs: ProcMesh, *, one_machine: bool) -> None:
         await setup_torch_elastic_env_async(procs, "127.0.0.1", free_port())
     else:
         await setup_torch_elastic_env_async(procs)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def free_port() -> int:

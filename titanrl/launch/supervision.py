@@ -1,7 +1,8 @@
 """Waiting with a name and a deadline, and learning at once that a process has died."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import os
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import monarch.actor
@@ -26,14 +27,10 @@ class Supervisor:
     installed it is told instead. `SupervisionError` is torchmonarch's private name, used in this module alone.
     """
 
-    def __init__(self, dead_processes: Callable[[], Sequence[str]]) -> None:
-        """Install the fault hook; belongs to the running event loop.
-
-        Args:
-            dead_processes: names the processes of the run that have ended, when asked.
-        """
+    def __init__(self) -> None:
+        """Install the fault hook; belongs to the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._dead_processes = dead_processes
+        self._pidfds: dict[int, str] = {}
         self._death: asyncio.Future[str] = self._loop.create_future()
         self._closing = False
         monarch.actor.unhandled_fault_hook = self._on_fault
@@ -57,12 +54,36 @@ class Supervisor:
         finally:
             task.cancel()
 
+    def watch(self, name: str, pid: int) -> None:
+        """Learn of the end of a process of this machine from the kernel, at once and however it ends.
+
+        torchmonarch alone takes seconds, and sometimes reports only that a message could not be delivered, after 30 s.
+        """
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._note_death(f"{name} (process {pid}) has ended")
+            return
+        self._pidfds[pidfd] = f"{name} (process {pid}) has ended"
+        self._loop.add_reader(pidfd, self._on_end, pidfd)
+
     def expect_deaths(self) -> None:
         """From here on processes are being stopped on purpose.
 
         The hook stays: faults are still reported after the last process has ended, and must not interrupt the program.
         """
         self._closing = True
+        for pidfd in list(self._pidfds):
+            self._forget(pidfd)
+
+    def _on_end(self, pidfd: int) -> None:
+        self._note_death(self._pidfds[pidfd])
+        self._forget(pidfd)
+
+    def _forget(self, pidfd: int) -> None:
+        self._loop.remove_reader(pidfd)
+        del self._pidfds[pidfd]
+        os.close(pidfd)
 
     def _on_fault(self, failure: Any) -> None:
         """Called by torchmonarch on a thread of its own."""
@@ -73,8 +94,7 @@ class Supervisor:
 
     def _note_death(self, text: str) -> None:
         if not self._death.done():
-            # torchmonarch may report an actor of its own first, whose name says nothing of the process it was in.
-            self._death.set_result(" and ".join([*self._dead_processes(), text]))
+            self._death.set_result(text)
 
 
 async def _resolve(call: Awaitable[T]) -> T:
