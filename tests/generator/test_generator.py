@@ -20,6 +20,7 @@ from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, worker_environment
 from titanrl.launch.fleet import Fleet
+from titanrl.launch.supervision import Supervisor
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import Commit, commit_key
@@ -87,10 +88,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     for version, path in models.items():
         create_model(path, RECIPE, seed=version)
     config = load_config("configs/quickstart.yaml")
-    fleet = Fleet(folder)
     with asyncio.Runner() as runner:
 
-        async def start() -> Lab:
+        async def start() -> tuple[Lab, Fleet, Supervisor]:
+            supervisor = Supervisor()
+            fleet = Fleet(folder, supervisor)
             procs = fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",))
             store = await spawn_store(procs)
             generators = {}
@@ -110,11 +112,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             lab = Lab(runner, store, generators, models, WeightPublisher("lab", 0, store, torch.float32, "arena"))
             for version in models:
                 await lab.publish(version)
-            return lab
+            return lab, fleet, supervisor
 
-        lab = runner.run(start())
+        async def stop() -> None:
+            supervisor.expect_deaths()
+            await fleet.stop(20)
+
+        lab, fleet, supervisor = runner.run(start())
         yield lab
-        runner.run(fleet.stop(20))
+        runner.run(stop())
 
 
 async def start_one(generator: Any) -> None:

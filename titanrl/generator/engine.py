@@ -59,12 +59,7 @@ class Engine:
             max_len: longest prompt plus completion, in tokens.
             stop_ids: tokens that end a completion; they stay in it.
         """
-        prepare_vllm()
-        if config.model_impl == "titan":
-            from titanrl.generator.titan import register_titan_model
-
-            register_titan_model(model_dir, device)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
+        self._engine = build_engine(model_dir, config, device, max_len)
         self._stop_ids = list(stop_ids)
         self._tickets = itertools.count()
         self._running: dict[str, _Running] = {}
@@ -129,6 +124,19 @@ class Engine:
         request_id = next(key for key in self._running if key.startswith(f"{output.request_id}-"))
         running = self._running.pop(request_id)
         return Finished(running.ticket, completion_of(output.outputs[0], running.versions))
+
+
+def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
+    """vLLM's engine with dummy weights."""
+    prepare_vllm()
+    if config.model_impl == "native":
+        return LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
+    from titanrl.generator.titan import register_titan_model, unwrap_forward
+
+    register_titan_model(model_dir, device)
+    engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
+    unwrap_forward(engine_model(engine))
+    return engine
 
 
 def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> dict[str, Any]:
