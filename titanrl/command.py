@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import rich.console
 
@@ -40,10 +40,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.dry_run:
             print(render_dry_run(config, source))
             sys.exit(0)
-        sys.exit(run(config, arguments.resume))
+        code = run(config, arguments.resume)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    # Everything is closed by now; torchmonarch's own clean-up at the interpreter's end takes seconds and can hang.
+    leave(code)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -84,6 +86,7 @@ async def train(grpo: "GRPO", err: rich.console.Console) -> tuple[int, str, thre
     When the timer is not cancelled in time, something hangs, and it ends this process.
     """
     code, cause = await outcome(grpo)
+    logging.getLogger(__name__).info("closing; exit code %d", code)
     give_up = threading.Timer(CLOSE_LIMIT_S, leave_at_once, (code, cause, err))
     give_up.daemon = True
     give_up.start()
@@ -103,6 +106,14 @@ async def outcome(grpo: "GRPO") -> tuple[int, str]:
         logging.getLogger(__name__).exception("the run failed")
         return 1, f"{type(error).__name__}: {error}"
     return 0, ""
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without the interpreter's clean-up; what was written is written."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def leave_at_once(code: int, cause: str, err: rich.console.Console) -> None:

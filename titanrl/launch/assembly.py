@@ -1,6 +1,7 @@
 """All parts of a run, started side by side and wired to each other."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.publish import Transport, WeightReader
 from titanrl.weights.store import spawn_store
 from titanrl.weights.sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +54,12 @@ class Parts:
         closing = (self.workers.close(), self.generators.close(), self.trainer.close())
         results = await asyncio.gather(*closing, return_exceptions=True)
         troubles = [str(result) for result in results if isinstance(result, BaseException)]
+        logger.info("parts closed; stopping processes")
         try:
             await self.fleet.stop(timeout_s / 2)
         except ExceptionGroup as error:
             troubles.append(str(error))
+        logger.info("processes stopped")
         self.hosts.close()
         return troubles
 
