@@ -87,13 +87,8 @@ class Command:
         return [process.name() for process in self.descendants if process.is_running()]
 
     def process_of(self, role: str) -> psutil.Process:
-        """The process that logs to `<role>_0.log`."""
-        log = str(self.run_dir / "logs" / f"{role}_0.log")
-        return next(
-            process
-            for process in self.descendants
-            if os.path.exists(f"/proc/{process.pid}/fd/1") and os.readlink(f"/proc/{process.pid}/fd/1") == log
-        )
+        """The first process of a role; a child of it, such as a resource tracker, writes to the same log."""
+        return psutil.Process(int((self.run_dir / "logs" / f"{role}_0.pid").read_text().split()[0]))
 
 
 Start = Callable[..., Command]
