@@ -9,6 +9,8 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -29,7 +31,7 @@ from titanrl.metrics.record import Recorder
 from titanrl.metrics.sinks import RunDirectory
 from titanrl.metrics.trackers import make_trackers
 from titanrl.replay.buffer import Batch
-from titanrl.types import AdamParams, BatchPlan, EvaluationResult, LossSums, OptimUpdate, StepMetrics
+from titanrl.types import AdamParams, BatchPlan, EvaluationResult, LossSums, MicroBatch, OptimUpdate, StepMetrics
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -78,7 +80,8 @@ class GRPO:
             batch = await parts.buffer.take_batch(config.rollout.groups_per_step)
         plan = self._plan(batch)
         with self._timer.phase("train"):
-            losses = [await parts.trainer.forward_backward(microbatch) for microbatch in plan.microbatches]
+            microbatches = await self._measured(plan.microbatches)
+            losses = [await parts.trainer.forward_backward(microbatch) for microbatch in microbatches]
         with self._timer.phase("sync"):  # the last push and pull are done: weights may change
             await parts.weights.ready()
         with self._timer.phase("optim"):
@@ -193,6 +196,14 @@ class GRPO:
             rows_per_microbatch=config.trainer.rows_per_microbatch,
             dp_size=config.trainer.parallelism.dp_size,
         )
+
+    async def _measured(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches with the mean weight of the off-policy correction, where the config wants it normalised."""
+        if not self.config.algorithm.correction.batch_normalize:
+            return microbatches
+        sums = merge_losses([await self.parts.trainer.measure_correction(microbatch) for microbatch in microbatches]).sums
+        mean = sums["correction/weight"] / sums["correction/count"] if sums["correction/count"] else 1.0
+        return [replace(microbatch, correction_mean=mean) for microbatch in microbatches]
 
     def _adam_params(self) -> AdamParams:
         algorithm = self.config.algorithm

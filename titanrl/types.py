@@ -47,6 +47,12 @@ class SamplingParams:
     """0 is greedy."""
     seed: int | None
     """Seed of this completion; None with greedy sampling."""
+    top_p: float = 1.0
+    """Only the likeliest tokens with this much probability together are drawn; 1 is all."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens are drawn; 0 is all."""
+    min_p: float = 0.0
+    """Only tokens with this share of the likeliest token's probability are drawn; 0 is all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +160,10 @@ class GroupRecord:
     """Tokens that count in the loss (sampled, with a finite log-probability)."""
     num_truncated: int
     """Rollouts cut at the length limit."""
+    num_overlong: int
+    """Rollouts longer than a packed row, which were cut to it or left out of training."""
+    num_nonfinite: int
+    """Sampled tokens without a finite log-probability, which count nowhere."""
     min_version: int
     """Oldest policy version among the sampled tokens."""
     max_version: int
@@ -162,6 +172,11 @@ class GroupRecord:
     """Seconds of generation."""
     score_s: float
     """Seconds of scoring."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ."""
+        return len(set(self.rewards)) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +205,8 @@ class MicroBatch:
 
     rows: tuple[tuple[Row, ...], ...]
     """`rows[dp_rank]`."""
+    correction_mean: float = 1.0
+    """What the weights of the off-policy correction are divided by: their mean over the step, where that was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

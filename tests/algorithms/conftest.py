@@ -21,6 +21,8 @@ def _make_record(
         lengths=tuple(prompt_len + count for count in num_sampled),
         num_sampled=tuple(num_sampled),
         num_truncated=0,
+        num_overlong=0,
+        num_nonfinite=0,
         min_version=0,
         max_version=0,
         generate_s=0.0,

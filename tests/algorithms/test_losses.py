@@ -1,31 +1,32 @@
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.losses import LossMetrics, cross_entropy, loss_metrics, ppo_clip, valid_tokens, weighted_sum
+from titanrl.algorithms.losses import (
+    HOMOGENEOUS,
+    RatioStats,
+    cispo,
+    cross_entropy,
+    dro,
+    fold_weights,
+    gspo,
+    importance_sampling,
+    ppo_clip,
+    reinforce,
+    sapo,
+    valid_tokens,
+    weighted_sum,
+)
 
 NAN, INF = math.nan, math.inf
 
 
 def log(*probabilities: float) -> Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log()
-
-
-def metrics(logprobs: Tensor, generator_logprobs: Tensor, mask: Tensor, *, advantage: float = 1.0) -> LossMetrics:
-    """Metrics with weight 0.5 and entropy 2 at every token."""
-    advantages, half = torch.full_like(logprobs, advantage), torch.full_like(logprobs, 0.5)
-    loss, stats = ppo_clip(logprobs, generator_logprobs, advantages, clip_low=0.2, clip_high=0.3, mask=mask)
-    return loss_metrics(
-        loss=loss,
-        weights=half,
-        ratio_stats=stats,
-        entropy=torch.full_like(logprobs, 2.0),
-        logprobs=logprobs,
-        generator_logprobs=generator_logprobs,
-        mask=mask,
-    )
 
 
 def test_ppo_clip_by_hand() -> None:
@@ -90,7 +91,6 @@ def test_tokens_without_a_finite_generator_logprob_are_dropped(bad: float) -> No
     assert loss.tolist() == [-1.0, 0.0]
     assert stats.ratio.tolist() == [1.0, 1.0]
     assert logprobs.grad.tolist() == [-1.0, 0.0]
-    assert metrics(logprobs, old, mask).sums["num_tokens"] == 1.0
 
 
 def test_a_policy_that_is_not_finite_is_not_hidden() -> None:
@@ -108,7 +108,7 @@ def test_log_ratios_are_clamped_before_exp() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (0,)])
-def test_a_fully_masked_micro_batch_has_loss_and_metrics_of_zero(shape: tuple[int, ...]) -> None:
+def test_a_fully_masked_micro_batch_has_loss_zero(shape: tuple[int, ...]) -> None:
     logprobs = torch.full(shape, -1.0, requires_grad=True)
     old, mask = torch.full(shape, -3.0), torch.zeros(shape, dtype=torch.bool)
     loss, _ = ppo_clip(logprobs, old, torch.ones(shape), clip_low=0.2, clip_high=0.2, mask=mask)
@@ -116,8 +116,6 @@ def test_a_fully_masked_micro_batch_has_loss_and_metrics_of_zero(shape: tuple[in
     objective.backward()
     assert objective.item() == 0.0
     assert not logprobs.grad.any()
-    result = metrics(logprobs, old, mask)
-    assert {value.item() for value in (*result.sums.values(), *result.maxima.values())} == {0.0}
 
 
 def test_cross_entropy_is_minus_the_log_probability() -> None:
@@ -125,54 +123,149 @@ def test_cross_entropy_is_minus_the_log_probability() -> None:
     assert loss.tolist() == pytest.approx([math.log(2), math.log(4), 0.0], rel=1e-15)
 
 
-def test_loss_metrics_by_hand() -> None:
-    # Three tokens that count with ratios 0.5, 1.0 and 2.0, and one that does not.
-    mask = torch.tensor([True, True, True, False])
-    result = metrics(log(0.1, 0.3, 0.4, 0.9), log(0.2, 0.3, 0.2, 0.1), mask)
-    ln2 = math.log(2)
-    assert {name: value.item() for name, value in result.sums.items()} == pytest.approx(
-        {
-            "policy/ratio_mean": 3.5,
-            "policy/clip_frac": 1.0,  # 2.0 is above 1.3
-            "policy/entropy": 6.0,
-            "mismatch/logprob_abs_mean": 2 * ln2,
-            "mismatch/kl": (0.5 - 1 + ln2) + (2 - 1 - ln2),
-            "mismatch/kl_k1": 0.0,
-            "loss/policy": 0.5 * -(0.5 + 1.0 + 1.3),
-            "num_tokens": 3.0,
-        },
-        abs=1e-14,
+# Every loss against a loop over plain numbers, and its gradient against finite differences.
+
+TOKENS, SEQUENCE = 24, [0] * 7 + [1] * 11 + [2] * 6
+TokenLoss = Callable[..., tuple[Tensor, RatioStats]]
+LOSSES: dict[str, TokenLoss] = {
+    "ppo": partial(ppo_clip, clip_low=0.2, clip_high=0.28),
+    "dual_clip": partial(ppo_clip, clip_low=0.2, clip_high=0.28, dual_clip=2.0),
+    "importance_sampling": importance_sampling,
+    "reinforce": reinforce,
+    "gspo": partial(gspo, sequence=torch.tensor(SEQUENCE), clip_low=0.1, clip_high=0.15),
+    "cispo": partial(cispo, clip_low=0.3, clip_high=0.5),
+    "dro": partial(dro, beta=0.7),
+    "sapo": partial(sapo, temperatures=(1.0, 1.05)),
+}
+
+
+def example(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities now and before, advantages, mask; some ratios beyond every bound."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -3.0 * torch.rand(TOKENS, generator=generator, dtype=torch.float64)
+    logprobs = old + 0.6 * torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(3, generator=generator, dtype=torch.float64)[torch.tensor(SEQUENCE)]
+    return logprobs, old, advantages, torch.rand(TOKENS, generator=generator) < 0.8
+
+
+def expected_losses(
+    name: str, logprobs: list[float], old: list[float], advantages: list[float], mask: list[bool]
+) -> list[float]:
+    """The definitions, one token after another."""
+    losses = []
+    for t, (now, before, a) in enumerate(zip(logprobs, old, advantages, strict=True)):
+        r = math.exp(now - before)
+        own = [s for s in range(len(mask)) if SEQUENCE[s] == SEQUENCE[t] and mask[s]]
+        whole = math.exp(sum(logprobs[s] - old[s] for s in own) / max(len(own), 1))
+        surrogate = -min(r * a, min(max(r, 0.8), 1.28) * a)
+        value = {
+            "ppo": surrogate,
+            "dual_clip": min(surrogate, -2.0 * a) if a < 0 else surrogate,
+            "importance_sampling": -r * a,
+            "reinforce": -a * now,
+            "gspo": -min(whole * a, min(max(whole, 0.9), 1.15) * a),
+            "cispo": -min(max(r, 0.7), 1.5) * a * now,
+            "dro": -(a * now - 0.35 * (now - before) ** 2),
+            "sapo": -a * 4 / (1.0 if a > 0 else 1.05) / (1 + math.exp(-(1.0 if a > 0 else 1.05) * (r - 1))),
+        }[name]
+        losses.append(value if mask[t] else 0.0)
+    return losses
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_what_its_definition_says(name: str) -> None:
+    for seed in range(5):
+        logprobs, old, advantages, mask = example(seed)
+        loss, _ = LOSSES[name](logprobs, old, advantages, mask=mask)
+        expected = expected_losses(name, logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist())
+        assert loss.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "cispo"])
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    for seed in range(5):
+        logprobs, old, advantages, mask = example(seed)
+        # The same weight for each token of a sequence: gspo spreads the gradient of a sequence over its tokens.
+        counts = torch.bincount(torch.tensor(SEQUENCE)[mask], minlength=3)[torch.tensor(SEQUENCE)].clamp(min=1)
+
+        def objective(logprobs: Tensor, old=old, advantages=advantages, mask=mask, counts=counts) -> Tensor:
+            return (LOSSES[name](logprobs, old, advantages, mask=mask)[0] / counts).sum()
+
+        assert torch.autograd.gradcheck(objective, (logprobs.requires_grad_(),))
+
+
+def test_the_gradient_of_cispo_is_the_bounded_ratio_times_the_advantage() -> None:
+    logprobs, old, advantages, mask = example()
+    loss, stats = LOSSES["cispo"](logprobs.requires_grad_(), old, advantages, mask=mask)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    ratio = (logprobs - old).exp().detach()
+    expected = torch.where(mask, -ratio.clamp(0.7, 1.5) * advantages, 0.0)
+    torch.testing.assert_close(gradient, expected, atol=1e-14, rtol=1e-14)
+    assert torch.equal(stats.clipped, mask & ((ratio < 0.7) | (ratio > 1.5)))
+    assert stats.clipped.any()
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "dro"])
+def test_on_policy_every_gradient_is_that_of_reinforce(name: str) -> None:
+    old, _, advantages, mask = example()
+    logprobs = old.clone().requires_grad_()
+    loss, stats = LOSSES[name](logprobs, old, advantages, mask=mask)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.where(mask, -advantages, 0.0), atol=1e-15, rtol=1e-15)
+    assert stats.ratio.tolist() == [1.0] * TOKENS
+    assert not stats.clipped.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_outside_the_mask_reaches_neither_value_nor_gradient(name: str, bad: float) -> None:
+    logprobs, old, advantages, mask = example()
+
+    def run(values: list[Tensor]) -> tuple[Tensor, Tensor]:
+        values[0].requires_grad_()
+        loss, _ = LOSSES[name](values[0], values[1], values[2], mask=mask)
+        return loss, torch.autograd.grad(loss.sum(), values[0])[0]
+
+    clean = run([logprobs.clone(), old, advantages])
+    spoilt = run([torch.where(mask, tensor, bad) for tensor in (logprobs, old, advantages)])
+    for one, other in zip(clean, spoilt, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(HOMOGENEOUS))
+def test_weights_may_be_folded_into_the_advantages_of_homogeneous_losses(name: str) -> None:
+    logprobs, old, advantages, mask = example()
+    weights = torch.tensor([0.1, 0.25, 3.0], dtype=torch.float64)[torch.tensor(SEQUENCE)]
+    loss = LOSSES[name]
+    logprobs.requires_grad_()
+    apart = weighted_sum(loss(logprobs, old, advantages, mask=mask)[0], weights, mask=mask)
+    folded = loss(logprobs, old, fold_weights(advantages, weights, name), mask=mask)[0].sum()
+    assert folded.item() == pytest.approx(apart.item(), rel=1e-13)
+    gradients = [torch.autograd.grad(value, logprobs)[0] for value in (apart, folded)]
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-14, rtol=1e-13)
+
+
+def test_weights_are_not_folded_where_that_would_change_the_loss() -> None:
+    logprobs, old, advantages, mask = example()
+    weights = torch.full_like(logprobs, 0.1)
+    apart = weighted_sum(LOSSES["dro"](logprobs, old, advantages, mask=mask)[0], weights, mask=mask)
+    folded = LOSSES["dro"](logprobs, old, advantages * weights, mask=mask)[0].sum()
+    assert abs(folded - apart) > 0.1
+    with pytest.raises(ValueError, match="loss dro: weights can be folded into the advantages only of cispo, gspo,"):
+        fold_weights(advantages, weights, "dro")
+
+
+def test_gspo_masks_leave_the_mean_of_the_sequence() -> None:
+    # Log-ratios 0.2 and 0.4 count, 5 does not: s = exp(0.3).
+    logprobs = torch.tensor([0.2, 5.0, 0.4], dtype=torch.float64)
+    mask = torch.tensor([True, False, True])
+    _, stats = gspo(
+        logprobs, torch.zeros(3), -torch.ones(3), torch.zeros(3, dtype=torch.int64), clip_low=0.2, clip_high=0.2, mask=mask
     )
-    assert {name: value.item() for name, value in result.maxima.items()} == pytest.approx(
-        {"policy/ratio_max": 2.0, "mismatch/logprob_abs_max": ln2}, rel=1e-14
-    )
+    assert stats.ratio.tolist() == pytest.approx([math.exp(0.3), 1.0, math.exp(0.3)])
 
 
-def test_a_huge_mismatch_is_reported_as_it_is_and_its_kl_stays_finite() -> None:
-    result = metrics(torch.tensor([-1.0]), torch.tensor([-301.0]), torch.tensor([True]))
-    assert result.maxima["mismatch/logprob_abs_max"] == 300.0
-    assert result.sums["mismatch/kl"].item() == pytest.approx(math.exp(20), rel=1e-6)
-
-
-def test_metrics_are_zero_dimensional_and_carry_no_gradient() -> None:
-    result = metrics(torch.tensor([-1.0], requires_grad=True), torch.tensor([-1.0]), torch.tensor([True]))
-    values = [*result.sums.values(), *result.maxima.values()]
-    assert all(value.shape == () and not value.requires_grad for value in values)
-
-
-def test_metrics_of_parts_add_up_to_those_of_the_whole() -> None:
-    torch.manual_seed(1)
-    logprobs, old, mask = torch.randn(90), torch.randn(90), torch.rand(90) < 0.8
-    whole = metrics(logprobs, old, mask)
-    parts = [metrics(logprobs[cut], old[cut], mask[cut]) for cut in (slice(7), slice(7, 60), slice(60, 90))]
-    for name, value in whole.sums.items():
-        assert sum(part.sums[name].item() for part in parts) == pytest.approx(value.item(), rel=1e-5)
-    for name, value in whole.maxima.items():
-        assert max(part.maxima[name].item() for part in parts) == value.item()
-
-
-def test_kl_of_a_tiny_mismatch_survives_fp32() -> None:
-    difference = 2.0**-17
-    logprobs = torch.full((1000,), -1.0 + difference)
-    result = metrics(logprobs, torch.full((1000,), -1.0), torch.ones(1000, dtype=torch.bool))
-    assert result.sums["mismatch/kl"].item() / 1000 == pytest.approx(difference**2 / 2, rel=0.02)
+def test_sapo_takes_the_second_temperature_for_advantages_that_are_not_positive() -> None:
+    logprobs, old, mask = log(0.4, 0.4), log(0.2, 0.2), torch.ones(2, dtype=torch.bool)
+    loss, _ = sapo(logprobs, old, torch.tensor([1.0, -1.0]), temperatures=(0.5, 4.0), mask=mask)
+    assert loss.tolist() == pytest.approx([-8.0 / (1 + math.exp(-0.5)), 1.0 / (1 + math.exp(-4.0))], rel=1e-6)

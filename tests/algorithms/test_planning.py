@@ -131,13 +131,37 @@ def test_more_ranks_than_rows_leaves_ranks_empty_and_counts_their_places(make_re
     assert batch.packing_efficiency == 20 / 40
 
 
-def test_a_batch_without_any_signal_is_refused(make_record: RecordMaker) -> None:
-    with pytest.raises(AssertionError, match="rewards differ"):
-        plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 3], has_payload=False)])
+def test_a_batch_without_any_gradient_gives_every_rank_one_empty_micro_batch(make_record: RecordMaker) -> None:
+    batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 3], has_payload=False)], dp_size=2)
+    assert [microbatch.rows for microbatch in batch.microbatches] == [((), ())]
+    assert batch.packing_efficiency == 0.0
+    # Of four answers with three right ones the best of two is always right.
+    record = make_record(0, rewards=[1.0, 1.0, 1.0, 0.0], num_sampled=[3, 3, 3, 3])
+    assert sequences(plan([record], advantage="pass_at_k", pass_k=2)) == []
+
+
+@pytest.mark.parametrize("algorithm", [{"entropy_coef": 0.1}, {"kl": {"coef": 0.1}}, {"loss": "dro"}])
+def test_sequences_without_an_advantage_run_where_the_objective_has_other_terms(make_record: RecordMaker, algorithm) -> None:
+    records = [make_record(0, [1.0, 0.5, 0.0], [4, 6, 5]), make_record(1, [1.0, 1.0], [2, 3])]
+    assert len(sequences(plan(records))) == 2
+    assert sorted((s.handle.slot, s.rollout) for s in sequences(plan(records, **algorithm))) == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+    ]
+
+
+def test_rewards_standardized_over_the_batch_train_groups_of_equal_rewards_too(make_record: RecordMaker) -> None:
+    records = [make_record(0, [1.0, 1.0], [4, 4]), make_record(1, [0.0, 0.0], [4, 4])]
+    batch = plan(records, advantage="reinforce_pp")
+    # Mean 0.5, standard deviation 0.5.
+    assert {s.handle.slot: s.advantage for s in sequences(batch)} == pytest.approx({0: 1.0, 1: -1.0}, rel=1e-5)
 
 
 def test_a_group_with_signal_must_have_a_payload(make_record: RecordMaker) -> None:
-    with pytest.raises(AssertionError, match="group 4 has a signal but no payload"):
+    with pytest.raises(AssertionError, match="group 4 has a gradient but no payload"):
         plan([make_record(4, rewards=[1.0, 0.0], num_sampled=[3, 3], has_payload=False)])
 
 

@@ -28,7 +28,7 @@ def test_unknown_key(tmp_path: Path) -> None:
         "configs/run.yaml:4: rollout.group_sise=8\n"
         "  rule: no such key in rollout\n"
         "  fix:  did you mean rollout.group_size? Keys of rollout: groups_per_step, group_size, max_new_tokens, temperature, "
-        "dynamic_sampling, num_workers, starvation_timeout_s"
+        "top_p, top_k, min_p, dynamic_sampling, num_workers, starvation_timeout_s"
     )
 
 
@@ -154,7 +154,7 @@ def test_rows_too_short_for_a_sequence(tmp_path: Path) -> None:
     assert complaint(tmp_path, GOOD + "trainer: {row_tokens: 64}\n") == (
         "configs/run.yaml:3: trainer.row_tokens=64, data.max_prompt_tokens=64 (default), rollout.max_new_tokens=26 (default)\n"
         "  rule: a row must hold the longest prompt and completion\n"
-        "  fix:  set trainer.row_tokens to at least 90"
+        "  fix:  set trainer.row_tokens to at least 90, or trainer.overlong to truncate or skip"
     )
     assert complaint(tmp_path, GOOD, "rollout.max_new_tokens=1000").startswith(
         "override rollout.max_new_tokens=1000: trainer.row_tokens=256"

@@ -45,7 +45,7 @@ def test_a_group_is_generated_then_scored_by_its_text() -> None:
     group = asyncio.run(roll_out(PROMPT, requests, generate, score, lambda ids: " ".join(map(str, ids))))
     assert scored == ["8 1", "9 1"]
     assert group.has_signal
-    record = record_of(group, Handle(shard=0, slot=3, generation=1))
+    record = record_of(group, Handle(shard=0, slot=3, generation=1), has_payload=True, num_overlong=0)
     assert record.rewards == (1.0, 0.0)
     assert (record.lengths, record.num_sampled, record.num_truncated) == ((4, 4), (2, 2), 1)
     assert (record.min_version, record.max_version) == (4, 4)
@@ -67,7 +67,8 @@ def test_tokens_without_a_finite_log_probability_do_not_count() -> None:
 
     requests = sampling_requests(PROMPT, RolloutConfig(group_size=2), seed=0)
     group = asyncio.run(roll_out(PROMPT, requests, generate, score, str))
-    assert record_of(group, Handle(shard=0, slot=0, generation=1)).num_sampled == (1, 2)
+    record = record_of(group, Handle(shard=0, slot=0, generation=1), has_payload=True, num_overlong=0)
+    assert (record.num_sampled, record.num_nonfinite) == ((1, 2), 1)
 
 
 def test_every_completion_has_a_seed_of_its_own_that_depends_on_nothing_else() -> None:

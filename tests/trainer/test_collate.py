@@ -38,6 +38,7 @@ def test_everything_about_a_token_stands_where_it_is_predicted() -> None:
     assert rows.logprobs_BL.tolist() == [[0, -0.5, -0.25, 0, -1.0, 0, 0, 0, 0]]
     assert rows.advantages_BL.tolist() == [[2, 2, 2, 0, -1, -1, 0, 0, 0]]
     assert rows.weights_BL.tolist() == [[0, 0.5, 0.5, 0, 0.25, 0, 0, 0, 0]]
+    assert rows.sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2]
 
 
 def test_a_rank_without_rows_gets_one_empty_row() -> None:
@@ -45,6 +46,11 @@ def test_a_rank_without_rows_gets_one_empty_row() -> None:
     assert rows.tokens_BL.shape == (1, 4)
     assert not rows.mask_BL.any()
     assert rows.weights_BL.sum() == 0
+
+
+def test_sequences_are_numbered_through_all_rows() -> None:
+    full, half = (plan(0, 4, 2.0, 0.5),), (plan(1, 3, -1.0, 0.25),)
+    assert collate([full, half], PAYLOAD, 4).sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 2]
 
 
 def test_a_plan_that_does_not_fit_its_payload_is_caught() -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from titanrl.algorithms.advantages import group_advantages
+from titanrl.algorithms.advantages import batch_advantages
 from titanrl.algorithms.packing import balance, pack, row_cost
 from titanrl.algorithms.weights import sequence_weights
 from titanrl.config.sections import AlgorithmConfig
@@ -21,17 +21,15 @@ def plan_batch(
 ) -> BatchPlan:
     """Plan one optimizer step over all groups of `records`, in whatever order these arrived.
 
-    Weights come from the counts of all records. Sequences whose gradient is zero (no advantage, or no sampled token; so
-    every group without payload) stay in these counts but out of the micro-batches. Each rank gets the same number of
-    micro-batches. `constant_length` is what `reduction: constant` divides by, in tokens.
+    Weights come from the counts of all records. Sequences whose gradient is zero (no sampled token, or no advantage where the
+    objective has no other term; so every group without payload) stay in these counts but out of the micro-batches. Each rank
+    gets the same number of micro-batches, at least one. `constant_length` is what `reduction: constant` divides by, in tokens.
 
-    Raises ValueError if a sequence does not fit a row or a reward is not finite. The caller makes sure that at least one
-    group has a signal.
+    Raises ValueError if a sequence does not fit a row, or a reward is not finite or not allowed.
     """
     ordered = sorted(records, key=lambda record: record.index)
     assert len({record.index for record in ordered}) == len(ordered), "a group must not be in a batch twice"
     sequences = _sequences_with_gradient(ordered, algorithm, constant_length)
-    assert sequences, "a batch needs at least one group whose rewards differ"
     packed = pack([sequence.length for sequence in sequences], row_tokens)
     rows = [tuple(sequences[i] for i in row) for row in packed]
     microbatches = _microbatches(rows, rows_per_microbatch, dp_size)
@@ -63,9 +61,14 @@ def _sequences_with_gradient(
 ) -> list[SequencePlan]:
     """Plans of the sequences that have a gradient, in order of group and rollout."""
     places = [(record, rollout) for record in records for rollout in range(len(record.rewards))]
-    advantages: list[float] = []
-    for record in records:
-        advantages += group_advantages(record.rewards, algorithm.advantage, std_ddof=algorithm.std_ddof)
+    by_group = batch_advantages(
+        [record.rewards for record in records],
+        [record.num_sampled for record in records],
+        algorithm.advantage,
+        std_ddof=algorithm.std_ddof,
+        pass_k=algorithm.pass_k,
+    )
+    advantages = [advantage for group in by_group for advantage in group]
     weights = sequence_weights(
         algorithm.reduction,
         num_sampled=[record.num_sampled[rollout] for record, rollout in places],
@@ -74,8 +77,8 @@ def _sequences_with_gradient(
     )
     sequences = []
     for (record, rollout), advantage, weight in zip(places, advantages, weights, strict=True):
-        if advantage and weight:
-            assert record.has_payload, f"group {record.index} has a signal but no payload"
+        if weight and (advantage or algorithm.trains_without_advantage):
+            assert record.has_payload, f"group {record.index} has a gradient but no payload"
             length = record.lengths[rollout]
             sequences.append(
                 SequencePlan(handle=record.handle, rollout=rollout, length=length, advantage=advantage, weight=weight)
@@ -87,7 +90,7 @@ def _microbatches(rows: Sequence[Row], rows_per_microbatch: int, dp_size: int) -
     """Balance the rows over ranks and cut each rank's share; a rank whose share ends early gets empty micro-batches."""
     costs = [row_cost(sequence.length for sequence in row) for row in rows]
     ranks = [[rows[i] for i in indices] for indices in balance(costs, dp_size)]
-    num_microbatches = math.ceil(max(len(rank) for rank in ranks) / rows_per_microbatch)
+    num_microbatches = max(1, math.ceil(max(len(rank) for rank in ranks) / rows_per_microbatch))
     starts = [i * rows_per_microbatch for i in range(num_microbatches)]
     return tuple(MicroBatch(rows=tuple(tuple(rank[start : start + rows_per_microbatch]) for rank in ranks)) for start in starts)
 

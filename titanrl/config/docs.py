@@ -42,7 +42,7 @@ def _section_lines(section: SectionKeys) -> Iterator[str]:
     )
     for key, node in section.keys.items():
         cells = (f"`{key}`", type_text(node), _default_text(node), node.get("description", ""))
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
     yield ""
 
 

@@ -6,20 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from titanrl.config.base import FilePath, Section
 from titanrl.config.errors import BrokenRule
 from titanrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    FilePath,
     GeneratorConfig,
     HostsConfig,
     LoggingConfig,
     ModelConfig,
     RolloutConfig,
     SandboxConfig,
-    Section,
     TimeoutsConfig,
     TrainerConfig,
     WarmStartConfig,
@@ -76,6 +75,7 @@ class Config(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from self._broken_by_rows()
+        yield from self._broken_by_sampling()
         yield from self._broken_by_recipe()
         yield from self._broken_by_warm_start()
         yield from self._broken_by_hosts()
@@ -84,7 +84,7 @@ class Config(Section):
 
     def _broken_by_rows(self) -> Iterator[BrokenRule]:
         row_tokens, tp = self.trainer.row_tokens, self.trainer.parallelism.tp
-        if self.max_sequence_tokens > row_tokens:
+        if self.trainer.overlong == "error" and self.max_sequence_tokens > row_tokens:
             yield BrokenRule(
                 values={
                     "trainer.row_tokens": row_tokens,
@@ -92,13 +92,38 @@ class Config(Section):
                     "rollout.max_new_tokens": self.rollout.max_new_tokens,
                 },
                 rule="a row must hold the longest prompt and completion",
-                fix=f"set trainer.row_tokens to at least {self.max_sequence_tokens}",
+                fix=f"set trainer.row_tokens to at least {self.max_sequence_tokens}, or trainer.overlong to truncate or skip",
             )
         if row_tokens % tp:
             yield BrokenRule(
                 values={"trainer.row_tokens": row_tokens, "trainer.parallelism.tp": tp},
                 rule="tp must divide row_tokens, because sequence parallelism splits each row",
                 fix=f"set trainer.row_tokens to {row_tokens + tp - row_tokens % tp}",
+            )
+
+    def _broken_by_sampling(self) -> Iterator[BrokenRule]:
+        algorithm, rollout = self.algorithm, self.rollout
+        if algorithm.pass_k is not None and algorithm.pass_k > rollout.group_size:
+            yield BrokenRule(
+                values={"algorithm.pass_k": algorithm.pass_k, "rollout.group_size": rollout.group_size},
+                rule="the best of pass_k answers needs a group of as many",
+                fix=f"set algorithm.pass_k to at most {rollout.group_size}",
+            )
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        cut = {f"rollout.{key}": value for key, value in rollout.model_dump(include=set(off)).items() if value != off[key]}
+        if cut and algorithm.compares_with_sampler:
+            yield BrokenRule(
+                values={**cut, "algorithm.loss": algorithm.loss},
+                rule="the sampler's log-probabilities would be of a truncated distribution, the trainer's are of the whole "
+                "one, so their ratio would be wrong",
+                fix=f"remove {' and '.join(cut)}, or set algorithm.loss to reinforce without correction",
+            )
+        mode = self.generator.vllm.get("logprobs_mode", "processed_logprobs")
+        if mode != "processed_logprobs":
+            yield BrokenRule(
+                values={"generator.vllm.logprobs_mode": mode},
+                rule="log-probabilities must be of the distribution sampled from, temperature included, as the trainer's are",
+                fix="remove generator.vllm.logprobs_mode",
             )
 
     def _broken_by_recipe(self) -> Iterator[BrokenRule]:
@@ -111,11 +136,14 @@ class Config(Section):
                 rule="tp must divide the key and value heads",
                 fix=f"set trainer.parallelism.tp to {largest_divisor(recipe.num_kv_heads, tp)}",
             )
-        if self.trainer.row_tokens > recipe.max_positions:
+        longest = self.trainer.row_tokens
+        if self.trainer.overlong != "error":
+            longest = max(longest, self.max_sequence_tokens)
+        if longest > recipe.max_positions:
             yield BrokenRule(
                 values={"trainer.row_tokens": self.trainer.row_tokens, "model.recipe.max_positions": recipe.max_positions},
-                rule="a row must not be longer than the model's positions",
-                fix=f"set model.recipe.max_positions to at least {self.trainer.row_tokens}",
+                rule="neither a row nor a sequence must be longer than the model's positions",
+                fix=f"set model.recipe.max_positions to at least {longest}",
             )
 
     def _broken_by_warm_start(self) -> Iterator[BrokenRule]:
@@ -193,6 +221,11 @@ class Config(Section):
     def max_sequence_tokens(self) -> int:
         """Tokens of the longest prompt with the longest completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def trains_on_equal_rewards(self) -> bool:
+        """Whether groups whose rewards are all equal are kept and trained on."""
+        return self.algorithm.trains_on_equal_rewards and not self.rollout.dynamic_sampling
 
     @property
     def run_dir(self) -> Path:

@@ -5,36 +5,13 @@ itself. Validation never assigns: derived values are properties.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from titanrl.config.errors import BrokenRule, BrokenRules
-
-# Strict sections take no text for a number and no number for a truth value. Paths and tuples have no YAML form of their
-# own, so only these are made from text and from lists.
-FilePath = Annotated[Path, Field(strict=False)]
-Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, values never change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    def _broken_rules(self) -> Iterator[BrokenRule]:
-        """Rules over several keys of this section that its values break."""
-        return iter(())
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        broken = tuple(self._broken_rules())
-        if broken:
-            raise BrokenRules(*broken)
-        return self
+from titanrl.config.base import Decay, Dtype, FilePath, Fraction, Section
+from titanrl.config.errors import BrokenRule
+from titanrl.config.objective import ALGORITHM_PRESETS, CorrectionConfig, KLConfig, with_preset
 
 
 class RecipeConfig(Section):
@@ -146,6 +123,12 @@ class RolloutConfig(Section):
     """Longest completion, in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Draw only from the likeliest tokens that have this probability together; 1: from all. The trainer cannot follow it."""
+    top_k: NonNegativeInt = 0
+    """Draw only from so many of the likeliest tokens; 0: from all. The trainer cannot follow it."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Draw only tokens with this share of the likeliest token's probability; 0: all. The trainer cannot follow it."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by fresh ones until the batch has `groups_per_step` with a signal (DAPO)."""
     num_workers: PositiveInt = 1
@@ -171,14 +154,37 @@ class SandboxConfig(Section):
 class AlgorithmConfig(Section):
     """Objective and optimizer of the policy."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "dr_grpo"
-    """`grpo` divides the centred reward by the group's standard deviation, `dr_grpo` only centres, `rloo` leaves one out."""
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo"] | None = None
+    """A published algorithm; it sets keys of this section that are not written beside it (docs/algorithms.md)."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"] = "dr_grpo"
+    """`grpo` divides the centred reward by the group's standard deviation, `dr_grpo` only centres, `rloo` leaves one out;
+    `reinforce_pp` standardizes rewards over the batch, with `_baseline` after centring them by group; `maxrl` divides the
+    centred reward by the group's mean; `pass_at_k` rewards what helps the best of `pass_k` answers."""
     std_ddof: Literal[0, 1] = 0
     """Degrees of freedom taken off in the standard deviation of `grpo`."""
+    pass_k: PositiveInt | None = None
+    """Answers that `advantage: pass_at_k` takes the best of."""
+    loss: Literal["ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sapo"] = "ppo"
+    """Loss of a token (docs/algorithms.md)."""
+    proximal: Literal["sampler", "step_start"] = "sampler"
+    """The policy that the ratio of `ppo`, `gspo`, `cispo` and `sapo` starts from: the one that sampled, or the one at the
+    start of the optimizer step, which leaves the way from the sampler to there to `correction` (decoupled PPO)."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """PPO clip: the ratio counts no lower than 1 - clip_low."""
+    """Clip: the ratio counts no lower than 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
-    """PPO clip: the ratio counts no higher than 1 + clip_high."""
+    """Clip: the ratio counts no higher than 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """Dual clip of `ppo`: with a negative advantage the ratio counts no higher than this either; 3 is usual."""
+    dro_beta: PositiveFloat = 0.05
+    """Weight of the squared log-ratio in `dro`."""
+    sapo_temperatures: Annotated[tuple[PositiveFloat, PositiveFloat], Field(strict=False)] = (1.0, 1.05)
+    """Steepness of the gate of `sapo` for positive and for negative advantages."""
+    kl: KLConfig = KLConfig()
+    """Divergence from a reference policy."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Entropy bonus: this times the entropy of each token's distribution is taken off its loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Off-policy correction."""
     reduction: Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"] = (
         "token_mean"
     )
@@ -202,12 +208,62 @@ class AlgorithmConfig(Section):
     max_skipped_steps: PositiveInt = 10
     """Steps in a row that may be skipped for a non-finite gradient before the run ends."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _put_in_preset(cls, values: Any) -> Any:
+        return with_preset(values, ALGORITHM_PRESETS)
+
+    @property
+    def ratio_starts_at_sampler(self) -> bool:
+        """Whether the loss holds the importance ratio of policy to sampling policy."""
+        always, by_proximal = ("importance_sampling", "dro"), ("ppo", "gspo", "cispo", "sapo")
+        return self.loss in always or (self.loss in by_proximal and self.proximal == "sampler")
+
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether the generator's log-probabilities change the gradient."""
+        weighted_kl = self.kl.coef > 0 and self.kl.place == "loss" and self.kl.importance_weighted
+        return self.ratio_starts_at_sampler or self.correction.is_on or weighted_kl
+
+    @property
+    def trains_without_advantage(self) -> bool:
+        """Whether a sequence of advantage 0 has a gradient."""
+        return self.kl.coef > 0 or self.entropy_coef > 0 or self.loss == "dro"
+
+    @property
+    def trains_on_equal_rewards(self) -> bool:
+        """Whether a group whose rewards are all equal has a gradient."""
+        return self.trains_without_advantage or self.advantage == "reinforce_pp"
+
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.constant_length is not None and self.reduction != "constant":
             yield BrokenRule(
                 values={"constant_length": self.constant_length, "reduction": self.reduction},
                 rule="constant_length is read only when reduction is constant",
                 fix="remove constant_length, or set algorithm.reduction to constant",
+            )
+        if (self.pass_k is None) == (self.advantage == "pass_at_k"):
+            yield BrokenRule(
+                values={"pass_k": self.pass_k, "advantage": self.advantage},
+                rule="pass_k is required when advantage is pass_at_k, and read only then",
+                fix="set pass_k to the answers tried"
+                if self.pass_k is None
+                else "remove pass_k, or set advantage to pass_at_k",
+            )
+        if self.dual_clip is not None and self.loss != "ppo":
+            yield BrokenRule(
+                values={"dual_clip": self.dual_clip, "loss": self.loss},
+                rule="dual_clip is read only when loss is ppo",
+                fix="remove dual_clip, or set algorithm.loss to ppo",
+            )
+        if self.correction.weight != "none" and self.ratio_starts_at_sampler:
+            clipped = self.loss not in ("importance_sampling", "dro")
+            yield BrokenRule(
+                values={"correction.weight": self.correction.weight, "loss": self.loss, "proximal": self.proximal},
+                rule="the ratio of this loss starts at the sampler already, so weights would count it twice",
+                fix="set proximal to step_start, or correction.weight to none"
+                if clipped
+                else "set correction.weight to none; rejection stays possible",
             )
 
 
@@ -244,7 +300,10 @@ class TrainerConfig(Section):
     compute_dtype: Dtype = "float32"
     """Type that FSDP casts parameters to for the forward and backward pass."""
     row_tokens: PositiveInt = 256
-    """Length of a packed row; the longest prompt plus completion must fit."""
+    """Length of a packed row; the longest prompt plus completion must fit, unless `overlong` says what else to do."""
+    overlong: Literal["error", "truncate", "skip"] = "error"
+    """A sequence longer than a row ends the run (`error`), loses its end (`truncate`) or is not trained on (`skip`); both are
+    counted in `tokens/overlong_frac`, and what is not trained on counts in no loss weight."""
     rows_per_microbatch: PositiveInt = 16
     """Packed rows that one rank runs at once."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -4,9 +4,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanrl.config.base import Dtype
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
-from titanrl.config.sections import Dtype, RecipeConfig
+from titanrl.config.sections import RecipeConfig
 
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 

@@ -79,7 +79,7 @@ def _worst_staleness(config: Config) -> int:
 
 
 def _max_microbatches(config: Config, sequences: int) -> int:
-    sequences_per_row = config.trainer.row_tokens // config.max_sequence_tokens
+    sequences_per_row = max(1, config.trainer.row_tokens // config.max_sequence_tokens)
     rows = -(-sequences // sequences_per_row)
     return -(-rows // (config.trainer.parallelism.dp_size * config.trainer.rows_per_microbatch))
 

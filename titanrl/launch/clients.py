@@ -49,9 +49,14 @@ class TrainerClient:
         """Build the policy from a Hugging Face directory."""
         await self._all("trainer.load_model", self.mesh.load_model.call(model_dir), self.timeouts.start_s)
 
-    async def forward_backward(self, microbatch: MicroBatch, loss: str = "ppo") -> LossSums:
+    async def forward_backward(self, microbatch: MicroBatch, loss: str = "policy") -> LossSums:
         """Add the gradient of a micro-batch; returns the sums of its metrics over all ranks."""
         return merge_losses(await self._all("trainer.forward_backward", self.mesh.forward_backward.call(microbatch, loss)))
+
+    async def measure_correction(self, microbatch: MicroBatch) -> LossSums:
+        """Sums of the off-policy correction's weights of a micro-batch, over all ranks."""
+        call = self.mesh.measure_correction.call(microbatch)
+        return merge_losses(await self._all("trainer.measure_correction", call))
 
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
         """Take one optimizer step."""

@@ -115,7 +115,8 @@ def _sampled_groups(path: Path, algorithm: AlgorithmConfig) -> tuple[list[str], 
 
 def _group(row: Mapping[str, Any], algorithm: AlgorithmConfig) -> dict[str, Any]:
     rewards_G = [completion["reward"] for completion in row["completions"]]
-    advantages_G = group_advantages(rewards_G, algorithm.advantage, std_ddof=algorithm.std_ddof)
+    # Of the REINFORCE++ methods, before they are standardized: the report does not know the batch.
+    advantages_G = group_advantages(rewards_G, algorithm.advantage, std_ddof=algorithm.std_ddof, pass_k=algorithm.pass_k)
     pairs = zip(row["completions"], advantages_G, strict=True)
     return {
         "version": row["version"],

@@ -10,6 +10,7 @@ def rollout_metrics(records: Sequence[GroupRecord], *, num_tried: int, num_witho
     rewards = [reward for record in records for reward in record.rewards]
     response_lens = [length - record.prompt_len for record in records for length in record.lengths]
     prompt_lens = [record.prompt_len for record in records]
+    nonfinite = sum(record.num_nonfinite for record in records)
     parts = {part for record in records for part in record.reward_parts}
     by_part = {
         f"reward/{part}": mean([value for record in records for value in record.reward_parts.get(part, ())]) for part in parts
@@ -23,6 +24,8 @@ def rollout_metrics(records: Sequence[GroupRecord], *, num_tried: int, num_witho
         "tokens/response_len_mean": mean(response_lens),
         "tokens/response_len_max": float(max(response_lens)),
         "tokens/truncated_frac": sum(record.num_truncated for record in records) / len(rewards),
+        "tokens/overlong_frac": sum(record.num_overlong for record in records) / len(rewards),
+        "tokens/nonfinite_frac": nonfinite / max(nonfinite + sum(sum(record.num_sampled) for record in records), 1),
         "group/generate_s_mean": mean([record.generate_s for record in records]),
         "group/score_s_mean": mean([record.score_s for record in records]),
     }
@@ -35,10 +38,14 @@ def staleness_metrics(records: Sequence[GroupRecord], version: int) -> dict[str,
 
 
 def loss_metrics(losses: LossSums) -> dict[str, float]:
-    """Sums over ranks and micro-batches as metrics: the loss is complete, the rest are means over the trained tokens."""
-    num_tokens = max(losses.sums["num_tokens"], 1.0)
-    means = {name: value / num_tokens for name, value in losses.sums.items() if name not in ("num_tokens", "loss/policy")}
-    return {**means, **losses.maxima, "loss/policy": losses.sums["loss/policy"], "loss/total": losses.sums["loss/policy"]}
+    """Sums over ranks and micro-batches as metrics: the terms of the loss are complete, the rest are means over tokens."""
+    sums = dict(losses.sums)
+    num_tokens = max(sums.pop("num_tokens"), 1.0)
+    values = {name: value if name.startswith("loss/") else value / num_tokens for name, value in sums.items()}
+    if "correction/weight" in values:
+        mean_square = values.pop("correction/weight_squared")
+        values["correction/ess"] = values.pop("correction/weight") ** 2 / mean_square if mean_square else 0.0
+    return {**values, **losses.maxima}
 
 
 def optimizer_metrics(update: OptimUpdate, learning_rate: float) -> dict[str, float]:

@@ -110,7 +110,7 @@ class GroupBuffer:
             raise RolloutError(self._failure)
         records = tuple(self._ready.pop(index) for index in sorted(self._ready)[:num_groups])
         tried, self._tried = self._tried, []
-        return Batch(records, len(tried), sum(not record.has_payload for record in tried), self._next_index)
+        return Batch(records, len(tried), sum(not record.has_signal for record in tried), self._next_index)
 
     async def release(self, handles: Iterable[Handle]) -> None:
         """Free the slots of groups that were trained on."""

@@ -13,7 +13,7 @@ from titanrl.actors import Actor, endpoint
 from titanrl.config.schema import Config
 from titanrl.metrics.sinks import append_line
 from titanrl.replay.buffer import Reservation
-from titanrl.rollout.group import greedy_request, record_of, roll_out, sampling_requests
+from titanrl.rollout.group import fit_to_rows, greedy_request, record_of, roll_out, sampling_requests
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import EvaluationResult, Group, GroupRecord, Handle, Prompt, Rollout
 
@@ -126,9 +126,12 @@ class RolloutWorker(Actor):
         prompt = self._stream[reservation.index]
         requests = sampling_requests(prompt, config.rollout, config.seed)
         group = await roll_out(prompt, requests, self._pool.generate, self._score, self._tokenizer.decode)
-        if group.has_signal:
-            await self._shard(reservation.handle).put.call_one(reservation.handle, group.rollouts)
-        await self._setup.buffer.commit.call_one(record_of(group, reservation.handle))
+        trained, num_overlong = fit_to_rows(group, config.trainer)
+        has_payload = group.has_signal or config.trains_on_equal_rewards
+        if has_payload:
+            await self._shard(reservation.handle).put.call_one(reservation.handle, trained.rollouts)
+        record = record_of(trained, reservation.handle, has_payload=has_payload, num_overlong=num_overlong)
+        await self._setup.buffer.commit.call_one(record)
         if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
             append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group))
 
@@ -199,6 +202,8 @@ def record_of_demonstrations(batch: Sequence["Demonstration"], handle: Handle, t
         lengths=tuple(len(demonstration.token_ids) for demonstration in batch),
         num_sampled=tuple(int(demonstration.mask.sum()) for demonstration in batch),
         num_truncated=0,
+        num_overlong=0,
+        num_nonfinite=0,
         min_version=-1,
         max_version=-1,
         generate_s=0.0,

@@ -3,11 +3,12 @@
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from titanrl.config.sections import RolloutConfig
+from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.types import Completion, GenerationRequest, Group, GroupRecord, Handle, Prompt, Rollout, SamplingParams
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
@@ -37,7 +38,12 @@ def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[
         GenerationRequest(
             token_ids=prompt.token_ids,
             sampling=SamplingParams(
-                max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=derive_seed(seed, prompt.index, g)
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                seed=derive_seed(seed, prompt.index, g),
+                top_p=config.top_p,
+                top_k=config.top_k,
+                min_p=config.min_p,
             ),
         )
         for g in range(config.group_size)
@@ -75,23 +81,50 @@ def rollout_of(prompt: Prompt, completion: Completion, parts: Mapping[str, float
     )
 
 
-def record_of(group: Group, handle: Handle) -> GroupRecord:
+def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
+    """The group as it is trained on, and how many of its rollouts were longer than a row and are dealt with as `overlong` says.
+
+    `truncate` cuts the end off; `skip` also leaves no token that counts; `error` changes nothing, so that packing fails.
+    """
+    limit = config.row_tokens
+    is_overlong = [len(rollout.token_ids) > limit for rollout in group.rollouts]
+    if config.overlong == "error" or not any(is_overlong):
+        return group, 0
+    rollouts = tuple(
+        replace(
+            rollout,
+            token_ids=rollout.token_ids[:limit],
+            mask=rollout.mask[:limit] & (config.overlong == "truncate"),
+            logprobs=rollout.logprobs[:limit],
+            versions=rollout.versions[:limit],
+        )
+        if overlong
+        else rollout
+        for rollout, overlong in zip(group.rollouts, is_overlong, strict=True)
+    )
+    return replace(group, rollouts=rollouts), sum(is_overlong)
+
+
+def record_of(group: Group, handle: Handle, *, has_payload: bool, num_overlong: int) -> GroupRecord:
     """What the controller gets to know of a group."""
     rollouts = group.rollouts
-    versions = np.concatenate([rollout.versions[rollout.mask] for rollout in rollouts])
+    versions = np.concatenate([rollout.versions[rollout.versions >= 0] for rollout in rollouts])
+    is_finite = [np.isfinite(rollout.logprobs[rollout.mask]) for rollout in rollouts]
     return GroupRecord(
         index=group.prompt.index,
         task=group.prompt.task,
         handle=handle,
-        has_payload=group.has_signal,
+        has_payload=has_payload,
         rewards=tuple(rollout.reward for rollout in rollouts),
         reward_parts={
             part: tuple(float(rollout.reward_parts[part]) for rollout in rollouts) for part in rollouts[0].reward_parts
         },
         prompt_len=len(group.prompt.token_ids),
         lengths=tuple(len(rollout.token_ids) for rollout in rollouts),
-        num_sampled=tuple(int(np.isfinite(rollout.logprobs[rollout.mask]).sum()) for rollout in rollouts),
+        num_sampled=tuple(int(finite.sum()) for finite in is_finite),
         num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
+        num_overlong=num_overlong,
+        num_nonfinite=sum(int((~finite).sum()) for finite in is_finite),
         min_version=int(versions.min()),
         max_version=int(versions.max()),
         generate_s=group.generate_s,

@@ -15,6 +15,7 @@ from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
+    from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.learner import LossName
     from titanrl.weights.publish import Transport
 
@@ -28,7 +29,7 @@ class TrainerSetup:
     config: TrainerConfig
     """Parallel plan, dtypes, row size."""
     algorithm: AlgorithmConfig
-    """Clip range of the loss."""
+    """What the loss is."""
     temperature: float
     """The sampler's temperature."""
     generator_dtype: str
@@ -88,13 +89,14 @@ class PolicyTrainer(Actor):
         self._publisher = WeightPublisher(setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transport)
 
     @endpoint
-    async def forward_backward(self, microbatch: MicroBatch, loss: "LossName" = "ppo") -> LossSums:
+    async def forward_backward(self, microbatch: MicroBatch, loss: "LossName" = "policy") -> LossSums:
         """Add the gradient of this rank's rows of a micro-batch; returns the sums of its metrics."""
-        from titanrl.trainer.collate import collate
+        return self._learner.forward_backward(await self._packed(microbatch), loss, microbatch.correction_mean)
 
-        rows = microbatch.rows[self._learner.model.dp_rank]
-        packed = collate(rows, await self._fetch(rows), self._setup.config.row_tokens)
-        return self._learner.forward_backward(packed, loss)
+    @endpoint
+    async def measure_correction(self, microbatch: MicroBatch) -> LossSums:
+        """Sums of the off-policy correction's weights over this rank's rows of a micro-batch; changes nothing."""
+        return self._learner.measure_correction(await self._packed(microbatch))
 
     @endpoint
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
@@ -137,6 +139,13 @@ class PolicyTrainer(Actor):
 
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+    async def _packed(self, microbatch: MicroBatch) -> "PackedRows":
+        """This rank's rows of a micro-batch as tensors."""
+        from titanrl.trainer.collate import collate
+
+        rows = microbatch.rows[self._learner.model.dp_rank]
+        return collate(rows, await self._fetch(rows), self._setup.config.row_tokens)
 
     async def _fetch(self, rows: Sequence[Row]) -> Mapping[Handle, Mapping[int, Rollout]]:
         """The rollouts of some rows, straight from their shards."""

@@ -1,7 +1,7 @@
 """Packed rows as tensors.
 
-Shapes: B rows, L tokens of a row, S tokens of a sequence. The model's output at place t predicts the token at t + 1, so
-everything about a token stands at the place that predicts it.
+Shapes: B rows, L tokens of a row, N = B * L, S tokens of a sequence. The model's output at place t predicts the token at
+t + 1, so everything about a token stands at the place that predicts it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +32,11 @@ class PackedRows:
     """Advantage of the target."""
     weights_BL: torch.Tensor
     """Loss weight of the target, 0 outside the mask."""
+
+    @property
+    def sequence_N(self) -> torch.Tensor:
+        """Number of each place's sequence among those of these rows, from 0; the empty end of a row counts as one more."""
+        return (self.positions_BL == 0).flatten().cumsum(0) - 1
 
     def to(self, device: torch.device) -> Self:
         """The same rows on a device."""

@@ -11,14 +11,15 @@ from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
 from titanrl.algorithms.logprobs import logprobs_and_entropy
-from titanrl.algorithms.losses import LossMetrics, cross_entropy, loss_metrics, ppo_clip, weighted_sum
+from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
+from titanrl.algorithms.objective import LossInputs, correction_sums, policy_loss
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_mask
 from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.model import PolicyModel, local_logits
 from titanrl.types import AdamParams, LossSums, OptimUpdate
 
-LossName = Literal["ppo", "cross_entropy"]
+LossName = Literal["policy", "cross_entropy"]
 
 
 class Learner:
@@ -29,7 +30,7 @@ class Learner:
 
         Args:
             model: the policy of this rank.
-            algorithm: clip range of the `ppo` loss.
+            algorithm: what the `policy` loss is.
             temperature: what the sampler divides logits by, and so this does too.
         """
         self.model = model
@@ -38,13 +39,22 @@ class Learner:
         self._algorithm = algorithm
         self._temperature = temperature
 
-    def forward_backward(self, rows: PackedRows, loss: LossName) -> LossSums:
+    def forward_backward(self, rows: PackedRows, loss: LossName, correction_mean: float = 1.0) -> LossSums:
         """Add the gradient of sum(w * l) over these rows; returns the metrics' sums over them.
 
         Ranks of one tensor-parallel group compute the same, so only its first reports sums.
         """
         rows = rows.to(self.model.device)
-        metrics = self._ppo(rows) if loss == "ppo" else self._cross_entropy(rows)
+        return self._reported(self._policy(rows, correction_mean) if loss == "policy" else self._cross_entropy(rows))
+
+    @torch.no_grad()
+    def measure_correction(self, rows: PackedRows) -> LossSums:
+        """Sums of the off-policy correction's weights over these rows, from a forward pass alone."""
+        sums = correction_sums(self._inputs(rows.to(self.model.device)), self._algorithm)
+        self.model.reshard()
+        return self._reported(sums)
+
+    def _reported(self, metrics: LossMetrics) -> LossSums:
         if self.model.tp_rank != 0:
             return LossSums(sums={}, maxima={})
         return LossSums(
@@ -79,26 +89,24 @@ class Learner:
         self.model.reshard()
         return {name: value for name, value in self.model.module.state_dict().items() if isinstance(value, torch.Tensor)}
 
-    def _ppo(self, rows: PackedRows) -> LossMetrics:
+    def _policy(self, rows: PackedRows, correction_mean: float) -> LossMetrics:
+        loss, metrics = policy_loss(self._inputs(rows, correction_mean), self._algorithm)
+        loss.backward()
+        return metrics
+
+    def _inputs(self, rows: PackedRows, correction_mean: float = 1.0) -> LossInputs:
         logprobs_N, entropy_N = self._logprobs(rows)
-        mask_N, weights_N, old_N = rows.mask_BL.flatten(), rows.weights_BL.flatten(), rows.logprobs_BL.flatten()
-        loss_N, ratio = ppo_clip(
-            logprobs_N,
-            old_N,
-            rows.advantages_BL.flatten(),
-            clip_low=self._algorithm.clip_low,
-            clip_high=self._algorithm.clip_high,
-            mask=mask_N,
-        )
-        weighted_sum(loss_N, weights_N, mask=mask_N).backward()
-        return loss_metrics(
-            loss=loss_N,
-            weights=weights_N,
-            ratio_stats=ratio,
-            entropy=entropy_N,
-            logprobs=logprobs_N,
-            generator_logprobs=old_N,
-            mask=mask_N,
+        return LossInputs(
+            logprobs_N=logprobs_N,
+            generator_logprobs_N=rows.logprobs_BL.flatten(),
+            proximal_logprobs_N=None,
+            reference_logprobs_N=None,
+            entropy_N=entropy_N,
+            advantages_N=rows.advantages_BL.flatten(),
+            weights_N=rows.weights_BL.flatten(),
+            mask_N=rows.mask_BL.flatten(),
+            sequence_N=rows.sequence_N,
+            correction_mean=correction_mean,
         )
 
     def _cross_entropy(self, rows: PackedRows) -> LossMetrics:
