@@ -1,3 +1,4 @@
+import itertools
 import math
 import statistics
 
@@ -5,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.advantages import AdvantageMethod, group_advantages
+from titanrl.algorithms.advantages import (
+    AdvantageMethod,
+    batch_advantages,
+    group_advantages,
+    pass_at_k_advantages,
+    standardized,
+)
 
-METHODS: tuple[AdvantageMethod, ...] = ("grpo", "dr_grpo", "rloo")
+METHODS: tuple[AdvantageMethod, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "pass_at_k")
 rewards_of_a_group = st.lists(st.floats(-100, 100).map(lambda reward: round(reward, 3)), min_size=2, max_size=16)
 
 
@@ -40,12 +47,12 @@ def test_rloo_subtracts_the_mean_of_the_others() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_rewards_give_exactly_zero(method: AdvantageMethod) -> None:
     # 0.1 has no exact binary form: its mean over three would leave a residue.
-    assert group_advantages([0.1, 0.1, 0.1], method) == (0.0, 0.0, 0.0)
+    assert group_advantages([0.1, 0.1, 0.1], method, pass_k=2) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_group_of_one_has_advantage_zero(method: AdvantageMethod) -> None:
-    assert group_advantages([7.0], method, std_ddof=1) == (0.0,)
+    assert group_advantages([7.0], method, std_ddof=1, pass_k=1) == (0.0,)
 
 
 def test_a_reward_that_is_not_finite_is_named() -> None:
@@ -66,4 +73,89 @@ def test_advantages_match_their_definitions(rewards: list[float]) -> None:
 
 @given(rewards_of_a_group, st.sampled_from(METHODS))
 def test_advantages_of_a_group_sum_to_zero(rewards: list[float], method: AdvantageMethod) -> None:
-    assert sum(group_advantages(rewards, method)) == pytest.approx(0.0, abs=1e-9 * len(rewards) * 100)
+    rewards = [abs(reward) for reward in rewards]
+    assert sum(group_advantages(rewards, method, pass_k=2)) == pytest.approx(0.0, abs=1e-7 * len(rewards))
+
+
+def test_maxrl_divides_by_the_mean() -> None:
+    # Mean 0.25.
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], "maxrl", eps=0.0) == (3.0, -1.0, -1.0, -1.0)
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with pytest.raises(ValueError, match=r"must not return -1.0"):
+        group_advantages([1.0, -1.0], "maxrl")
+
+
+def best_of_k_by_enumeration(rewards: list[float], k: int) -> list[float]:
+    """The definition, over every k-subset."""
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    best = [max(rewards[i] for i in subset) for subset in subsets]
+    mean, std = statistics.fmean(best), statistics.pstdev(best)
+    with_i = [statistics.fmean(b for b, s in zip(best, subsets, strict=True) if i in s) for i in range(len(rewards))]
+    return [(value - mean) / (std + 1e-6) for value in with_i]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, -2.0]), min_size=2, max_size=8), st.data())
+def test_pass_at_k_is_what_each_answer_adds_to_the_best_of_k(rewards: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(rewards)))
+    expected = best_of_k_by_enumeration(rewards, k)
+    assert pass_at_k_advantages(rewards, k) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_pass_at_k_of_right_and_wrong_answers_by_the_closed_form() -> None:
+    # Two of six right, k = 3: pass@k = 1 - C(4, 3) / C(6, 3) = 0.8; with a wrong one in it 1 - C(3, 2) / C(5, 2) = 0.7.
+    std = math.sqrt(0.8 * 0.2)
+    advantages = pass_at_k_advantages([1.0, 0.0, 0.0, 1.0, 0.0, 0.0], 3, eps=0.0)
+    assert advantages == pytest.approx((0.2 / std, -0.1 / std, -0.1 / std, 0.2 / std, -0.1 / std, -0.1 / std))
+
+
+def test_pass_at_k_is_zero_where_every_subset_has_a_best_answer() -> None:
+    assert pass_at_k_advantages([1.0, 1.0, 0.0], 2) == (0.0, 0.0, 0.0)
+
+
+def test_pass_at_one_is_grpo() -> None:
+    rewards = [0.0, 3.0, 1.0, 1.0]
+    assert pass_at_k_advantages(rewards, 1) == pytest.approx(group_advantages(rewards, "grpo"))
+
+
+def test_the_z_score_counts_tokens_and_only_those_that_count() -> None:
+    # Six tokens of 3 and two of -1: mean 2, variance (6 * 1 + 2 * 9) / 8 = 3. The 100 belongs to no token.
+    z = 1 / math.sqrt(3)
+    scores = standardized([(3.0, -1.0), (3.0, 100.0)], [(4, 2), (2, 0)])
+    assert scores[0] == pytest.approx((z, -3 * z), rel=1e-5)
+    assert scores[1][0] == pytest.approx(z, rel=1e-5)
+
+
+def test_equal_values_have_a_z_score_of_exactly_zero() -> None:
+    assert standardized([(0.1, 0.1), (0.1,)], [(1, 3), (7,)]) == [(0.0, 0.0), (0.0,)]
+
+
+def test_reinforce_pp_standardizes_rewards_and_its_baseline_form_those_less_the_mean_of_the_group() -> None:
+    groups, counts = [(1.0, 1.0), (0.0, 2.0)], [(5, 5), (5, 5)]
+    plain = batch_advantages(groups, counts, "reinforce_pp")
+    # Mean 1, standard deviation sqrt(1 / 2).
+    assert [*plain[0], *plain[1]] == pytest.approx([0.0, 0.0, -math.sqrt(2), math.sqrt(2)], rel=1e-5, abs=1e-12)
+    # 0, 0, -1, 1: mean 0, standard deviation sqrt(1 / 2).
+    baseline = batch_advantages(groups, counts, "reinforce_pp_baseline")
+    assert [*baseline[0], *baseline[1]] == pytest.approx([0.0, 0.0, -math.sqrt(2), math.sqrt(2)], rel=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.floats(-10, 10), min_size=2, max_size=5), st.integers(1, 50)), min_size=1, max_size=6),
+    st.sampled_from(["reinforce_pp", "reinforce_pp_baseline"]),
+)
+def test_standardized_advantages_have_mean_zero_over_the_tokens(
+    groups: list[tuple[list[float], int]], method: AdvantageMethod
+) -> None:
+    rewards = [[round(reward, 2) for reward in group] for group, _ in groups]
+    counts = [[count + i for i in range(len(group))] for group, count in groups]
+    advantages = batch_advantages(rewards, counts, method)
+    pairs = [(a, n) for group, ns in zip(advantages, counts, strict=True) for a, n in zip(group, ns, strict=True)]
+    assert sum(a * n for a, n in pairs) / sum(n for _, n in pairs) == pytest.approx(0.0, abs=1e-6)
+    assert sum(a * a * n for a, n in pairs) / sum(n for _, n in pairs) <= 1.0 + 1e-9
+
+
+def test_other_methods_do_not_look_beyond_their_group() -> None:
+    groups = [(1.0, 0.0), (5.0, 7.0)]
+    assert batch_advantages(groups, [(1, 1), (9, 9)], "rloo") == [group_advantages(group, "rloo") for group in groups]

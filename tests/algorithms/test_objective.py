@@ -1,14 +1,15 @@
 """The parts together: plan, log-probabilities, loss and weights of a toy policy, against loops over the whole batch."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from titanrl.algorithms.logprobs import logprobs_and_entropy
-from titanrl.algorithms.losses import ppo_clip, weighted_sum
+from titanrl.algorithms.objective import LossInputs, policy_loss
 from titanrl.algorithms.planning import plan_batch
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.types import BatchPlan, GroupRecord, Row
@@ -19,6 +20,18 @@ Payload = dict[tuple[int, int], tuple[list[int], list[float]]]
 """Tokens and the generator's log-probability of each sampled one, by group and rollout."""
 Batch = tuple[list[GroupRecord], Payload]
 RecordMaker = Callable[..., GroupRecord]
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "ppo, divergence, entropy": {"kl": {"coef": 0.1, "estimator": "k3"}, "entropy_coef": 0.05},
+    "gspo": {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.02},
+    "decoupled, sequence weights and rejection": {
+        "proximal": "step_start",
+        "correction": {"weight": "sequence", "max_prox_over_behavior": 1.5, "reject_geometric_prox_over_behavior": (0.9, 1.1)},
+        "kl": {"coef": 0.1},
+        "entropy_coef": 0.05,
+    },
+    "divergence in the reward": {"loss": "cispo", "kl": {"coef": 0.1, "estimator": "k1", "place": "reward"}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +48,7 @@ def batch(make_record: RecordMaker, table: Tensor) -> Batch:
     for index in range(6):
         counts = [rng.randint(1, 20) for _ in range(GROUP_SIZE)]
         rewards = [1.0] * GROUP_SIZE if index == 2 else [1.0, 0.0, rng.random(), rng.random()]
-        records.append(make_record(index, rewards, counts, prompt_len=PROMPT_LEN, has_payload=index != 2))
+        records.append(make_record(index, rewards, counts, prompt_len=PROMPT_LEN))
         for rollout, count in enumerate(counts):
             tokens = [rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_LEN + count)]
             logprobs = table.log_softmax(-1)[tokens[PROMPT_LEN - 1 : -1], tokens[PROMPT_LEN:]].tolist()
@@ -43,10 +56,18 @@ def batch(make_record: RecordMaker, table: Tensor) -> Batch:
     return records, payload
 
 
-def row_objective(row: Row, payload: Payload, table: Tensor) -> Tensor:
-    """What one packed row adds to the objective."""
-    before, labels, old, advantages, weights, mask = [], [], [], [], [], []
-    for sequence in row:
+@pytest.fixture(scope="module")
+def reference_table(table: Tensor) -> Tensor:
+    """The reference policy."""
+    return table + 0.3 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def rows_objective(
+    rows: Sequence[Row], payload: Payload, table: Tensor, reference: Tensor, algorithm: AlgorithmConfig
+) -> Tensor:
+    """What the rows of one rank and micro-batch add to the objective."""
+    before, labels, old, advantages, weights, mask, ids = [], [], [], [], [], [], []
+    for number, sequence in enumerate(sequence for row in rows for sequence in row):
         tokens, logprobs = payload[sequence.handle.slot, sequence.rollout]
         num_places = len(tokens) - 1
         before += tokens[:-1]
@@ -55,35 +76,52 @@ def row_objective(row: Row, payload: Payload, table: Tensor) -> Tensor:
         mask += [False] * (PROMPT_LEN - 1) + [True] * len(logprobs)
         advantages += [sequence.advantage] * num_places
         weights += [sequence.weight] * num_places
-    logprobs_N, _ = logprobs_and_entropy(table[before], torch.tensor(labels))
-    mask_N = torch.tensor(mask)
-    loss_N, _ = ppo_clip(logprobs_N, torch.tensor(old), torch.tensor(advantages), clip_low=0.2, clip_high=0.2, mask=mask_N)
-    return weighted_sum(loss_N, torch.tensor(weights), mask=mask_N)
+        ids += [number] * num_places
+    logprobs_N, entropy_N = logprobs_and_entropy(table[before], torch.tensor(labels))
+    reference_N, _ = logprobs_and_entropy(reference[before], torch.tensor(labels))
+    inputs = LossInputs(
+        logprobs_N=logprobs_N,
+        generator_logprobs_N=torch.tensor(old),
+        proximal_logprobs_N=None,
+        reference_logprobs_N=reference_N,
+        entropy_N=entropy_N,
+        advantages_N=torch.tensor(advantages),
+        weights_N=torch.tensor(weights),
+        mask_N=torch.tensor(mask),
+        sequence_N=torch.tensor(ids),
+    )
+    return policy_loss(inputs, algorithm)[0]
 
 
-def gradient(plan: BatchPlan, payload: Payload, table: Tensor) -> Tensor:
+def gradient(plan: BatchPlan, payload: Payload, table: Tensor, reference: Tensor, name: str = "ppo") -> Tensor:
     """Gradients of all micro-batches and ranks, added up."""
     table = table.clone().requires_grad_()
     for microbatch in plan.microbatches:
-        for rank in microbatch.rows:
-            for row in rank:
-                row_objective(row, payload, table).backward()
+        for rank in filter(None, microbatch.rows):
+            rows_objective(rank, payload, table, reference, AlgorithmConfig(**ALGORITHMS[name])).backward()
     return table.grad
 
 
-def reference_gradient(records: list[GroupRecord], payload: Payload, table: Tensor, reduction: str) -> Tensor:
+def reference_gradient(
+    records: list[GroupRecord], payload: Payload, table: Tensor, reference: Tensor, reduction: str, *, more_terms: bool
+) -> Tensor:
     """The objective by its definition, in fp64, over every token of every group, with or without signal."""
     table = table.double().requires_grad_()
+    logp, reference_logp = table.log_softmax(-1), reference.double().log_softmax(-1)
     sequences = []
     for record in records:
         for rollout in range(GROUP_SIZE):
             tokens, old = payload[record.index % 6, rollout]
             advantage = record.rewards[rollout] - sum(record.rewards) / GROUP_SIZE
-            ratios = [
-                (table[tokens[t - 1]].log_softmax(-1)[tokens[t]] - old[t - PROMPT_LEN]).exp()
-                for t in range(PROMPT_LEN, len(tokens))
-            ]
-            losses = [-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) for ratio in ratios]
+            losses = []
+            for t in range(PROMPT_LEN, len(tokens)):
+                now, ref = logp[tokens[t - 1], tokens[t]], reference_logp[tokens[t - 1], tokens[t]]
+                ratio = (now - old[t - PROMPT_LEN]).exp()
+                loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                if more_terms:
+                    entropy = -(logp[tokens[t - 1]].exp() * logp[tokens[t - 1]]).sum()
+                    loss = loss + 0.1 * ratio.detach() * ((ref - now).exp() - 1 + now - ref) - 0.05 * entropy
+                losses.append(loss)
             sequences.append((record.index, losses))
     token_sums = [sum(losses) for _, losses in sequences]
     prompts = {prompt for prompt, _ in sequences}
@@ -106,11 +144,17 @@ def reference_gradient(records: list[GroupRecord], payload: Payload, table: Tens
 
 
 def plan(
-    records: list[GroupRecord], reduction: str = "token_mean", *, row_tokens=50, rows_per_microbatch=2, dp_size=1
+    records: list[GroupRecord],
+    reduction: str = "token_mean",
+    name: str = "ppo",
+    *,
+    row_tokens: int = 50,
+    rows_per_microbatch: int = 2,
+    dp_size: int = 1,
 ) -> BatchPlan:
     return plan_batch(
         records,
-        algorithm=AlgorithmConfig(reduction=reduction),
+        algorithm=AlgorithmConfig(reduction=reduction, **ALGORITHMS[name]),
         constant_length=26,
         row_tokens=row_tokens,
         rows_per_microbatch=rows_per_microbatch,
@@ -118,39 +162,47 @@ def plan(
     )
 
 
+@pytest.mark.parametrize("name", ["ppo", "ppo, divergence, entropy"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_gradient_is_that_of_the_definition(batch: Batch, table: Tensor, reduction: str) -> None:
+def test_gradient_is_that_of_the_definition(
+    batch: Batch, table: Tensor, reference_table: Tensor, reduction: str, name: str
+) -> None:
     records, payload = batch
-    expected = reference_gradient(records, payload, table, reduction)
+    expected = reference_gradient(records, payload, table, reference_table, reduction, more_terms=name != "ppo")
     torch.testing.assert_close(
-        gradient(plan(records, reduction), payload, table), expected, atol=1e-6 * expected.abs().max(), rtol=0
+        gradient(plan(records, reduction, name), payload, table, reference_table, name),
+        expected,
+        atol=1e-6 * expected.abs().max(),
+        rtol=0,
     )
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("row_tokens", [22, 50, 400])
 @pytest.mark.parametrize(("rows_per_microbatch", "dp_size"), [(1, 1), (2, 1), (8, 1), (1, 2), (4, 2), (1, 4), (8, 4)])
 def test_gradient_does_not_depend_on_rows_micro_batches_or_ranks(
-    batch: Batch, table: Tensor, row_tokens: int, rows_per_microbatch: int, dp_size: int
+    batch: Batch, table: Tensor, reference_table: Tensor, name: str, row_tokens: int, rows_per_microbatch: int, dp_size: int
 ) -> None:
     records, payload = batch
-    one_by_one = gradient(plan(records), payload, table)
-    layout = plan(records, row_tokens=row_tokens, rows_per_microbatch=rows_per_microbatch, dp_size=dp_size)
-    torch.testing.assert_close(gradient(layout, payload, table), one_by_one, atol=1e-7, rtol=0)
+    one_by_one = gradient(plan(records, name=name), payload, table, reference_table, name)
+    layout = plan(records, name=name, row_tokens=row_tokens, rows_per_microbatch=rows_per_microbatch, dp_size=dp_size)
+    torch.testing.assert_close(gradient(layout, payload, table, reference_table, name), one_by_one, atol=2e-7, rtol=0)
 
 
-def test_order_of_groups_changes_no_bit_of_the_gradient(batch: Batch, table: Tensor) -> None:
+def test_order_of_groups_changes_no_bit_of_the_gradient(batch: Batch, table: Tensor, reference_table: Tensor) -> None:
     records, payload = batch
-    assert torch.equal(gradient(plan(records[::-1]), payload, table), gradient(plan(records), payload, table))
+    forth, back = plan(records), plan(records[::-1])
+    assert torch.equal(gradient(back, payload, table, reference_table), gradient(forth, payload, table, reference_table))
 
 
+@pytest.mark.parametrize("name", ["ppo", "ppo, divergence, entropy"])
 @pytest.mark.parametrize(("reduction", "factor"), [("token_mean", 1), ("sequence_mean", 1), ("prompt_mean", 1), ("sum", 2)])
 def test_a_batch_given_twice_changes_only_the_gradient_of_the_sum(
-    batch: Batch, make_record: RecordMaker, table: Tensor, reduction: str, factor: int
+    batch: Batch, make_record: RecordMaker, table: Tensor, reference_table: Tensor, reduction: str, factor: int, name: str
 ) -> None:
     records, payload = batch
-    again = [
-        make_record(r.index + 6, r.rewards, r.num_sampled, prompt_len=PROMPT_LEN, has_payload=r.has_payload) for r in records
-    ]
+    again = [make_record(r.index + 6, r.rewards, r.num_sampled, prompt_len=PROMPT_LEN) for r in records]
     twice = payload | {(index + 6, rollout): value for (index, rollout), value in payload.items()}
-    once = gradient(plan(records, reduction), payload, table)
-    torch.testing.assert_close(gradient(plan(records + again, reduction), twice, table), factor * once, atol=1e-6, rtol=1e-5)
+    once = gradient(plan(records, reduction, name), payload, table, reference_table, name)
+    doubled = gradient(plan(records + again, reduction, name), twice, table, reference_table, name)
+    torch.testing.assert_close(doubled, factor * once, atol=1e-6, rtol=1e-5)

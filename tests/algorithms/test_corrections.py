@@ -1,0 +1,118 @@
+"""Importance weights and rejections, by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanrl.algorithms.corrections import Correction, correct, weight_sums
+from titanrl.config.objective import CORRECTION_PRESETS, CorrectionConfig
+
+# Ratios of proximal to sampling policy: sequence 0 has 2, 0.5 and 4; sequence 1 has 1.25 and 1.25; sequence 2 has 0.1.
+RATIOS = torch.tensor([2.0, 0.5, 4.0, 1.25, 1.25, 0.1], dtype=torch.float64)
+SEQUENCE = torch.tensor([0, 0, 0, 1, 1, 2])
+ALL = torch.ones(6, dtype=torch.bool)
+
+
+def corrected(mask: Tensor = ALL, **config) -> Correction:
+    behavior = torch.linspace(-3, -1, 6, dtype=torch.float64)
+    return correct(behavior + RATIOS.log(), behavior, SEQUENCE, CorrectionConfig(**config), mask=mask)
+
+
+def test_nothing_is_weighted_or_rejected_by_default() -> None:
+    mask = torch.tensor([True, False, True, True, True, True])
+    correction = corrected(mask)
+    assert correction.weights_N is None
+    assert torch.equal(correction.kept_N, mask)
+
+
+def test_token_weights_are_ratios_up_to_the_bound() -> None:
+    correction = corrected(weight="token", max_prox_over_behavior=2.0)
+    assert correction.weights_N.tolist() == pytest.approx([2.0, 0.5, 2.0, 1.25, 1.25, 0.1])
+    assert correction.truncated_N[2]
+    assert not correction.truncated_N[3:].any()
+
+
+def test_sequence_weights_are_products_up_to_the_bound() -> None:
+    correction = corrected(weight="sequence", max_prox_over_behavior=3.0)
+    assert correction.weights_N.tolist() == pytest.approx([3.0] * 3 + [1.5625] * 2 + [0.1])
+    assert correction.truncated_N.tolist() == [True, True, True, False, False, False]
+
+
+def test_masked_tokens_have_no_part_in_the_product_of_their_sequence() -> None:
+    mask = torch.tensor([True, True, False, True, True, True])
+    correction = corrected(mask, weight="sequence")
+    assert correction.weights_N.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.5625, 1.5625, 0.1])
+    assert correction.kept_N.tolist() == mask.tolist()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ({"reject_token_prox_over_behavior": (0.4, 3.0)}, [1, 1, 0, 1, 1, 0]),
+        ({"reject_sequence_prox_over_behavior": (0.5, 2.0)}, [0, 0, 0, 1, 1, 0]),
+        ({"reject_geometric_prox_over_behavior": (0.5, 1.5)}, [0, 0, 0, 1, 1, 0]),  # means 4^(1/3) = 1.59, 1.25, 0.1
+        ({"reject_geometric_prox_over_behavior": (0.05, 1.6)}, [1, 1, 1, 1, 1, 1]),
+        ({"veto_prox_over_behavior": (0.05, 3.0)}, [0, 0, 0, 1, 1, 1]),
+        ({"reject_token_prox_over_behavior": (0.6, 9.0), "reject_sequence_prox_over_behavior": (0.5, 2.0)}, [0, 0, 0, 1, 1, 0]),
+        ({"reject_token_prox_over_behavior": (0.6, 9.0), "veto_prox_over_behavior": (0.05, 3.9)}, [0, 0, 0, 1, 1, 0]),
+    ],
+)
+def test_what_is_outside_the_bounds_is_rejected(bounds: dict[str, tuple[float, float]], kept: list[int]) -> None:
+    assert corrected(**bounds).kept_N.int().tolist() == kept
+
+
+def test_a_ratio_on_the_bound_is_kept() -> None:
+    behavior = torch.tensor([0.0])
+    config = CorrectionConfig(reject_token_prox_over_behavior=(1.0, 2.0))
+    one = torch.ones(1, dtype=torch.bool)
+    assert correct(behavior, behavior, torch.zeros(1, dtype=torch.int64), config, mask=one).kept_N.item()
+
+
+def test_bounds_are_on_proximal_over_behavior_and_not_the_other_way_round() -> None:
+    behavior, mask, ids = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.arange(2)
+    config = CorrectionConfig(reject_token_prox_over_behavior=(0.2, 1.5))
+    assert correct(torch.tensor([4.0, 0.25]).log(), behavior, ids, config, mask=mask).kept_N.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("preset", CORRECTION_PRESETS)
+def test_policies_that_agree_are_neither_weighted_nor_rejected_by_any_recipe(preset: str) -> None:
+    logprobs = -torch.rand(6) * 20
+    config = CorrectionConfig(preset=preset)
+    correction = correct(logprobs, logprobs.clone(), SEQUENCE, config, mask=ALL)
+    assert correction.kept_N.all()
+    assert not correction.truncated_N.any()
+    if config.weight != "none":
+        assert correction.weights_N.tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize("preset", CORRECTION_PRESETS)
+def test_what_stands_at_masked_places_does_not_matter(preset: str) -> None:
+    mask = torch.tensor([True, False, True, True, True, False])
+    behavior = torch.linspace(-3, -1, 6)
+    proximal = behavior + 0.01
+    bad = torch.tensor([0.0, math.nan, 0.0, 0.0, 0.0, math.inf])
+    config = CorrectionConfig(preset=preset)
+    clean = correct(proximal, behavior, SEQUENCE, config, mask=mask)
+    spoilt = correct(proximal + bad, behavior, SEQUENCE, config, mask=mask)
+    assert torch.equal(clean.kept_N, spoilt.kept_N)
+    if clean.weights_N is not None:
+        assert torch.equal(clean.weights_N, spoilt.weights_N)
+
+
+def test_a_ratio_beyond_all_numbers_is_truncated_or_rejected() -> None:
+    behavior, proximal, mask = torch.tensor([-1000.0, 0.0]), torch.tensor([0.0, -1000.0]), torch.ones(2, dtype=torch.bool)
+    config = CorrectionConfig(weight="token", veto_prox_over_behavior=(1e-30, 1e30))
+    correction = correct(proximal, behavior, torch.arange(2), config, mask=mask)
+    assert correction.weights_N.tolist() == pytest.approx([2.0, math.exp(-20)])
+    assert not correction.kept_N.any()
+
+
+def test_the_mean_weight_is_over_tokens_or_over_sequences() -> None:
+    token = CorrectionConfig(weight="token", max_prox_over_behavior=2.0, veto_prox_over_behavior=(0.2, 9.0))
+    total, count = weight_sums(corrected(**token.model_dump()), SEQUENCE, token)
+    assert (total.item(), count.item()) == (pytest.approx(2.0 + 0.5 + 2.0 + 2.5), 5)
+    sequence = CorrectionConfig(weight="sequence", max_prox_over_behavior=3.0)
+    total, count = weight_sums(corrected(**sequence.model_dump()), SEQUENCE, sequence)
+    assert (total.item(), count.item()) == (pytest.approx(3.0 + 1.5625 + 0.1), 3)

@@ -1,0 +1,349 @@
+"""The parts of the objective together: correction, loss, divergence, entropy, metrics."""
+
+import itertools
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanrl.algorithms.losses import HOMOGENEOUS, ppo_clip, weighted_sum
+from titanrl.algorithms.objective import LossInputs, correction_sums, policy_loss
+from titanrl.config.objective import CORRECTION_PRESETS
+from titanrl.config.sections import AlgorithmConfig
+
+LENGTHS = (9, 1, 14, 6, 10)
+SEQUENCE = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+NUM_TOKENS = sum(LENGTHS)
+LOSS_NAMES = ("ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sapo")
+DECOUPLED: dict[str, Any] = {"proximal": "step_start", "correction": {"preset": "token_tis"}}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{loss: {"loss": loss, "clip_low": 0.1, "clip_high": 0.1} for loss in LOSS_NAMES},
+    "decoupled": DECOUPLED,
+    "gspo, sequence weights": {"loss": "gspo", "proximal": "step_start", "correction": {"preset": "sequence_mis"}},
+    "reinforce, icepop": {"loss": "reinforce", "correction": {"preset": "icepop"}},
+    "geometric": {"correction": {"reject_geometric_prox_over_behavior": (0.9, 1.05), "veto_prox_over_behavior": (0.4, 2.5)}},
+    "kl, entropy": {"kl": {"coef": 0.3}, "entropy_coef": 0.2},
+    "everything": {**DECOUPLED, "kl": {"coef": 0.3, "estimator": "k3"}, "entropy_coef": 0.2, "dual_clip": 3.0},
+    "kl in reward": {"loss": "reinforce", "kl": {"coef": 0.3, "estimator": "k1", "place": "reward"}},
+}
+
+
+def example(seed: int = 0, dtype: torch.dtype = torch.float64, drift: float = 0.3) -> LossInputs:
+    """Five sequences; policy, proximal, reference and generator all differ by about `drift`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(NUM_TOKENS, generator=generator, dtype=torch.float64)
+
+    behavior = -3.0 * torch.rand(NUM_TOKENS, generator=generator, dtype=torch.float64)
+    weights = torch.rand(len(LENGTHS), generator=generator, dtype=torch.float64) / NUM_TOKENS
+    advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
+    return LossInputs(
+        logprobs_N=(behavior + drift * normal()).to(dtype).requires_grad_(),
+        generator_logprobs_N=behavior.to(dtype),
+        proximal_logprobs_N=(behavior + drift * normal()).to(dtype),
+        reference_logprobs_N=(behavior + drift * normal()).to(dtype),
+        entropy_N=normal().abs().to(dtype).requires_grad_(),
+        advantages_N=advantages[SEQUENCE].to(dtype),
+        weights_N=weights[SEQUENCE].to(dtype),
+        mask_N=torch.rand(NUM_TOKENS, generator=generator) < 0.8,
+        sequence_N=SEQUENCE,
+    )
+
+
+def part(inputs: LossInputs, place: slice) -> LossInputs:
+    """The tokens of some places; numbers of sequences start at 0 again."""
+    cut = {
+        field.name: value[place]
+        for field in fields(inputs)
+        if isinstance(value := getattr(inputs, field.name), Tensor) and field.name != "sequence_N"
+    }
+    return replace(inputs, **cut, sequence_N=inputs.sequence_N[place] - inputs.sequence_N[place][:1])
+
+
+def gradients(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, and its gradients by log-probabilities and entropies."""
+    loss, _ = policy_loss(inputs, algorithm)
+    by = torch.autograd.grad(loss, (inputs.logprobs_N, inputs.entropy_N), materialize_grads=True)
+    return loss.detach(), *by
+
+
+def test_the_default_is_clipped_ppo_against_the_sampler_bit_for_bit() -> None:
+    inputs = example(dtype=torch.float32)
+    loss, _ = ppo_clip(
+        inputs.logprobs_N,
+        inputs.generator_logprobs_N,
+        inputs.advantages_N,
+        clip_low=0.2,
+        clip_high=0.2,
+        mask=inputs.mask_N,
+    )
+    plain = weighted_sum(loss, inputs.weights_N, mask=inputs.mask_N)
+    total, by_logprobs, by_entropy = gradients(inputs, AlgorithmConfig())
+    assert torch.equal(total, plain.detach())
+    assert torch.equal(by_logprobs, torch.autograd.grad(plain, inputs.logprobs_N)[0])
+    assert not by_entropy.any()
+
+
+@pytest.mark.parametrize("loss", sorted(HOMOGENEOUS - {"reinforce", "cispo"}))
+@pytest.mark.parametrize("proximal", ["sampler", "step_start"])
+def test_where_all_policies_are_one_the_loss_is_minus_the_weighted_advantages(loss: str, proximal: str) -> None:
+    inputs = example()
+    same = inputs.logprobs_N.detach().clone()
+    inputs = replace(inputs, generator_logprobs_N=same, proximal_logprobs_N=same)
+    correction = {"preset": "geometric_token_tis"} if proximal == "step_start" and loss != "importance_sampling" else {}
+    algorithm = AlgorithmConfig(loss=loss, proximal=proximal, correction=correction)
+    total, metrics = policy_loss(inputs, algorithm)
+    expected = -(inputs.weights_N * inputs.advantages_N)[inputs.mask_N].sum()
+    # The gate of sapo is 2 / tau where the ratio is 1; only its gradient is that of the others.
+    if loss != "sapo":
+        assert total.item() == pytest.approx(expected.item(), rel=1e-14)
+    assert metrics.sums["policy/ratio_mean"] == metrics.sums["num_tokens"]
+    assert metrics.maxima["policy/ratio_max"] == 1.0
+    assert metrics.sums["policy/clip_frac"] == 0.0
+    assert metrics.sums["correction/reject_frac"] == 0.0
+    if correction:
+        assert metrics.sums["correction/weight"] == metrics.sums["num_tokens"]
+        assert metrics.sums["correction/clip_frac"] == 0.0
+
+
+def test_decoupled_ppo_with_rejection_divergence_and_entropy_is_its_definition_token_by_token() -> None:
+    algorithm = AlgorithmConfig(
+        proximal="step_start",
+        clip_low=0.1,
+        clip_high=0.15,
+        correction={"weight": "token", "max_prox_over_behavior": 1.2, "reject_token_prox_over_behavior": [0.7, 1.5]},
+        kl={"coef": 0.3, "estimator": "k3"},
+        entropy_coef=0.2,
+    )
+    inputs = example()
+    expected, num_rejected = 0.0, 0
+    rows = zip(
+        *(getattr(inputs, field.name).tolist() for field in fields(inputs) if field.name != "correction_mean"), strict=True
+    )
+    for now, sampled, proximal, reference, entropy, advantage, weight, counts, _ in rows:
+        rho, r = math.exp(proximal - sampled), math.exp(now - proximal)
+        if not counts:
+            continue
+        if not 0.7 <= rho <= 1.5:
+            num_rejected += 1
+            continue
+        surrogate = min(r * advantage, min(max(r, 0.9), 1.15) * advantage)
+        k3 = math.exp(reference - now) - 1 + (now - reference)
+        expected += weight * (-min(rho, 1.2) * surrogate + 0.3 * math.exp(now - sampled) * k3 - 0.2 * entropy)
+    total, metrics = policy_loss(inputs, algorithm)
+    assert total.item() == pytest.approx(expected, rel=1e-12)
+    assert metrics.sums["correction/reject_frac"] == num_rejected > 0
+    assert sum(metrics.sums[f"loss/{term}"].item() for term in ("policy", "kl", "entropy")) == pytest.approx(total.item())
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "dro", "sapo", "importance_sampling", "decoupled", "everything"])
+def test_gradients_match_finite_differences(name: str) -> None:
+    settings = ALGORITHMS[name]
+    if "kl" in settings:
+        settings = settings | {"kl": settings["kl"] | {"importance_weighted": False}}
+    inputs, algorithm = example(), AlgorithmConfig(**settings)
+    # gspo spreads the gradient over the tokens of a sequence, which needs the same mask and weight for all of them.
+    inputs = replace(inputs, mask_N=torch.ones(NUM_TOKENS, dtype=torch.bool)) if name == "gspo" else inputs
+
+    def objective(logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return policy_loss(replace(inputs, logprobs_N=logprobs, entropy_N=entropy), algorithm)[0]
+
+    assert torch.autograd.gradcheck(objective, (inputs.logprobs_N, inputs.entropy_N))
+
+
+def test_importance_weights_carry_no_gradient() -> None:
+    # Without a pass of its own the proximal policy is the current one: r = 1, and the gradient is -w rho A.
+    inputs = replace(example(), proximal_logprobs_N=None)
+    _, by_logprobs, _ = gradients(inputs, AlgorithmConfig(**DECOUPLED))
+    rho = (inputs.logprobs_N - inputs.generator_logprobs_N).exp().clamp(max=2.0).detach()
+    expected = torch.where(inputs.mask_N, -inputs.weights_N * rho * inputs.advantages_N, 0.0)
+    torch.testing.assert_close(by_logprobs, expected, atol=1e-14, rtol=1e-13)
+
+
+def test_the_entropy_bonus_has_minus_its_weighted_coefficient_as_gradient() -> None:
+    inputs = example()
+    _, _, by_entropy = gradients(inputs, AlgorithmConfig(entropy_coef=0.25))
+    assert torch.equal(by_entropy, torch.where(inputs.mask_N, -0.25 * inputs.weights_N, 0.0))
+
+
+def test_a_divergence_in_the_reward_takes_what_is_still_to_come_off_the_advantage() -> None:
+    inputs = replace(example(), mask_N=torch.ones(NUM_TOKENS, dtype=torch.bool))
+    _, by_logprobs, _ = gradients(inputs, AlgorithmConfig(**ALGORITHMS["kl in reward"]))
+    k1 = (inputs.logprobs_N - inputs.reference_logprobs_N).detach()
+    to_go = [k1[t:][SEQUENCE[t:] == SEQUENCE[t]].sum() for t in range(NUM_TOKENS)]
+    expected = -inputs.weights_N * (inputs.advantages_N - 0.3 * torch.stack(to_go))
+    torch.testing.assert_close(by_logprobs, expected)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("cuts", [[1], [2, 4], [1, 2, 3, 4]])
+def test_loss_gradients_and_metrics_do_not_depend_on_how_sequences_are_cut_into_micro_batches(
+    name: str, cuts: list[int]
+) -> None:
+    inputs, algorithm = example(dtype=torch.float32), AlgorithmConfig(**ALGORITHMS[name])
+    _, whole = policy_loss(inputs, algorithm)
+    loss, *by = gradients(inputs, algorithm)
+    borders = [sum(LENGTHS[:cut]) for cut in [0, *cuts, len(LENGTHS)]]
+    pieces = [part(inputs, slice(start, end)) for start, end in itertools.pairwise(borders)]
+    results = [policy_loss(piece, algorithm) for piece in pieces]
+    total = torch.stack([piece_loss for piece_loss, _ in results]).sum()
+    torch.testing.assert_close(total, loss, atol=1e-6, rtol=0)
+    for one, other in zip(
+        torch.autograd.grad(total, (inputs.logprobs_N, inputs.entropy_N), materialize_grads=True), by, strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+    for metric, value in whole.sums.items():
+        assert sum(metrics.sums[metric].item() for _, metrics in results) == pytest.approx(value.item(), rel=1e-4, abs=1e-5)
+    for metric, value in whole.maxima.items():
+        assert max(metrics.maxima[metric].item() for _, metrics in results) == pytest.approx(value.item())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_at_masked_places_reaches_neither_loss_nor_gradient(name: str, bad: float) -> None:
+    inputs, algorithm = example(), AlgorithmConfig(**ALGORITHMS[name])
+    spoilt = {
+        field.name: torch.where(inputs.mask_N, value.detach(), bad)
+        for field in fields(inputs)
+        if isinstance(value := getattr(inputs, field.name), Tensor) and value.is_floating_point()
+    }
+    for variable in ("logprobs_N", "entropy_N"):
+        spoilt[variable].requires_grad_()
+    for one, other in zip(gradients(replace(inputs, **spoilt), algorithm), gradients(inputs, algorithm), strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_micro_batch_without_tokens_has_loss_gradient_and_metrics_of_zero(name: str) -> None:
+    inputs = replace(example(), mask_N=torch.zeros(NUM_TOKENS, dtype=torch.bool))
+    algorithm = AlgorithmConfig(**ALGORITHMS[name])
+    assert not any(value.any() for value in gradients(inputs, algorithm))
+    _, metrics = policy_loss(inputs, algorithm)
+    assert {value.item() for value in (*metrics.sums.values(), *metrics.maxima.values())} == {0.0}
+
+
+def test_tokens_whose_sampler_log_probability_is_not_finite_leave_loss_and_count() -> None:
+    inputs = example()
+    counted = int(inputs.mask_N.nonzero()[3])
+    generator = inputs.generator_logprobs_N.clone()
+    generator[counted] = -math.inf
+    without = replace(inputs, mask_N=inputs.mask_N & (torch.arange(NUM_TOKENS) != counted))
+    algorithm = AlgorithmConfig(**ALGORITHMS["everything"])
+    spoilt = replace(inputs, generator_logprobs_N=generator)
+    for one, other in zip(gradients(spoilt, algorithm), gradients(without, algorithm), strict=True):
+        assert torch.equal(one, other)
+    assert policy_loss(spoilt, algorithm)[1].sums["num_tokens"] == inputs.mask_N.sum() - 1
+
+
+@pytest.mark.parametrize("weight", ["token", "sequence"])
+def test_normalized_weights_have_a_mean_of_one_over_all_micro_batches(weight: str) -> None:
+    algorithm = AlgorithmConfig(
+        loss="reinforce", correction={"weight": weight, "batch_normalize": True, "max_prox_over_behavior": 1.1}
+    )
+    inputs, plain = (
+        replace(example(), proximal_logprobs_N=None),
+        AlgorithmConfig(loss="reinforce", correction={"weight": weight, "max_prox_over_behavior": 1.1}),
+    )
+    border = sum(LENGTHS[:2])
+    pieces = [part(inputs, slice(border)), part(inputs, slice(border, None))]
+    sums = [correction_sums(piece, algorithm).sums for piece in pieces]
+    mean = sum(s["correction/weight"].item() for s in sums) / sum(s["correction/count"].item() for s in sums)
+    ratios = (inputs.logprobs_N - inputs.generator_logprobs_N).detach()
+    in_sequence = [ratios[(sequence == SEQUENCE) & inputs.mask_N] for sequence in range(len(LENGTHS))]
+    weights = torch.cat(in_sequence) if weight == "token" else torch.stack([d.sum() for d in in_sequence if len(d)])
+    assert mean == pytest.approx(weights.exp().clamp(max=1.1).mean().item())
+    normalized = [policy_loss(replace(piece, correction_mean=mean), algorithm)[0].item() for piece in pieces]
+    assert sum(normalized) == pytest.approx(policy_loss(inputs, plain)[0].item() / mean)
+
+
+def test_terms_that_need_what_is_not_given_are_refused() -> None:
+    inputs = replace(example(), reference_logprobs_N=None, entropy_N=None)
+    with pytest.raises(AssertionError, match="reference"):
+        policy_loss(inputs, AlgorithmConfig(kl={"coef": 0.1}))
+    with pytest.raises(AssertionError, match="entropy"):
+        policy_loss(inputs, AlgorithmConfig(entropy_coef=0.1))
+
+
+@pytest.mark.parametrize("preset", CORRECTION_PRESETS)
+def test_every_recipe_goes_with_decoupled_ppo(preset: str) -> None:
+    loss, metrics = policy_loss(example(drift=0.05), AlgorithmConfig(proximal="step_start", correction={"preset": preset}))
+    assert loss.isfinite()
+    assert 0 <= metrics.sums["correction/reject_frac"] < metrics.sums["num_tokens"]
+
+
+# Metrics
+
+
+def small(ratios: list[float], mask: list[bool] | None = None, dtype: torch.dtype = torch.float64) -> LossInputs:
+    """Tokens of one sequence with given ratios to the sampler, advantage 1, weight 0.5 and entropy 2."""
+    ones = torch.ones(len(ratios), dtype=dtype)
+    return LossInputs(
+        logprobs_N=(torch.tensor(ratios, dtype=dtype).log() - 1.0).requires_grad_(),
+        generator_logprobs_N=-ones,
+        proximal_logprobs_N=None,
+        reference_logprobs_N=None,
+        entropy_N=2.0 * ones,
+        advantages_N=ones,
+        weights_N=0.5 * ones,
+        mask_N=torch.tensor(mask or [True] * len(ratios)),
+        sequence_N=torch.zeros(len(ratios), dtype=torch.int64),
+    )
+
+
+def test_metrics_by_hand() -> None:
+    # Three tokens that count with ratios 0.5, 1.0 and 2.0, and one that does not.
+    _, metrics = policy_loss(small([0.5, 1.0, 2.0, 9.0], [True, True, True, False]), AlgorithmConfig(clip_high=0.3))
+    ln2 = math.log(2)
+    assert {name: value.item() for name, value in metrics.sums.items()} == pytest.approx(
+        {
+            "policy/ratio_mean": 3.5,
+            "policy/clip_frac": 1.0,  # 2.0 is above 1.3
+            "policy/entropy": 6.0,
+            "mismatch/logprob_abs_mean": 2 * ln2,
+            "mismatch/kl": (0.5 - 1 + ln2) + (2 - 1 - ln2),
+            "mismatch/kl_k1": 0.0,
+            "mismatch/chi2": (0.25 - 1) + (4 - 1),
+            "correction/reject_frac": 0.0,
+            "loss/policy": 0.5 * -(0.5 + 1.0 + 1.3),
+            "loss/total": 0.5 * -(0.5 + 1.0 + 1.3),
+            "num_tokens": 3.0,
+        },
+        abs=1e-14,
+    )
+    assert {name: value.item() for name, value in metrics.maxima.items()} == pytest.approx(
+        {"policy/ratio_max": 2.0, "mismatch/logprob_abs_max": ln2}, rel=1e-14
+    )
+
+
+def test_correction_metrics_by_hand() -> None:
+    correction = {"weight": "token", "max_prox_over_behavior": 1.5, "reject_token_prox_over_behavior": [0.6, 9.0]}
+    _, metrics = policy_loss(small([0.5, 1.0, 2.0]), AlgorithmConfig(loss="reinforce", correction=correction))
+    values = {name.partition("/")[2]: value.item() for name, value in metrics.sums.items() if name.startswith("correction")}
+    assert values == pytest.approx({"reject_frac": 1.0, "clip_frac": 1.0, "weight": 2.5, "weight_squared": 1.0 + 2.25})
+
+
+def test_a_huge_mismatch_is_reported_as_it_is_and_its_kl_stays_finite() -> None:
+    inputs = replace(small([1.0], dtype=torch.float32), generator_logprobs_N=torch.tensor([-301.0]))
+    _, metrics = policy_loss(inputs, AlgorithmConfig())
+    assert metrics.maxima["mismatch/logprob_abs_max"] == 300.0
+    assert metrics.sums["mismatch/kl"].item() == pytest.approx(math.exp(20), rel=1e-6)
+    assert metrics.sums["mismatch/chi2"].isfinite()
+
+
+def test_metrics_are_zero_dimensional_and_carry_no_gradient() -> None:
+    _, metrics = policy_loss(example(), AlgorithmConfig(**ALGORITHMS["everything"]))
+    values = [*metrics.sums.values(), *metrics.maxima.values()]
+    assert all(value.shape == () and not value.requires_grad for value in values)
+
+
+def test_kl_of_a_tiny_mismatch_survives_fp32() -> None:
+    difference = 2.0**-17
+    inputs = replace(
+        small([1.0] * 1000, dtype=torch.float32), logprobs_N=torch.full((1000,), -1.0 + difference, requires_grad=True)
+    )
+    _, metrics = policy_loss(inputs, AlgorithmConfig())
+    assert metrics.sums["mismatch/kl"].item() / 1000 == pytest.approx(difference**2 / 2, rel=0.02)
