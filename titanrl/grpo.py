@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 from titanrl.algorithms.planning import plan_batch
 from titanrl.algorithms.schedule import learning_rate
 from titanrl.config import Config, ConfigError, check_files, dump_config
+from titanrl.config.sizes import notes
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import Device, resolve_device
 from titanrl.launch.base import prepare_base
@@ -122,6 +123,8 @@ class GRPO:
         from titanrl.launch.assembly import RunFiles, assemble  # brings torch, which a dry run does without
 
         config, console = self.config, self.console
+        for note in notes(config):
+            console.note(note)
         directory = RunDirectory(self.run_dir, resume_step=self.state.step if self._resuming else None)
         directory.write_config(dump_config(config))
         trackers = make_trackers(config.logging.loggers, self.run_dir, config.model_dump(mode="json"))
@@ -202,7 +205,7 @@ class GRPO:
         if not self.config.algorithm.correction.batch_normalize:
             return microbatches
         sums = merge_losses([await self.parts.trainer.measure_correction(microbatch) for microbatch in microbatches]).sums
-        mean = sums["correction/weight"] / sums["correction/count"] if sums["correction/count"] else 1.0
+        mean = sums["correction_weight"] / sums["correction_count"] if sums["correction_count"] else 1.0
         return [replace(microbatch, correction_mean=mean) for microbatch in microbatches]
 
     def _adam_params(self) -> AdamParams:

@@ -106,7 +106,7 @@ def test_where_all_policies_are_one_the_loss_is_minus_the_weighted_advantages(lo
     assert metrics.sums["policy/clip_frac"] == 0.0
     assert metrics.sums["correction/reject_frac"] == 0.0
     if correction:
-        assert metrics.sums["correction/weight"] == metrics.sums["num_tokens"]
+        assert metrics.sums["correction_weight"] == metrics.sums["num_tokens"]
         assert metrics.sums["correction/clip_frac"] == 0.0
 
 
@@ -251,7 +251,7 @@ def test_normalized_weights_have_a_mean_of_one_over_all_micro_batches(weight: st
     border = sum(LENGTHS[:2])
     pieces = [part(inputs, slice(border)), part(inputs, slice(border, None))]
     sums = [correction_sums(piece, algorithm).sums for piece in pieces]
-    mean = sum(s["correction/weight"].item() for s in sums) / sum(s["correction/count"].item() for s in sums)
+    mean = sum(s["correction_weight"].item() for s in sums) / sum(s["correction_count"].item() for s in sums)
     ratios = (inputs.logprobs_N - inputs.generator_logprobs_N).detach()
     in_sequence = [ratios[(sequence == SEQUENCE) & inputs.mask_N] for sequence in range(len(LENGTHS))]
     weights = torch.cat(in_sequence) if weight == "token" else torch.stack([d.sum() for d in in_sequence if len(d)])
@@ -322,7 +322,7 @@ def test_metrics_by_hand() -> None:
 def test_correction_metrics_by_hand() -> None:
     correction = {"weight": "token", "max_prox_over_behavior": 1.5, "reject_token_prox_over_behavior": [0.6, 9.0]}
     _, metrics = policy_loss(small([0.5, 1.0, 2.0]), AlgorithmConfig(loss="reinforce", correction=correction))
-    values = {name.partition("/")[2]: value.item() for name, value in metrics.sums.items() if name.startswith("correction")}
+    values = {name[11:]: value.item() for name, value in metrics.sums.items() if name.startswith("correction")}
     assert values == pytest.approx({"reject_frac": 1.0, "clip_frac": 1.0, "weight": 2.5, "weight_squared": 1.0 + 2.25})
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanrl.config import AlgorithmConfig, Config, ConfigError, dump_config, load_config
+from titanrl.config.objective import ALGORITHM_PRESETS, CORRECTION_PRESETS
 from titanrl.config.strict_yaml import dump, parse
 
 
@@ -115,3 +116,32 @@ TREES = st.recursive(SCALARS, lambda children: st.lists(children) | st.dictionar
 @given(TREES)
 def test_any_tree_survives_yaml(tree: object) -> None:
     assert parse(dump({"key": tree}))[0] == {"key": tree}
+
+
+def test_a_preset_sets_the_keys_that_are_not_written_beside_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nnum_steps: 3\nalgorithm: {preset: dapo, clip_low: 0.1}\n")
+    algorithm = load_config(path).algorithm
+    assert (algorithm.advantage, algorithm.reduction, algorithm.clip_low, algorithm.clip_high) == (
+        "grpo",
+        "token_mean",
+        0.1,
+        0.28,
+    )
+    assert load_config(path, ["algorithm.clip_high=0.3"]).algorithm.clip_high == 0.3
+    assert load_config(path, ["algorithm.preset=gspo"]).algorithm.loss == "gspo"
+
+
+@pytest.mark.parametrize("preset", ALGORITHM_PRESETS)
+def test_every_algorithm_preset_reads_back_as_what_it_stood_for(tmp_path: Path, preset: str) -> None:
+    config = Config(name="a", num_steps=3, algorithm={"preset": preset})
+    assert load_config(write(tmp_path, dump_config(config))) == config
+    values = config.algorithm.model_dump(mode="json")
+    assert {key: values[key] for key in ALGORITHM_PRESETS[preset]} == ALGORITHM_PRESETS[preset]
+
+
+@pytest.mark.parametrize("preset", CORRECTION_PRESETS)
+def test_every_correction_preset_reads_back_as_what_it_stood_for(tmp_path: Path, preset: str) -> None:
+    config = Config(name="a", num_steps=3, algorithm={"proximal": "step_start", "correction": {"preset": preset}})
+    assert load_config(write(tmp_path, dump_config(config))) == config
+    values = config.algorithm.correction.model_dump(mode="json")
+    assert {key: values[key] for key in CORRECTION_PRESETS[preset]} == CORRECTION_PRESETS[preset]

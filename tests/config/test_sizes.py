@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.config import Config, RecipeConfig
+from titanrl.config import Config, RecipeConfig, render_dry_run
 from titanrl.config.shapes import PUBLISHED, RECIPE_VOCAB_SIZE, ModelShape, checkpoint_shape, recipe_shape
 from titanrl.config.sizes import Memory, derive, gigabytes
 from titanrl.data import recipe
@@ -117,3 +117,17 @@ def test_cache_bytes_of_a_token() -> None:
 )
 def test_bytes_have_a_unit_that_suits_them(num_bytes: int, text: str) -> None:
     assert gigabytes(num_bytes) == text
+
+
+def test_the_factor_of_a_sum_is_noted_and_nothing_else_is() -> None:
+    assert derive(make_config()).notes == ()
+    config = make_config(algorithm={"reduction": "sum"}, rollout={"groups_per_step": 4, "group_size": 2, "max_new_tokens": 100})
+    (note,) = derive(config).notes
+    assert "algorithm.reduction=sum" in note
+    assert "up to 800" in note
+    assert f"# Notes\n{note}" in render_dry_run(config)
+
+
+def test_rows_shorter_than_a_sequence_hold_one() -> None:
+    sections = {"rollout": {"max_new_tokens": 200}, "trainer": {"row_tokens": 100, "overlong": "truncate"}}
+    assert derive(make_config(**sections)).max_microbatches == 4

@@ -167,6 +167,72 @@ def test_warm_start_without_demonstrations(tmp_path: Path) -> None:
     assert "fix:  remove warm_start, or set data.task to chain_sum" in text
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "what", "fix"),
+    [
+        ("{pass_k: 4}", 'pass_k=4, algorithm.advantage="dr_grpo" (default)', "remove pass_k"),
+        ("{advantage: pass_at_k}", 'pass_k=null (default), algorithm.advantage="pass_at_k"', "set pass_k"),
+        ("{loss: cispo, dual_clip: 3.0}", 'dual_clip=3.0, algorithm.loss="cispo"', "remove dual_clip"),
+        ("{constant_length: 5}", "constant_length=5", "remove constant_length"),
+        ("{correction: {preset: token_tis}}", 'correction.weight="token" (preset or default)', "set proximal to step_start"),
+        (
+            "{loss: dro, proximal: step_start, correction: {weight: sequence}}",
+            'correction.weight="sequence", algorithm.loss="dro"',
+            "set correction.weight to none; rejection stays possible",
+        ),
+        ("{kl: {coef: 0.1, estimator: k1}}", 'kl.estimator="k1"', "set estimator to k3_straight_through"),
+        ("{kl: {coef: 0.1, place: reward}}", 'kl.place="reward"', "set estimator to k1"),
+        ("{correction: {batch_normalize: true}}", "correction.batch_normalize=true", "set weight to token or sequence"),
+        (
+            "{correction: {reject_token_prox_over_behavior: [1.5, 2.0]}}",
+            "correction.reject_token_prox_over_behavior=[1.5, 2.0]",
+            "write them like [0.5, 2.0]",
+        ),
+        ("{preset: dappo}", 'preset="dappo"', "did you mean dapo?"),
+        ("{correction: {max_prox_over_behaviour: 2}}", "correction.max_prox_over_behaviour=2", "max_prox_over_behavior?"),
+    ],
+)
+def test_parts_of_the_objective_that_do_not_go_together(tmp_path: Path, algorithm: str, what: str, fix: str) -> None:
+    text = complaint(tmp_path, GOOD + f"algorithm: {algorithm}\n")
+    assert text.startswith("configs/run.yaml:3: algorithm.")
+    assert f"algorithm.{what}" in text
+    rule, _, advice = text.partition("\n  rule: ")[2].partition("\n  fix:  ")
+    assert rule
+    assert fix in advice
+
+
+def test_the_best_of_more_answers_than_a_group_has(tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD + "algorithm: {advantage: pass_at_k, pass_k: 9}\n")
+    assert "algorithm.pass_k=9, rollout.group_size=8 (default)\n" in text
+    assert "fix:  set algorithm.pass_k to at most 8" in text
+
+
+def test_truncated_sampling_with_a_loss_that_compares_with_the_sampler(tmp_path: Path) -> None:
+    truncated = GOOD + "rollout: {top_p: 0.9, min_p: 0.1}\n"
+    text = complaint(tmp_path, truncated)
+    assert text.startswith(
+        'configs/run.yaml:3: rollout.top_p=0.9, rollout.min_p=0.1 (configs/run.yaml:3), algorithm.loss="ppo"'
+    )
+    assert "fix:  remove rollout.top_p and rollout.min_p, or set algorithm.loss to reinforce without correction" in text
+    assert "top_k=20" in complaint(tmp_path, GOOD, "rollout.top_k=20")
+    assert load_config_text(tmp_path, truncated + "algorithm: {loss: reinforce}\n")
+    for more in ("correction: {preset: token_tis}", "kl: {coef: 0.1}"):
+        assert "truncated" in complaint(tmp_path, truncated + f"algorithm: {{loss: reinforce, {more}}}\n")
+    assert load_config_text(tmp_path, truncated + "algorithm: {loss: reinforce, kl: {coef: 0.1, importance_weighted: false}}\n")
+
+
+def test_log_probabilities_of_another_distribution(tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD + "generator: {vllm: {logprobs_mode: raw_logprobs}}\n")
+    assert 'generator.vllm.logprobs_mode="raw_logprobs"\n  rule: log-probabilities must be of the distribution' in text
+
+
+def test_rows_shorter_than_a_sequence_need_to_know_what_to_do_with_it(tmp_path: Path) -> None:
+    for overlong in ("truncate", "skip"):
+        assert load_config_text(tmp_path, GOOD + f"trainer: {{row_tokens: 64, overlong: {overlong}}}\n")
+    text = complaint(tmp_path, GOOD + "trainer: {overlong: skip}\nrollout: {max_new_tokens: 600}\n")
+    assert "fix:  set model.recipe.max_positions to at least 664" in text
+
+
 def test_more_ranks_and_replicas_than_accelerators(tmp_path: Path) -> None:
     one_device = GOOD + "hosts:\n  devices_per_host: 1\n"
     assert load_config_text(tmp_path, one_device + "device: cpu\n")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,5 +168,17 @@ def test_a_reused_slot_has_a_new_generation() -> None:
         await groups.release([taken.handle for taken in batch.records])
         (second,) = await groups.reserve(1)
         assert (second.handle.slot, second.handle.generation) == (first.handle.slot, first.handle.generation + 1)
+
+    run(scenario())
+
+
+def test_groups_of_equal_rewards_that_are_trained_on_still_count_as_without_signal() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        first, second = await groups.reserve(2)
+        await groups.commit(record(first))
+        await groups.commit(replace(record(second, (1.0, 1.0)), has_payload=True))
+        batch = await groups.take_batch(2, timeout_s=1)
+        assert (batch.num_tried, batch.num_without_signal) == (2, 1)
 
     run(scenario())

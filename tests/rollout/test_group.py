@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.config.sections import RolloutConfig
-from titanrl.rollout.group import derive_seed, record_of, roll_out, rollout_of, sampling_requests
-from titanrl.types import Completion, GenerationRequest, Handle, Prompt
+from titanrl.config.sections import RolloutConfig, TrainerConfig
+from titanrl.rollout.group import derive_seed, fit_to_rows, record_of, roll_out, rollout_of, sampling_requests
+from titanrl.types import Completion, GenerationRequest, Group, Handle, Prompt
 
 PROMPT = Prompt(index=7, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={"answer": "2"})
 
@@ -78,3 +78,40 @@ def test_every_completion_has_a_seed_of_its_own_that_depends_on_nothing_else() -
     assert seeds == [request.sampling.seed for request in sampling_requests(PROMPT, RolloutConfig(group_size=8), seed=0)]
     assert derive_seed(0, 7, 0) != derive_seed(1, 7, 0)
     assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+
+
+def overlong_group() -> Group:
+    """Two prompt tokens and two or five sampled ones, one of these without a finite log-probability."""
+    long = rollout_of(PROMPT, completion([7, 8, 9, 7, 1], version=3), {"answer": 0.0})
+    long.logprobs[3] = -np.inf
+    short = rollout_of(PROMPT, completion([7, 1]), {"answer": 1.0})
+    return Group(prompt=PROMPT, rollouts=(short, long), generate_s=0.0, score_s=0.0)
+
+
+def test_a_sequence_longer_than_a_row_loses_its_end_and_is_counted() -> None:
+    group, num_overlong = fit_to_rows(overlong_group(), TrainerConfig(row_tokens=5, overlong="truncate"))
+    assert num_overlong == 1
+    record = record_of(group, Handle(shard=0, slot=0, generation=1), has_payload=True, num_overlong=num_overlong)
+    assert (record.lengths, record.num_sampled, record.num_overlong, record.num_nonfinite) == ((4, 5), (2, 2), 1, 1)
+    assert group.rollouts[1].token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert record.rewards == (1.0, 0.0)
+
+
+def test_a_sequence_longer_than_a_row_can_be_left_out_of_training_and_all_counts_but_its_own() -> None:
+    group, num_overlong = fit_to_rows(overlong_group(), TrainerConfig(row_tokens=5, overlong="skip"))
+    record = record_of(group, Handle(shard=0, slot=0, generation=1), has_payload=True, num_overlong=num_overlong)
+    assert (record.lengths, record.num_sampled, record.num_overlong, record.num_nonfinite) == ((4, 5), (2, 0), 1, 0)
+    assert (record.min_version, record.max_version) == (3, 4)
+
+
+def test_sequences_that_fit_are_left_as_they_are() -> None:
+    group = overlong_group()
+    assert fit_to_rows(group, TrainerConfig(row_tokens=7, overlong="skip")) == (group, 0)
+    assert fit_to_rows(group, TrainerConfig(row_tokens=5)) == (group, 0)
+
+
+def test_requests_carry_how_sampling_is_truncated() -> None:
+    config = RolloutConfig(group_size=2, temperature=0.7, top_p=0.9, top_k=20, min_p=0.05)
+    for request in sampling_requests(PROMPT, config, seed=0):
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 20, 0.05)

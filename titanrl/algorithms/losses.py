@@ -39,7 +39,7 @@ class LossMetrics:
     """Metrics of one micro-batch on one rank as 0-dim tensors, to be reduced over micro-batches and ranks."""
 
     sums: dict[str, Tensor]
-    """To be added up. `loss/policy` and `num_tokens` are then complete; the others are divided by `num_tokens`."""
+    """To be added up. `loss/*` and `num_tokens` are then complete; the others are divided by `num_tokens`."""
     maxima: dict[str, Tensor]
     """To be combined by maximum; 0 without tokens."""
 

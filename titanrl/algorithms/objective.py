@@ -73,7 +73,7 @@ def correction_sums(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossMetri
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     correction = correct(_proximal(inputs), inputs.generator_logprobs_N, inputs.sequence_N, algorithm.correction, mask=valid_N)
     total, count = weight_sums(correction, inputs.sequence_N, algorithm.correction)
-    return LossMetrics(sums={"correction/weight": total, "correction/count": count}, maxima={})
+    return LossMetrics(sums={"correction_weight": total, "correction_count": count}, maxima={})
 
 
 def token_loss(inputs: LossInputs, algorithm: AlgorithmConfig, proximal_N: Tensor, mask_N: Tensor) -> tuple[Tensor, RatioStats]:
@@ -95,7 +95,7 @@ def token_loss(inputs: LossInputs, algorithm: AlgorithmConfig, proximal_N: Tenso
         case "importance_sampling":
             return losses.importance_sampling(logprobs_N, old_N, advantages_N, mask=mask_N)
         case "reinforce":
-            return losses.reinforce(logprobs_N, old_N, advantages_N, mask=mask_N)
+            return losses.reinforce(logprobs_N, inputs.generator_logprobs_N, advantages_N, mask=mask_N)
         case "gspo":
             return losses.gspo(logprobs_N, old_N, advantages_N, inputs.sequence_N, clip_low=low, clip_high=high, mask=mask_N)
         case "cispo":
@@ -177,14 +177,14 @@ def _metrics(
 
 
 def _correction_by_token(correction: Correction, valid_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the correction did; `correction/weight` and its square give the effective sample size."""
+    """What the correction did; `correction_weight` and its square give the effective sample size."""
     by_token = {"correction/reject_frac": (valid_N & ~correction.kept_N).to(dtype)}
     if correction.weights_N is not None:
         weights_N = torch.where(correction.kept_N, correction.weights_N, 0.0)
         by_token |= {
             "correction/clip_frac": correction.truncated_N.to(dtype),
-            "correction/weight": weights_N,
-            "correction/weight_squared": weights_N.square(),
+            "correction_weight": weights_N,
+            "correction_weight_squared": weights_N.square(),
         }
     return by_token
 

@@ -24,6 +24,7 @@ def render_dry_run(config: Config, source: Source | None = None) -> str:
         dump_config(config),
         "# Sizes",
         *(f"{name:<{width}}{text}" for name, text in table.items()),
+        *_listed("Notes", sizes.notes),
         *_listed("Does not fit", [explain_rule(misfit, source) for misfit in sizes.misfits]),
         *_listed("Not ready yet", check_files(config, source)),
         "",

@@ -37,9 +37,14 @@ def explain_rule(broken: BrokenRule, source: Source | None = None, section: Loca
         return message("config", ", ".join(_written(path, value) for path, value in paths.items()), broken.rule, broken.fix)
     places = {path: source.where(path) for path in paths}
     main = next((path for path, place in places.items() if place is not None), next(iter(paths)))
-    also = {path: f" ({place or 'default'})" for path, place in places.items() if path != main or place is None}
+    also = {path: f" ({place or _unwritten(path, source)})" for path, place in places.items() if path != main or place is None}
     what = ", ".join(_written(path, value) + also.get(path, "") for path, value in paths.items())
     return message(source.nearest(main), what, broken.rule, broken.fix)
+
+
+def _unwritten(path: Location, source: Source) -> str:
+    """Where a value that nobody wrote comes from, as far as one can tell."""
+    return "default" if source.where((*path[:-1], "preset")) is None else "preset or default"
 
 
 def _written(path: Location, value: Any) -> str:
@@ -75,8 +80,9 @@ def _fix(path: Location, value: Any, node: Node) -> str:
     section = section_at(path)
     if section is not None:
         return f"put its keys under it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
-    if "enum" in node:
-        guesses = difflib.get_close_matches(str(value), list(map(str, node["enum"])), n=1)
+    choices = [choice for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
+    if choices:
+        guesses = difflib.get_close_matches(str(value), list(map(str, choices)), n=1)
         return f"did you mean {guesses[0]}?" if guesses else "choose one of them"
     key = node_at(path if isinstance(path[-1], str) else path[:-1]) or {}
     default = f"the default is {inline(key['default'])}. " if "default" in key else ""

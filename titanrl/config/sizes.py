@@ -46,6 +46,8 @@ class Sizes:
     """None if the shape of the model is not known yet."""
     misfits: tuple[BrokenRule, ...]
     """What does not fit, as far as one can tell without starting anything."""
+    notes: tuple[str, ...]
+    """What is allowed but easily overlooked."""
 
 
 def derive(config: Config) -> Sizes:
@@ -69,7 +71,20 @@ def derive(config: Config) -> Sizes:
         max_microbatches=_max_microbatches(config, sequences),
         memory=memory,
         misfits=tuple(_misfits(config, memory)),
+        notes=tuple(notes(config)),
     )
+
+
+def notes(config: Config) -> Iterator[str]:
+    """What is allowed but easily overlooked, a sentence or two each."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.reduction == "sum":
+        tokens = rollout.groups_per_step * rollout.group_size * rollout.max_new_tokens
+        yield (
+            "algorithm.reduction=sum: the gradient is that of token_mean times the tokens sampled in the step, up to "
+            f"{tokens:,}; for the same step of plain SGD divide learning_rate by as much. AdamW cancels the factor (but for "
+            f"eps={algorithm.eps:g}), except where max_grad_norm={algorithm.max_grad_norm:g} cuts some gradients and others not"
+        )
 
 
 def _worst_staleness(config: Config) -> int:

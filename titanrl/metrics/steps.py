@@ -42,9 +42,9 @@ def loss_metrics(losses: LossSums) -> dict[str, float]:
     sums = dict(losses.sums)
     num_tokens = max(sums.pop("num_tokens"), 1.0)
     values = {name: value if name.startswith("loss/") else value / num_tokens for name, value in sums.items()}
-    if "correction/weight" in values:
-        mean_square = values.pop("correction/weight_squared")
-        values["correction/ess"] = values.pop("correction/weight") ** 2 / mean_square if mean_square else 0.0
+    if "correction_weight" in values:
+        weight, weight_squared = values.pop("correction_weight"), values.pop("correction_weight_squared")
+        values["correction/ess"] = weight**2 / weight_squared if weight_squared else 0.0
     return {**values, **losses.maxima}
 
 
