@@ -1,9 +1,11 @@
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from titanrl.config import load_config, read_source, render_dry_run
+from titanrl.config import AlgorithmConfig, load_config, read_source, render_dry_run
 from titanrl.config.docs import reference_text, schema_text
+from titanrl.config.objective import ALGORITHM_PRESETS, CORRECTION_PRESETS, CorrectionConfig, KLConfig
 from titanrl.config.sizes import derive
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,15 @@ def test_the_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference_text(), (
         "run: python -m titanrl.config docs > docs/config.md"
     )
+
+
+def test_every_choice_of_the_objective_is_explained() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    correction, kl = CorrectionConfig.model_fields, KLConfig.model_fields
+    choices = [get_args(AlgorithmConfig.model_fields[key].annotation) for key in ("advantage", "loss", "proximal", "reduction")]
+    names = [*ALGORITHM_PRESETS, *CORRECTION_PRESETS, *correction, *kl, *(choice for group in choices for choice in group)]
+    assert len(names) > 45
+    assert [name for name in names if name not in text] == []
 
 
 def test_every_key_is_explained() -> None:

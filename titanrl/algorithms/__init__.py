@@ -1,4 +1,5 @@
-"""Pure functions of the algorithm: advantages, loss weights, packing, batch plans, losses and log-probabilities.
+"""Pure functions of the algorithm: advantages, loss weights, packing, batch plans, losses, corrections and log-probabilities.
 
-`losses` and `logprobs` work on tensors and import torch; the other modules import none, so that the controller stays light.
+`advantages`, `packing`, `planning`, `schedule` and `weights` import no torch, so that the controller stays light; the other
+modules work on tensors.
 """
