@@ -1,0 +1,26 @@
+import pytest
+
+from titanrl.algorithms.tinker import tinker_algorithm
+
+
+def test_thresholds_are_bounds_of_the_ratio_itself() -> None:
+    ppo = tinker_algorithm("ppo", {"clip_low_threshold": 0.9})
+    assert (ppo.loss, ppo.clip_low, ppo.clip_high) == ("ppo", pytest.approx(0.1), pytest.approx(0.2))
+    cispo = tinker_algorithm("cispo", {})
+    assert (cispo.loss, cispo.clip_low, cispo.clip_high) == ("cispo", 1.0, 3.0)
+    assert tinker_algorithm("dro", {"beta": 0.3}).dro_beta == 0.3
+    assert tinker_algorithm("importance_sampling", {}).loss == "importance_sampling"
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "text"),
+    [
+        ("pppo", {}, "loss_fn=pppo: must be one of cispo, dro, gspo, importance_sampling, ppo"),
+        ("dro", {"clip": 1.0}, "loss_fn_config.clip: dro has no such option; its options: beta"),
+        ("importance_sampling", {"beta": 1.0}, "its options: none"),
+        ("ppo", {"clip_low_threshold": 1.5}, "clip_low"),
+    ],
+)
+def test_what_tinker_does_not_know_is_refused(loss_fn: str, options: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tinker_algorithm(loss_fn, options)
