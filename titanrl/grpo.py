@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from titanrl.algorithms.planning import plan_batch
 from titanrl.algorithms.schedule import learning_rate
+from titanrl.algorithms.weights import correction_totals
 from titanrl.config import Config, ConfigError, check_files, dump_config
 from titanrl.config.sizes import notes
 from titanrl.data.tokenizer import load_tokenizer
@@ -201,12 +202,12 @@ class GRPO:
         )
 
     async def _measured(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The micro-batches with the mean weight of the off-policy correction, where the config wants it normalised."""
-        if not self.config.algorithm.correction.batch_normalize:
+        """The micro-batches, with what the off-policy correction does over all of them where the config asks for it."""
+        if not self.config.algorithm.correction.is_measured:
             return microbatches
-        sums = merge_losses([await self.parts.trainer.measure_correction(microbatch) for microbatch in microbatches]).sums
-        mean = sums["correction_weight"] / sums["correction_count"] if sums["correction_count"] else 1.0
-        return [replace(microbatch, correction_mean=mean) for microbatch in microbatches]
+        parts = [await self.parts.trainer.measure_correction(microbatch) for microbatch in microbatches]
+        totals = correction_totals(merge_losses(parts).sums)
+        return [replace(microbatch, correction=totals) for microbatch in microbatches]
 
     def _adam_params(self) -> AdamParams:
         algorithm = self.config.algorithm

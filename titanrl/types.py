@@ -200,13 +200,29 @@ Row = tuple[SequencePlan, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionTotals:
+    """What an off-policy correction does over a whole step, all ranks and micro-batches; by default nothing."""
+
+    mean_weight: float = 1.0
+    """Mean of its weights."""
+    kept_tokens_frac: float = 1.0
+    """Share of the tokens that are not rejected."""
+    kept_sequences_frac: float = 1.0
+    """Share of the sequences that keep a token."""
+
+
+NOT_MEASURED = CorrectionTotals()
+"""Of a step whose correction needs no totals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Rows that run through the model at once, by data-parallel rank. A rank without rows runs one empty row."""
 
     rows: tuple[tuple[Row, ...], ...]
     """`rows[dp_rank]`."""
-    correction_mean: float = 1.0
-    """What the weights of the off-policy correction are divided by: their mean over the step, where that was measured."""
+    correction: CorrectionTotals = NOT_MEASURED
+    """The off-policy correction over the whole step, where the config has it measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

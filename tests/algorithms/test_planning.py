@@ -140,8 +140,16 @@ def test_a_batch_without_any_gradient_gives_every_rank_one_empty_micro_batch(mak
     assert sequences(plan([record], advantage="pass_at_k", pass_k=2)) == []
 
 
-@pytest.mark.parametrize("algorithm", [{"entropy_coef": 0.1}, {"kl": {"coef": 0.1}}, {"loss": "dro"}])
-def test_sequences_without_an_advantage_run_where_the_objective_has_other_terms(make_record: RecordMaker, algorithm) -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"entropy_coef": 0.1},
+        {"kl": {"coef": 0.1}},
+        {"loss": "dro"},
+        {"correction": {"preset": "geometric_rejection", "denominator": "post"}},
+    ],
+)
+def test_sequences_without_an_advantage_run_where_the_objective_asks_for_more(make_record: RecordMaker, algorithm) -> None:
     records = [make_record(0, [1.0, 0.5, 0.0], [4, 6, 5]), make_record(1, [1.0, 1.0], [2, 3])]
     assert len(sequences(plan(records))) == 2
     assert sorted((s.handle.slot, s.rollout) for s in sequences(plan(records, **algorithm))) == [

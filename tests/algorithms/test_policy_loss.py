@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.losses import HOMOGENEOUS, ppo_clip, weighted_sum
-from titanrl.algorithms.objective import LossInputs, correction_sums, policy_loss
+from titanrl.algorithms.objective import LossInputs, measure_correction, policy_loss
+from titanrl.algorithms.weights import Reduction, correction_totals, sequence_weights
 from titanrl.config.objective import CORRECTION_PRESETS
 from titanrl.config.sections import AlgorithmConfig
 
@@ -121,9 +122,7 @@ def test_decoupled_ppo_with_rejection_divergence_and_entropy_is_its_definition_t
     )
     inputs = example()
     expected, num_rejected = 0.0, 0
-    rows = zip(
-        *(getattr(inputs, field.name).tolist() for field in fields(inputs) if field.name != "correction_mean"), strict=True
-    )
+    rows = zip(*(getattr(inputs, field.name).tolist() for field in fields(inputs) if field.name != "correction"), strict=True)
     for now, sampled, proximal, reference, entropy, advantage, weight, counts, _ in rows:
         rho, r = math.exp(proximal - sampled), math.exp(now - proximal)
         if not counts:
@@ -239,25 +238,66 @@ def test_tokens_whose_sampler_log_probability_is_not_finite_leave_loss_and_count
     assert policy_loss(spoilt, algorithm)[1].sums["num_tokens"] == inputs.mask_N.sum() - 1
 
 
+def measured(pieces: list[LossInputs], algorithm: AlgorithmConfig) -> list[LossInputs]:
+    """The pieces, with what the correction does over all of them."""
+    sums: dict[str, float] = {}
+    for piece in pieces:
+        for name, value in measure_correction(piece, algorithm).sums.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+    totals = correction_totals(sums)
+    return [replace(piece, correction=totals) for piece in pieces]
+
+
 @pytest.mark.parametrize("weight", ["token", "sequence"])
 def test_normalized_weights_have_a_mean_of_one_over_all_micro_batches(weight: str) -> None:
-    algorithm = AlgorithmConfig(
-        loss="reinforce", correction={"weight": weight, "batch_normalize": True, "max_prox_over_behavior": 1.1}
-    )
-    inputs, plain = (
-        replace(example(), proximal_logprobs_N=None),
-        AlgorithmConfig(loss="reinforce", correction={"weight": weight, "max_prox_over_behavior": 1.1}),
-    )
+    plain = {"weight": weight, "max_prox_over_behavior": 1.1}
+    algorithm = AlgorithmConfig(loss="reinforce", correction=plain | {"batch_normalize": True})
+    inputs = replace(example(), proximal_logprobs_N=None)
     border = sum(LENGTHS[:2])
-    pieces = [part(inputs, slice(border)), part(inputs, slice(border, None))]
-    sums = [correction_sums(piece, algorithm).sums for piece in pieces]
-    mean = sum(s["correction_weight"].item() for s in sums) / sum(s["correction_count"].item() for s in sums)
+    pieces = measured([part(inputs, slice(border)), part(inputs, slice(border, None))], algorithm)
     ratios = (inputs.logprobs_N - inputs.generator_logprobs_N).detach()
-    in_sequence = [ratios[(sequence == SEQUENCE) & inputs.mask_N] for sequence in range(len(LENGTHS))]
-    weights = torch.cat(in_sequence) if weight == "token" else torch.stack([d.sum() for d in in_sequence if len(d)])
-    assert mean == pytest.approx(weights.exp().clamp(max=1.1).mean().item())
-    normalized = [policy_loss(replace(piece, correction_mean=mean), algorithm)[0].item() for piece in pieces]
-    assert sum(normalized) == pytest.approx(policy_loss(inputs, plain)[0].item() / mean)
+    by_sequence = [ratios[(sequence == SEQUENCE) & inputs.mask_N] for sequence in range(len(LENGTHS))]
+    weights = torch.cat(by_sequence) if weight == "token" else torch.stack([d.sum() for d in by_sequence if len(d)])
+    mean = weights.exp().clamp(max=1.1).mean().item()
+    assert pieces[0].correction.mean_weight == pytest.approx(mean)
+    normalized = sum(policy_loss(piece, algorithm)[0].item() for piece in pieces)
+    unnormalized, _ = policy_loss(inputs, AlgorithmConfig(loss="reinforce", correction=plain))
+    assert normalized == pytest.approx(unnormalized.item() / mean)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "constant"])
+def test_weights_after_rejection_are_those_of_a_batch_without_what_was_rejected(reduction: Reduction) -> None:
+    bounds = {"reject_token_prox_over_behavior": (0.8, 1.2), "veto_prox_over_behavior": (0.6, 1.7), "denominator": "post"}
+    more = {"reduction": reduction, "kl": {"coef": 0.3}, "entropy_coef": 0.2}
+    algorithm = AlgorithmConfig(correction=bounds, **more)
+    inputs = replace(example(4), proximal_logprobs_N=None)
+    ratio = (inputs.logprobs_N - inputs.generator_logprobs_N).exp().detach()
+    outlier = [not 0.6 <= r <= 1.7 for r in ratio.tolist()]
+    vetoed = {int(s) for s, out, counts in zip(SEQUENCE, outlier, inputs.mask_N, strict=True) if out and counts}
+    kept = inputs.mask_N & (ratio >= 0.8) & (ratio <= 1.2) & torch.tensor([int(s) not in vetoed for s in SEQUENCE])
+    assert 0 < len(vetoed) < len(LENGTHS)
+
+    def with_weights(mask: Tensor) -> LossInputs:
+        counts = [int(mask[sequence == SEQUENCE].sum()) for sequence in range(len(LENGTHS))]
+        weights = sequence_weights(reduction, num_sampled=counts, prompt_of=range(len(LENGTHS)), constant_length=7)
+        return replace(inputs, weights_N=torch.tensor(weights, dtype=torch.float64)[SEQUENCE])
+
+    border = sum(LENGTHS[:2])
+    before = with_weights(inputs.mask_N)
+    pieces = measured([part(before, slice(border)), part(before, slice(border, None))], algorithm)
+    post = sum(policy_loss(piece, algorithm)[0] for piece in pieces)
+    never_sampled, _ = policy_loss(replace(with_weights(kept), mask_N=kept), AlgorithmConfig(**more))
+    assert post.item() == pytest.approx(never_sampled.item(), rel=1e-12)
+    by_post, by_never_sampled = (torch.autograd.grad(loss, inputs.logprobs_N)[0] for loss in (post, never_sampled))
+    torch.testing.assert_close(by_post, by_never_sampled, atol=1e-14, rtol=1e-12)
+
+
+def test_a_step_of_which_nothing_is_left_has_a_loss_of_zero() -> None:
+    algorithm = AlgorithmConfig(correction={"reject_token_prox_over_behavior": (0.999, 1.001), "denominator": "post"})
+    inputs = replace(example(), proximal_logprobs_N=None)
+    inputs = replace(inputs, generator_logprobs_N=inputs.logprobs_N.detach() - 1.0)
+    (piece,) = measured([inputs], algorithm)
+    assert [value.any().item() for value in gradients(piece, algorithm)] == [False, False, False]
 
 
 def test_terms_that_need_what_is_not_given_are_refused() -> None:

@@ -182,6 +182,12 @@ def test_warm_start_without_demonstrations(tmp_path: Path) -> None:
         ),
         ("{kl: {coef: 0.1, estimator: k1}}", 'kl.estimator="k1"', "set estimator to k3_straight_through"),
         ("{kl: {coef: 0.1, place: reward}}", 'kl.place="reward"', "set estimator to k1"),
+        ("{correction: {denominator: post}}", 'correction.denominator="post"', "set a bound"),
+        (
+            "{reduction: prompt_mean, correction: {preset: geometric_rejection, denominator: post}}",
+            'correction.denominator="post", algorithm.reduction="prompt_mean"',
+            "set correction.denominator to pre",
+        ),
         ("{correction: {batch_normalize: true}}", "correction.batch_normalize=true", "set weight to token or sequence"),
         (
             "{correction: {reject_token_prox_over_behavior: [1.5, 2.0]}}",

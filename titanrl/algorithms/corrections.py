@@ -13,7 +13,9 @@ from torch import Tensor
 
 from titanrl.algorithms.losses import MAX_LOG_RATIO
 from titanrl.algorithms.segments import segment_any, segment_first, segment_mean, segment_sum
+from titanrl.algorithms.weights import Reduction
 from titanrl.config.objective import CorrectionConfig
+from titanrl.types import CorrectionTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +48,52 @@ def correct(
     return Correction(kept_N=kept_N, weights_N=weights_N, truncated_N=kept_N & (ratio_N > config.max_prox_over_behavior))
 
 
-def weight_sums(correction: Correction, sequence_N: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Sum of the weights and their number, 0-dim each, over the tokens that are kept, or over the sequences that have one.
+@torch.no_grad()
+def correction_sums(correction: Correction, sequence_N: Tensor, config: CorrectionConfig, *, mask: Tensor) -> dict[str, Tensor]:
+    """Weights, tokens and sequences before and after rejection, 0-dim, to be added up over micro-batches and ranks.
 
-    Both are to be added up over micro-batches and ranks; the quotient is what `batch_normalize` divides by.
+    Weights are counted by kept token, or by sequence that keeps one; `weights.correction_totals` makes quotients of the sums.
     """
-    assert correction.weights_N is not None, "nothing is weighted"
-    counted_N = correction.kept_N
-    if config.weight == "sequence":
-        counted_N = segment_first(sequence_N, mask=counted_N)
-    return torch.where(counted_N, correction.weights_N, 0.0).sum(), counted_N.sum()
+    kept_N = correction.kept_N
+    kept_sequences_N = segment_first(sequence_N, mask=kept_N)
+    counted_N = kept_sequences_N if config.weight == "sequence" else kept_N
+    weights_N = torch.ones_like(kept_N, dtype=torch.float32) if correction.weights_N is None else correction.weights_N
+    return {
+        "weight": torch.where(counted_N, weights_N, 0.0).sum(),
+        "num_weights": counted_N.sum(),
+        "kept_tokens": kept_N.sum(),
+        "num_tokens": mask.sum(),
+        "kept_sequences": kept_sequences_N.sum(),
+        "num_sequences": segment_first(sequence_N, mask=mask).sum(),
+    }
+
+
+def weights_after_rejection(
+    weights_N: Tensor,
+    correction: Correction,
+    sequence_N: Tensor,
+    reduction: Reduction,
+    totals: CorrectionTotals,
+    *,
+    mask: Tensor,
+) -> Tensor:
+    """The loss weights that `sequence_weights` would give if what is rejected had never been sampled.
+
+    `totals` are those of the whole step. Not for `prompt_mean`, whose sequences may lie on several ranks.
+    """
+    assert reduction != "prompt_mean", "tokens of a prompt cannot be counted on one rank"
+    match reduction:
+        case "sum":
+            return weights_N
+        case "token_mean":
+            return weights_N / totals.kept_tokens_frac
+        case "sequence_mean_token_sum" | "constant":
+            return weights_N / totals.kept_sequences_frac
+        case "sequence_mean":
+            ones_N = torch.ones_like(weights_N)
+            before_N = segment_sum(ones_N, sequence_N, mask=mask)
+            after_N = segment_sum(ones_N, sequence_N, mask=correction.kept_N).clamp(min=1.0)
+            return weights_N * before_N / after_N / totals.kept_sequences_frac
 
 
 def _rejected(d_N: Tensor, sequence_N: Tensor, config: CorrectionConfig, mask: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms import losses
-from titanrl.algorithms.corrections import Correction, correct, weight_sums
+from titanrl.algorithms.corrections import Correction, correct, correction_sums, weights_after_rejection
 from titanrl.algorithms.kl import kl_estimate
 from titanrl.algorithms.losses import MAX_LOG_RATIO, LossMetrics, RatioStats, valid_tokens, weighted_sum
 from titanrl.algorithms.segments import segment_to_go
 from titanrl.config.sections import AlgorithmConfig
+from titanrl.types import NOT_MEASURED, CorrectionTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,8 @@ class LossInputs:
     """True at the tokens that count."""
     sequence_N: Tensor
     """Sequence that each token belongs to: int64, unique in the micro-batch, below N."""
-    correction_mean: float = 1.0
-    """What the correction's weights are divided by: with `batch_normalize`, their mean over the step."""
+    correction: CorrectionTotals = NOT_MEASURED
+    """The correction over the whole step, where `algorithm.correction` wants it measured."""
 
 
 def policy_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, LossMetrics]:
@@ -54,26 +55,33 @@ def policy_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor,
     correction = correct(proximal_N, inputs.generator_logprobs_N, inputs.sequence_N, algorithm.correction, mask=valid_N)
     loss_N, ratio = token_loss(inputs, algorithm, proximal_N, correction.kept_N)
     if correction.weights_N is not None:
-        loss_N = loss_N * (correction.weights_N / inputs.correction_mean)
-    terms = {"loss/policy": weighted_sum(loss_N, inputs.weights_N, mask=correction.kept_N)}
+        loss_N = loss_N * correction.weights_N
+    if algorithm.correction.batch_normalize:
+        loss_N = loss_N / inputs.correction.mean_weight
+    weights_N = inputs.weights_N
+    if algorithm.correction.denominator == "post":
+        weights_N = weights_after_rejection(
+            weights_N, correction, inputs.sequence_N, algorithm.reduction, inputs.correction, mask=valid_N
+        )
+    terms = {"loss/policy": weighted_sum(loss_N, weights_N, mask=correction.kept_N)}
     if algorithm.kl.coef and algorithm.kl.place == "loss":
         kl_N = algorithm.kl.coef * _kl(inputs, algorithm, correction.kept_N)
-        terms["loss/kl"] = weighted_sum(kl_N, inputs.weights_N, mask=correction.kept_N)
+        terms["loss/kl"] = weighted_sum(kl_N, weights_N, mask=correction.kept_N)
     if algorithm.entropy_coef:
         assert inputs.entropy_N is not None, "an entropy bonus needs the entropy"
         bonus_N = algorithm.entropy_coef * inputs.entropy_N
-        terms["loss/entropy"] = -weighted_sum(bonus_N, inputs.weights_N, mask=correction.kept_N)
+        terms["loss/entropy"] = -weighted_sum(bonus_N, weights_N, mask=correction.kept_N)
     total = torch.stack(list(terms.values())).sum()
     return total, _metrics(inputs, terms, ratio, correction, proximal_N, valid_N)
 
 
 @torch.no_grad()
-def correction_sums(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossMetrics:
-    """Sum and number of this micro-batch's correction weights; their quotient over the step is `correction_mean`."""
+def measure_correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossMetrics:
+    """This micro-batch's share of what `weights.correction_totals` needs of the whole step; no gradient."""
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
-    correction = correct(_proximal(inputs), inputs.generator_logprobs_N, inputs.sequence_N, algorithm.correction, mask=valid_N)
-    total, count = weight_sums(correction, inputs.sequence_N, algorithm.correction)
-    return LossMetrics(sums={"correction_weight": total, "correction_count": count}, maxima={})
+    config, sequence_N = algorithm.correction, inputs.sequence_N
+    correction = correct(_proximal(inputs), inputs.generator_logprobs_N, sequence_N, config, mask=valid_N)
+    return LossMetrics(sums=correction_sums(correction, sequence_N, config, mask=valid_N), maxima={})
 
 
 def token_loss(inputs: LossInputs, algorithm: AlgorithmConfig, proximal_N: Tensor, mask_N: Tensor) -> tuple[Tensor, RatioStats]:

@@ -22,8 +22,9 @@ def plan_batch(
     """Plan one optimizer step over all groups of `records`, in whatever order these arrived.
 
     Weights come from the counts of all records. Sequences whose gradient is zero (no sampled token, or no advantage where the
-    objective has no other term; so every group without payload) stay in these counts but out of the micro-batches. Each rank
-    gets the same number of micro-batches, at least one. `constant_length` is what `reduction: constant` divides by, in tokens.
+    objective asks for nothing else; so every group without payload) stay in these counts but out of the micro-batches. Each
+    rank gets the same number of micro-batches, at least one. `constant_length` is what `reduction: constant` divides by, in
+    tokens.
 
     Raises ValueError if a sequence does not fit a row, or a reward is not finite or not allowed.
     """
@@ -77,7 +78,7 @@ def _sequences_with_gradient(
     )
     sequences = []
     for (record, rollout), advantage, weight in zip(places, advantages, weights, strict=True):
-        if weight and (advantage or algorithm.trains_without_advantage):
+        if weight and (advantage or algorithm.runs_without_advantage):
             assert record.has_payload, f"group {record.index} has a gradient but no payload"
             length = record.lengths[rollout]
             sequences.append(

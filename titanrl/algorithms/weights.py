@@ -5,8 +5,10 @@ micro-batch split nor the number of data-parallel ranks can change the gradient 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
+
+from titanrl.types import CorrectionTotals
 
 Reduction = Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"]
 
@@ -49,3 +51,19 @@ def sequence_weights(
                 return num_sequences * constant_length
 
     return [1.0 / denominator(prompt, count) if count else 0.0 for prompt, count in zip(prompt_of, num_sampled, strict=True)]
+
+
+def correction_totals(sums: Mapping[str, float]) -> CorrectionTotals:
+    """What a correction does over the step, from `objective.correction_sums` added up over micro-batches and ranks.
+
+    Where nothing is left there is nothing to divide, and the value is 1.
+    """
+
+    def quotient(part: str, whole: str) -> float:
+        return sums[part] / sums[whole] if sums[part] and sums[whole] else 1.0
+
+    return CorrectionTotals(
+        mean_weight=quotient("weight", "num_weights"),
+        kept_tokens_frac=quotient("kept_tokens", "num_tokens"),
+        kept_sequences_frac=quotient("kept_sequences", "num_sequences"),
+    )

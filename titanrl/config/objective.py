@@ -91,7 +91,7 @@ class CorrectionConfig(Section):
     max_prox_over_behavior: PositiveFloat = 2.0
     """What these weights are truncated at."""
     batch_normalize: bool = False
-    """Divide the weights by their mean over the step, by token or by sequence; takes a forward pass before the step."""
+    """Divide the weights by their mean over the step, by token or by sequence; takes a forward pass first."""
     reject_token_prox_over_behavior: Bounds | None = None
     """Tokens with a ratio outside leave the loss."""
     reject_sequence_prox_over_behavior: Bounds | None = None
@@ -100,6 +100,9 @@ class CorrectionConfig(Section):
     """Sequences with a geometric mean of ratios outside leave the loss."""
     veto_prox_over_behavior: Bounds | None = None
     """Sequences with any ratio outside leave the loss."""
+
+    denominator: Literal["pre", "post"] = "pre"
+    """Whether loss weights count tokens and sequences before or after rejection; `post` takes a forward pass first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -122,7 +125,18 @@ class CorrectionConfig(Section):
         """Whether anything is weighted or rejected."""
         return self.weight != "none" or bool(self.bounds)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the whole step is looked at before its first gradient."""
+        return self.batch_normalize or self.denominator == "post"
+
     def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.denominator == "post" and not self.bounds:
+            yield BrokenRule(
+                values={"denominator": self.denominator},
+                rule="without a rejection there is no difference between pre and post",
+                fix="remove denominator, or set a bound such as reject_token_prox_over_behavior",
+            )
         if self.batch_normalize and self.weight == "none":
             yield BrokenRule(
                 values={"batch_normalize": True, "weight": self.weight},

@@ -226,14 +226,14 @@ class AlgorithmConfig(Section):
         return self.ratio_starts_at_sampler or self.correction.is_on or weighted_kl
 
     @property
-    def trains_without_advantage(self) -> bool:
-        """Whether a sequence of advantage 0 has a gradient."""
-        return self.kl.coef > 0 or self.entropy_coef > 0 or self.loss == "dro"
+    def runs_without_advantage(self) -> bool:
+        """Whether a sequence of advantage 0 has a gradient, or has to be looked at for the sake of the others."""
+        return self.kl.coef > 0 or self.entropy_coef > 0 or self.loss == "dro" or self.correction.is_measured
 
     @property
     def trains_on_equal_rewards(self) -> bool:
-        """Whether a group whose rewards are all equal has a gradient."""
-        return self.trains_without_advantage or self.advantage == "reinforce_pp"
+        """Whether the same holds for a group whose rewards are all equal."""
+        return self.runs_without_advantage or self.advantage == "reinforce_pp"
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.constant_length is not None and self.reduction != "constant":
@@ -255,6 +255,12 @@ class AlgorithmConfig(Section):
                 values={"dual_clip": self.dual_clip, "loss": self.loss},
                 rule="dual_clip is read only when loss is ppo",
                 fix="remove dual_clip, or set algorithm.loss to ppo",
+            )
+        if self.correction.denominator == "post" and self.reduction == "prompt_mean":
+            yield BrokenRule(
+                values={"correction.denominator": "post", "reduction": self.reduction},
+                rule="what rejection leaves of a prompt lies on several ranks, none of which can count it",
+                fix="set correction.denominator to pre, or reduction to sequence_mean",
             )
         if self.correction.weight != "none" and self.ratio_starts_at_sampler:
             clipped = self.loss not in ("importance_sampling", "dro")

@@ -54,7 +54,7 @@ class TrainerClient:
         return merge_losses(await self._all("trainer.forward_backward", self.mesh.forward_backward.call(microbatch, loss)))
 
     async def measure_correction(self, microbatch: MicroBatch) -> LossSums:
-        """Sums of the off-policy correction's weights of a micro-batch, over all ranks."""
+        """What the off-policy correction does over a micro-batch, summed over all ranks."""
         call = self.mesh.measure_correction.call(microbatch)
         return merge_losses(await self._all("trainer.measure_correction", call))
 

@@ -91,11 +91,11 @@ class PolicyTrainer(Actor):
     @endpoint
     async def forward_backward(self, microbatch: MicroBatch, loss: "LossName" = "policy") -> LossSums:
         """Add the gradient of this rank's rows of a micro-batch; returns the sums of its metrics."""
-        return self._learner.forward_backward(await self._packed(microbatch), loss, microbatch.correction_mean)
+        return self._learner.forward_backward(await self._packed(microbatch), loss, microbatch.correction)
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch) -> LossSums:
-        """Sums of the off-policy correction's weights over this rank's rows of a micro-batch; changes nothing."""
+        """What the off-policy correction does over this rank's rows of a micro-batch; changes nothing."""
         return self._learner.measure_correction(await self._packed(microbatch))
 
     @endpoint

@@ -4,6 +4,7 @@ Shapes: B rows, L tokens of a row, N = B * L, V vocabulary entries on this rank.
 """
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,12 +13,12 @@ from torchtitan.distributed import utils as dist_utils
 
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
-from titanrl.algorithms.objective import LossInputs, correction_sums, policy_loss
+from titanrl.algorithms.objective import LossInputs, measure_correction, policy_loss
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_mask
 from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.model import PolicyModel, local_logits
-from titanrl.types import AdamParams, LossSums, OptimUpdate
+from titanrl.types import AdamParams, CorrectionTotals, LossSums, OptimUpdate
 
 LossName = Literal["policy", "cross_entropy"]
 
@@ -39,18 +40,18 @@ class Learner:
         self._algorithm = algorithm
         self._temperature = temperature
 
-    def forward_backward(self, rows: PackedRows, loss: LossName, correction_mean: float = 1.0) -> LossSums:
+    def forward_backward(self, rows: PackedRows, loss: LossName, correction: CorrectionTotals) -> LossSums:
         """Add the gradient of sum(w * l) over these rows; returns the metrics' sums over them.
 
         Ranks of one tensor-parallel group compute the same, so only its first reports sums.
         """
         rows = rows.to(self.model.device)
-        return self._reported(self._policy(rows, correction_mean) if loss == "policy" else self._cross_entropy(rows))
+        return self._reported(self._policy(rows, correction) if loss == "policy" else self._cross_entropy(rows))
 
     @torch.no_grad()
     def measure_correction(self, rows: PackedRows) -> LossSums:
-        """Sums of the off-policy correction's weights over these rows, from a forward pass alone."""
-        sums = correction_sums(self._inputs(rows.to(self.model.device)), self._algorithm)
+        """What the off-policy correction does over these rows, from a forward pass alone."""
+        sums = measure_correction(self._inputs(rows.to(self.model.device)), self._algorithm)
         self.model.reshard()
         return self._reported(sums)
 
@@ -89,12 +90,12 @@ class Learner:
         self.model.reshard()
         return {name: value for name, value in self.model.module.state_dict().items() if isinstance(value, torch.Tensor)}
 
-    def _policy(self, rows: PackedRows, correction_mean: float) -> LossMetrics:
-        loss, metrics = policy_loss(self._inputs(rows, correction_mean), self._algorithm)
+    def _policy(self, rows: PackedRows, correction: CorrectionTotals) -> LossMetrics:
+        loss, metrics = policy_loss(replace(self._inputs(rows), correction=correction), self._algorithm)
         loss.backward()
         return metrics
 
-    def _inputs(self, rows: PackedRows, correction_mean: float = 1.0) -> LossInputs:
+    def _inputs(self, rows: PackedRows) -> LossInputs:
         logprobs_N, entropy_N = self._logprobs(rows)
         return LossInputs(
             logprobs_N=logprobs_N,
@@ -106,7 +107,6 @@ class Learner:
             weights_N=rows.weights_BL.flatten(),
             mask_N=rows.mask_BL.flatten(),
             sequence_N=rows.sequence_N,
-            correction_mean=correction_mean,
         )
 
     def _cross_entropy(self, rows: PackedRows) -> LossMetrics:
