@@ -182,6 +182,11 @@ def test_warm_start_without_demonstrations(tmp_path: Path) -> None:
         ),
         ("{kl: {coef: 0.1, estimator: k1}}", 'kl.estimator="k1"', "set estimator to k3_straight_through"),
         ("{kl: {coef: 0.1, place: reward}}", 'kl.place="reward"', "set estimator to k1"),
+        (
+            "{correction: {veto_prox_over_behavior: [0.1, high]}}",
+            'correction.veto_prox_over_behavior[1]="high"',
+            "with any ratio outside",
+        ),
         ("{correction: {denominator: post}}", 'correction.denominator="post"', "set a bound"),
         (
             "{reduction: prompt_mean, correction: {preset: geometric_rejection, denominator: post}}",

@@ -70,7 +70,9 @@ def node_at(path: KeyPath) -> Node | None:
     for part in path:
         children = node.get("properties", {})
         if isinstance(part, int):
-            items = node.get("prefixItems", [node.get("items")])
+            options = (node, *node.get("anyOf", ()))  # a list that may be null is one of several options
+            listed: Node = next((option for option in options if option.get("type") == "array"), {})
+            items = listed.get("prefixItems", [listed.get("items")])
             child = items[min(part, len(items) - 1)]
         else:
             child = children.get(part)
