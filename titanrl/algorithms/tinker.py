@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from titanrl.config.sections import AlgorithmConfig
 
-_RATIO_BOUNDS: Mapping[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
-"""Default `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio itself."""
+_RATIO_BOUNDS: Mapping[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
+"""Default `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio itself; Tinker states none for gspo, these are
+its paper's."""
 _OPTIONS: Mapping[str, frozenset[str]] = {
     **{loss: frozenset({"clip_low_threshold", "clip_high_threshold"}) for loss in _RATIO_BOUNDS},
     "dro": frozenset({"beta"}),
