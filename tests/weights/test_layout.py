@@ -1,78 +1,226 @@
-"""State dicts as boxes and bytes, with real DTensors on two ranks."""
+"""State dicts as boxes and bytes: random shardings against torch and numpy, and real DTensors on two and four ranks."""
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titanrl.weights.layout import check_contiguous, entry_view, local_shards, num_packed_bytes, pack
-from titanrl.weights.manifest import Box, Commit, WeightManifest
-from titanrl.weights.publish import PulledWeights
+from titanrl.weights.copying import fill
+from titanrl.weights.layout import box_pieces, dim_splits, entry_view, held_indices, held_pieces, index_runs, plan_pack
+from titanrl.weights.manifest import Layout, Piece, ShardEntry, make_layout, whole
+from titanrl.weights.plan import Target, plan_copies
+from titanrl.weights.pull import CopyPlan
 
 VALUE = torch.arange(21.0).view(7, 3)
 
 
+# Random shardings, no processes
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]:
+    """A shape, a mesh, and a placement for each mesh dimension: shards, interleaved shards and replicas, even or not."""
+    shape = tuple(draw(st.lists(st.integers(1, 11), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    dims = st.integers(0, len(shape) - 1)
+    placement = st.one_of(
+        st.just(Replicate()),
+        st.builds(Shard, dims),
+        st.builds(lambda dim, n: _StridedShard(dim, split_factor=n), dims, st.integers(2, 4)),
+    )
+    return shape, mesh, tuple(draw(placement) for _ in mesh)
+
+
+def pieces_of(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> tuple[Piece, ...]:
+    indices = [held_indices(size, dim_splits(placements, mesh, coordinate, dim)) for dim, size in enumerate(shape)]
+    return box_pieces([index_runs(dim) for dim in indices])
+
+
+def local_array(value: np.ndarray, pieces: tuple[Piece, ...]) -> np.ndarray:
+    """What a rank with these pieces holds."""
+    shape = tuple(
+        max((piece.local.offset[dim] + piece.local.shape[dim] for piece in pieces), default=0) for dim in range(value.ndim)
+    )
+    local = np.full(shape, -1)
+    for piece in pieces:
+        local[piece.local.slices] = value[piece.box.slices]
+    return local
+
+
+@given(shardings(), shardings())
+def test_any_sharding_is_rebuilt_from_any_other(
+    source: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],
+    target: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],
+) -> None:
+    shape, mesh, placements = source
+    value = np.arange(math.prod(shape)).reshape(shape)
+    layouts: list[Layout] = []
+    locals_: list[np.ndarray] = []
+    for rank, coordinate in enumerate(np.ndindex(mesh)):
+        first = not any(isinstance(p, Replicate) and at for p, at in zip(placements, coordinate, strict=True))
+        pieces = pieces_of(shape, mesh, placements, coordinate) if first else ()
+        entries = tuple(ShardEntry("w", "int", shape, piece.box, number) for number, piece in enumerate(pieces))
+        layouts.append(make_layout(rank, entries, 0))
+        locals_.append(local_array(value, pieces))
+    _, target_mesh, target_placements = target
+    target_placements = tuple(p if isinstance(p, Replicate) or p.dim < len(shape) else Replicate() for p in target_placements)
+    for coordinate in np.ndindex(target_mesh):
+        wanted = pieces_of(shape, target_mesh, target_placements, coordinate)
+        expected = local_array(value, wanted)
+        filled = np.full(expected.shape, -1)
+        for copy in plan_copies(layouts, {"w": Target(shape, "int", wanted)}):
+            box = pieces_of(shape, mesh, placements, list(np.ndindex(mesh))[copy.rank])[copy.entry.byte_offset]
+            filled[copy.destination] = locals_[copy.rank][box.local.slices][copy.source]
+        np.testing.assert_array_equal(filled, expected)
+
+
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
+def test_fsdp_over_tp_holds_what_chunking_twice_leaves(size: int, dp: int, tp: int) -> None:
+    """FSDP2 cuts what TP left, and calls that `(_StridedShard(0, tp), Shard(0))`."""
+    placements = (_StridedShard(0, split_factor=tp) if tp > 1 else Shard(0), Shard(0))
+    for at_dp, at_tp in np.ndindex((dp, tp)):
+        held = held_indices(size, dim_splits(placements, (dp, tp), (at_dp, at_tp), 0))
+        after_tp = nth(torch.arange(size), tp, at_tp)
+        assert (
+            held.tolist()
+            == nth(
+                after_tp if tp > 1 else nth(torch.arange(size), dp, at_dp), dp if tp > 1 else tp, at_dp if tp > 1 else at_tp
+            ).tolist()
+        )
+
+
+def nth(value: torch.Tensor, num_chunks: int, index: int) -> torch.Tensor:
+    """`torch.chunk`, whose last parts may be missing."""
+    parts = torch.chunk(value, num_chunks)
+    return parts[index] if index < len(parts) and len(value) else value[:0]
+
+
+def test_a_lone_strided_shard_is_several_boxes() -> None:
+    held = held_indices(8, dim_splits([_StridedShard(0, split_factor=2)], [2], [1], 0))
+    assert index_runs(held) == [(2, 2), (6, 2)]
+    held = held_indices(8, dim_splits([Shard(0), _StridedShard(0, split_factor=2)], [2, 2], [1, 0], 0))
+    assert index_runs(held) == [(4, 1), (6, 1)]
+
+
+# Real DTensors
+
+
 def publish_shards(rank: int, folder: str) -> None:
-    """Two ranks: one tensor cut by rows (unevenly), one by columns, one replicated, one too small for both."""
+    """Two ranks: one tensor cut by rows (unevenly), by columns, interleaved, replicated, and one too small for both."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     state = {
         "rows": distribute_tensor(VALUE, mesh, [Shard(0)]),
         "columns": distribute_tensor(VALUE, mesh, [Shard(1)]),
+        "interleaved": distribute_tensor(VALUE, mesh, [_StridedShard(0, split_factor=2)]),
         "replica": distribute_tensor(VALUE, mesh, [Replicate()]),
         "tiny": distribute_tensor(torch.tensor([5.0]), mesh, [Shard(0)]),
         "plain": VALUE.clone(),
+        "buffer": VALUE.clone(),
     }
-    shards = list(local_shards(state, rank))
-    data = torch.empty(num_packed_bytes(shards, torch.bfloat16), dtype=torch.uint8)
-    entries = pack(shards, data, torch.bfloat16)
-    torch.save((WeightManifest(3, rank, entries, data.numel(), 0, None, 0), data), f"{folder}/rank{rank}.pt")
+    pack_to_file(state, rank, folder)
     dist.destroy_process_group()
+
+
+def pack_to_file(state: dict[str, torch.Tensor], rank: int, folder: str) -> None:
+    plan = plan_pack(state, rank, torch.bfloat16, keep={"buffer"})
+    data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
+    fill(plan.targets(data), plan.local_blocks(state))
+    torch.save((plan.layout, data), f"{folder}/rank{rank}.pt")
+
+
+def unpack(folder: Path, num_ranks: int, targets: dict[str, torch.Tensor]) -> list[Layout]:
+    packed = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    layouts = [layout for layout, _ in packed]
+    CopyPlan(layouts, targets).run({rank: data for rank, (_, data) in enumerate(packed)})
+    return layouts
 
 
 def test_shards_of_two_ranks_fill_whole_tensors_in_the_readers_dtype(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(publish_shards, (str(tmp_path),), nprocs=2)
-    packed = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    pulled = PulledWeights(
-        Commit(3, tuple(manifest for manifest, _ in packed)), {rank: packed[rank][1] for rank in range(2)}, {}
-    )
-    targets = {name: torch.zeros(7, 3, dtype=torch.bfloat16) for name in ("rows", "columns", "replica", "plain")}
-    targets["tiny"] = torch.zeros(1, dtype=torch.bfloat16)
-    pulled.copy_into(targets)
-    for name in ("rows", "columns", "replica", "plain"):
+    names = ("rows", "columns", "interleaved", "replica", "plain")
+    targets = {name: torch.zeros(7, 3, dtype=torch.bfloat16) for name in names}
+    targets |= {"tiny": torch.zeros(1, dtype=torch.bfloat16), "buffer": torch.zeros(7, 3)}
+    layouts = unpack(tmp_path, 2, targets)
+    for name in names:
         assert torch.equal(targets[name], VALUE.to(torch.bfloat16)), name
     assert targets["tiny"].item() == 5.0
-    assert [entry.name for entry in packed[1][0].entries] == ["rows", "columns"], "rank 1 repeats what rank 0 publishes"
+    assert torch.equal(targets["buffer"], VALUE)
+    # Rows 0, 1, 4, 5 and 2, 3, 6. What rank 0 publishes is not repeated by rank 1.
+    assert [entry.name for entry in layouts[1].entries] == ["rows", "columns", "interleaved", "interleaved"]
+    assert [entry.box.offset for entry in layouts[1].entries[2:]] == [(2, 0), (6, 0)]
+
+
+def fsdp_over_tp(rank: int, folder: str) -> None:
+    """Four ranks, as torchtitan shards: TP first, FSDP2 over it, with sizes that do not divide evenly."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 10, bias=False), torch.nn.Linear(10, 5, bias=False), torch.nn.LayerNorm(5))
+    if rank == 0:
+        torch.save(model.state_dict(), f"{folder}/whole.pt")
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    pack_to_file(model.state_dict(), rank, folder)
+    dist.destroy_process_group()
+
+
+def test_what_fsdp_over_tp_shards_is_rebuilt_bit_for_bit(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(fsdp_over_tp, (str(tmp_path),), nprocs=4)
+    expected = torch.load(tmp_path / "whole.pt")
+    targets = {name: torch.zeros_like(value, dtype=torch.bfloat16) for name, value in expected.items()}
+    unpack(tmp_path, 4, targets)
+    for name, value in expected.items():
+        assert torch.equal(targets[name], value.to(torch.bfloat16)), name
+
+
+# One process
 
 
 def test_tied_tensors_are_published_once() -> None:
     weight = torch.ones(2, 2)
-    assert [shard.name for shard in local_shards({"embedding": weight, "head": weight}, 0)] == ["embedding"]
+    plan = plan_pack({"embedding": weight, "head": weight}, 0, torch.float32)
+    assert [entry.name for entry in plan.layout.entries] == ["embedding"]
 
 
-def test_bytes_are_cast_to_the_readers_dtype() -> None:
-    shards = list(local_shards({"w": torch.tensor([1.0, 1.0 + 2**-10])}, 0))
-    assert num_packed_bytes(shards, torch.bfloat16) == 4
-    data = torch.empty(4, dtype=torch.uint8)
-    pack(shards, data, torch.bfloat16)
-    assert entry_view(data, 0, (2,), torch.bfloat16).tolist() == [1.0, 1.0]
+def test_bytes_are_cast_to_the_readers_dtype_and_entries_begin_at_cache_lines() -> None:
+    state = {"w": torch.tensor([1.0, 1.0 + 2**-10]), "v": torch.ones(3)}
+    plan = plan_pack(state, 0, torch.bfloat16)
+    assert [entry.byte_offset for entry in plan.layout.entries] == [0, 64]
+    data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
+    fill(plan.targets(data), plan.local_blocks(state))
+    assert entry_view(data, plan.layout.entries[0]).tolist() == [1.0, 1.0]
 
 
-def test_partial_sums_are_refused(tmp_path: Path) -> None:
+def test_partial_sums_and_placements_that_do_not_match_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        value = DTensor.from_local(torch.ones(2), mesh, [Partial()])
         with pytest.raises(ValueError, match="w: cannot publish a partial sum"):
-            check_contiguous("w", value)
+            held_pieces("w", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+        odd = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False, shape=torch.Size([3]), stride=(1,))
+        with pytest.raises(ValueError, match=r"w: placements .* should leave \[3\], but the rank holds \[2\]"):
+            held_pieces("w", odd)
     finally:
         dist.destroy_process_group()
 
 
 def test_boxes_intersect() -> None:
+    from titanrl.weights.manifest import Box
+
     assert Box((0, 0), (3, 3)).intersection(Box((2, 1), (4, 1))) == Box((2, 1), (1, 1))
     assert Box((0,), (2,)).intersection(Box((2,), (2,))) is None
+    assert whole((2, 3)).numel == 6

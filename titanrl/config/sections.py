@@ -336,8 +336,12 @@ class GeneratorConfig(Section):
 class WeightsConfig(Section):
     """How the policy's weights reach the generators."""
 
-    transport: Literal["auto", "arena", "store"] = "auto"
-    """`arena` is shared memory, for one host; `store` goes through torchstore, for any; `auto` takes the arena where it can."""
+    transport: Literal["auto", "arena", "rdma", "store"] = "auto"
+    """`arena` is shared memory, for one host; `rdma` and `store` (torchstore's own tensors) are for any. `auto`: each generator
+    takes the arena where it is on the trainer's host, else RDMA, which Monarch runs over TCP where there is no InfiniBand."""
+    verify: Literal["off", "sampled", "full"] = "sampled"
+    """Part of the weights' bytes that a digest covers: `sampled` is one page in 64, another one each time. Versions, names,
+    shapes, types and overwriting are always checked."""
 
 
 class EvaluationConfig(Section):

@@ -12,8 +12,8 @@ from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.loop import EngineLoop, GeneratorStats
 from titanrl.types import Completion, GenerationRequest
-from titanrl.weights.manifest import WeightMismatchError
-from titanrl.weights.publish import WeightReader
+from titanrl.weights.manifest import Commit
+from titanrl.weights.pull import WeightReader
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,10 @@ class Generator(Actor):
     def __init__(self, setup: GeneratorSetup) -> None:
         """Keep the set-up; `start` loads."""
         self._setup = setup
+        self._targets: dict[str, torch.Tensor] = {}
+        self._expected = self._pulled = -1
+        self._settled = asyncio.Event()
+        self._settled.set()
 
     @endpoint
     async def start(self) -> None:
@@ -73,28 +77,42 @@ class Generator(Actor):
         async def answer(place: int, result: Future[list[Completion]]) -> None:
             answers.send((place, await asyncio.wrap_future(result)))
 
+        await self._settled.wait()
         results = await self._loop.submit(groups)
         await asyncio.gather(*(answer(place, result) for place, result in enumerate(results)))
 
+    @concurrent_endpoint
+    async def expect_weights(self, version: int) -> None:
+        """Let requests that come from now on wait until the pull of a version has ended; running ones go on."""
+        self._expected = max(self._expected, version)
+        if self._expected > self._pulled:  # the pull may have overtaken this
+            self._settled.clear()
+
     @endpoint
-    async def pull_weights(self, version: int) -> None:
+    async def pull_weights(self, commit: Commit) -> None:
         """Take over a committed version between two decoding steps; running requests go on with it.
 
-        However the pull fails, the generator serves nothing until a later one succeeds.
+        However the pull fails, the generator serves nothing until a later one succeeds. Pulls run one after another, and
+        each answers its own caller.
 
         Raises:
             WeightMismatchError: the version is not there, or not what this model needs.
         """
-        from titanrl.generator.engine import Engine
-
         try:
-            pulled = await self._setup.reader.fetch(version)
-        except WeightMismatchError:
-            await self._loop.call(Engine.invalidate)
+            fetched = await self._setup.reader.fetch(commit)
+            await self._loop.call(
+                lambda engine: engine.update_weights(
+                    commit.version, lambda model: fetched.copy_into(self._weight_targets(model))
+                )
+            )
+        except Exception as error:  # whatever it is, the engine may hold a mixture; the caller gets it too
+            reason = f"the pull of version {commit.version} failed: {error}"
+            await self._loop.call(lambda engine: engine.invalidate(reason))
             raise
-        await self._loop.call(
-            lambda engine: engine.update_weights(version, lambda model: pulled.copy_into(self._weight_targets(model)))
-        )
+        finally:
+            self._pulled = max(self._pulled, commit.version)
+            if self._pulled >= self._expected:
+                self._settled.set()
 
     @concurrent_endpoint
     async def stats(self) -> GeneratorStats:
@@ -107,9 +125,13 @@ class Generator(Actor):
         await self._loop.close()
 
     def _weight_targets(self, model: "torch.nn.Module") -> "dict[str, torch.Tensor]":
+        """The same mapping at every pull, so that the reader's plan for it is kept."""
         from titanrl.generator import native, titan
         from titanrl.models.qwen3 import read_hf_config
 
-        if self._setup.config.model_impl == "titan":
-            return titan.weight_targets(model)
-        return native.weight_targets(model, read_hf_config(self._setup.model_dir))
+        if not self._targets:
+            if self._setup.config.model_impl == "titan":
+                self._targets = titan.weight_targets(model)
+            else:
+                self._targets = native.weight_targets(model, read_hf_config(self._setup.model_dir))
+        return self._targets

@@ -64,6 +64,7 @@ class Engine:
         self._tickets = itertools.count()
         self._running: dict[str, _Running] = {}
         self.version: int | None = None
+        self._no_weights = "none have been pulled yet"
 
     @property
     def model(self) -> nn.Module:
@@ -78,7 +79,7 @@ class Engine:
     def add(self, request: GenerationRequest) -> int:
         """Queue a request; it joins the batch at the next step. Returns its ticket."""
         if self.version is None:
-            raise RuntimeError("the generator has no valid weights: pull before generating")
+            raise RuntimeError(f"the generator has no valid weights: {self._no_weights}")
         ticket = next(self._tickets)
         sampling = request.sampling
         request_id = self._engine.add_request(
@@ -107,16 +108,16 @@ class Engine:
         outputs = self._engine.step()
         return [self._finish(output) for output in outputs if isinstance(output, RequestOutput) and output.finished]
 
-    def invalidate(self) -> None:
-        """Refuse requests until the next successful `update_weights`."""
-        self.version = None
+    def invalidate(self, reason: str) -> None:
+        """Refuse requests, with a reason, until the next successful `update_weights`."""
+        self.version, self._no_weights = None, reason
 
     def update_weights(self, version: int, fill: Callable[[nn.Module], None]) -> None:
         """Let `fill` write the weights of `version` into the model; running requests go on with them.
 
         If `fill` fails the weights are undefined: the engine refuses requests until an update succeeds.
         """
-        self.invalidate()
+        self.invalidate(f"version {version} was not written to its end")
         fill(self.model)
         reset_prefix_cache(self._engine)
         for request_id, num_tokens in num_generated_tokens(self._engine).items():

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from titanrl.config.schema import Config
@@ -16,9 +18,10 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
-from titanrl.weights.publish import Transport, WeightReader
+from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import spawn_store
 from titanrl.weights.sync import WeightSync
+from titanrl.weights.transport import TransportName
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +105,7 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
         device=device,
         max_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         stop_ids=files.stop_ids,
-        reader=WeightReader(config.name, store),
+        reader=WeightReader(config.name, store, config.weights.verify),
     )
     generators = tuple(
         procs.spawn(f"generator_{replica}", Generator, generator_setup) for replica, procs in enumerate(generator_procs)
@@ -113,7 +116,8 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
         algorithm=config.algorithm,
         temperature=config.rollout.temperature,
         generator_dtype=config.generator.dtype,
-        transport=transport(config),
+        transports=transports(config),
+        verify=config.weights.verify,
         device=device,
         checkpoint_dir=files.run_dir / "checkpoints",
         keep_checkpoints=config.checkpoint.keep_last,
@@ -131,15 +135,21 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
         generators=generators_client,
         workers=WorkersClient(worker_procs.spawn("rollout", RolloutWorker, worker_setup), supervisor, timeouts),
         buffer=BufferClient(buffer, supervisor, timeouts, config.rollout.starvation_timeout_s),
-        weights=WeightSync(config.name, store, trainer.push_weights, generators_client.pull_weights),
+        weights=WeightSync(
+            config.name,
+            store,
+            push=trainer.push_weights,
+            expect=generators_client.expect_weights,
+            pulls=[partial(generators_client.pull_weights, replica) for replica in range(len(generators))],
+        ),
         supervisor=supervisor,
         fleet=fleet,
         hosts=hosts,
     )
 
 
-def transport(config: Config) -> Transport:
-    """How weights travel: through shared memory if everything is on one machine."""
-    if config.weights.transport == "auto":
-        return "store" if config.hosts.kind == "slurm" else "arena"
-    return config.weights.transport
+def transports(config: Config) -> Sequence[TransportName]:
+    """Ways that weights may take; each generator takes the first that leads to it."""
+    if config.weights.transport != "auto":
+        return (config.weights.transport,)
+    return ("arena", "rdma") if config.hosts.kind == "slurm" else ("arena",)

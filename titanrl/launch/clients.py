@@ -10,7 +10,7 @@ from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.buffer import Batch
 from titanrl.types import AdamParams, EvaluationResult, GroupRecord, Handle, LossSums, MicroBatch, OptimUpdate
-from titanrl.weights.manifest import WeightManifest
+from titanrl.weights.manifest import Commit, WeightManifest
 
 T = TypeVar("T")
 
@@ -105,10 +105,15 @@ class GeneratorsClient:
         """Load vLLM and build the engines."""
         await self._each("generator.start", [actor.start.call_one() for actor in self.actors], self.timeouts.start_s)
 
-    async def pull_weights(self, version: int) -> None:
-        """Bring a version into every replica."""
-        calls = [actor.pull_weights.call_one(version) for actor in self.actors]
-        await self._each("generator.pull_weights", calls, self.timeouts.sync_s)
+    async def expect_weights(self, version: int) -> None:
+        """Let every replica hold new requests until it has pulled a version."""
+        calls = [actor.expect_weights.call_one(version) for actor in self.actors]
+        await self._each("generator.expect_weights", calls, self.timeouts.sync_s)
+
+    async def pull_weights(self, replica: int, commit: Commit) -> None:
+        """Bring a version into one replica."""
+        call = self.actors[replica].pull_weights.call_one(commit)
+        await self.supervisor.ask(f"generator_{replica}.pull_weights", call, self.timeouts.sync_s)
 
     async def take_stats(self) -> tuple[int, float]:
         """Tokens of completions since the last call, and the share of the time that was spent idle."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanrl.actors import Actor, current_rank, endpoint
+from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import Device, num_threads
 from titanrl.types import AdamParams, Handle, LossSums, MicroBatch, OptimUpdate, Rollout, Row
@@ -17,7 +17,8 @@ from titanrl.weights.store import WeightStore
 if TYPE_CHECKING:
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.learner import LossName
-    from titanrl.weights.publish import Transport
+    from titanrl.weights.digest import Verify
+    from titanrl.weights.transport import TransportName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,10 @@ class TrainerSetup:
     """The sampler's temperature."""
     generator_dtype: str
     """Type that weights are published in."""
-    transport: "Transport"
-    """How their bytes reach the generators."""
+    transports: "Sequence[TransportName]"
+    """Ways by which their bytes may reach the generators, the best first."""
+    verify: "Verify"
+    """What the digest of their bytes covers."""
     device: Device
     """Where it runs."""
     checkpoint_dir: Path
@@ -86,7 +89,11 @@ class PolicyTrainer(Actor):
         self._model_dir = model_dir
         self._learner = Learner(model, setup.algorithm, setup.temperature)
         self._checkpoints = Checkpoints(self._learner, setup.checkpoint_dir, setup.keep_checkpoints)
-        self._publisher = WeightPublisher(setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transport)
+        self._publisher = WeightPublisher(
+            setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
+        )
+        # All memory for publishing now: page faults would make the first pushes ten times slower.
+        await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
     async def forward_backward(self, microbatch: MicroBatch, loss: "LossName" = "policy") -> LossSums:
@@ -103,11 +110,14 @@ class PolicyTrainer(Actor):
         """Take one optimizer step with the gradient gathered so far."""
         return self._learner.optim_step(params)
 
-    @endpoint
+    @concurrent_endpoint
     async def push_weights(self, version: int) -> WeightManifest:
-        """Publish this rank's share of the weights as a version; they may change as soon as this returns."""
+        """Publish this rank's share of the weights as a version; they may change as soon as this returns.
+
+        Forward and backward passes may run meanwhile: they change no weight, and `optim_step` is called after this returned.
+        """
         assert version == self._learner.version, f"asked to push v{version}, weights are v{self._learner.version}"
-        return await self._publisher.publish(version, self._learner.weights())
+        return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
     async def start_over(self) -> None:

@@ -7,6 +7,7 @@ sees another number than the manifest's, before or after its copy, has not read 
 """
 
 import fcntl
+import functools
 import mmap
 import os
 import struct
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +36,7 @@ class Arena:
         Raises:
             OSError: not enough memory.
         """
-        size = _HEADER_BYTES + max(num_bytes, 1)  # torch has no view of no bytes
+        size = _HEADER_BYTES + max(num_bytes, 1)  # torch has no view of no bytes, RDMA no buffer
         self._fd = os.memfd_create("titanrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self._fd, 0, size)
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
@@ -43,9 +45,19 @@ class Arena:
         self.handle = ArenaHandle(host_id(), os.getpid(), process_start("self"), self._fd, num_bytes)
 
     @cached_property
+    def header(self) -> torch.Tensor:
+        """The bytes of the sequence number."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=_SEQUENCE.size)
+
+    @cached_property
+    def storage(self) -> torch.Tensor:
+        """All bytes after the header, at least one."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)
+
+    @cached_property
     def data(self) -> torch.Tensor:
         """The bytes, as a tensor that shares them."""
-        return torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)[: self.handle.num_bytes]
+        return self.storage[: self.handle.num_bytes]
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
@@ -73,7 +85,7 @@ class MappedArena:
             WeightMismatchError: its owner is gone, or on another host.
         """
         if handle.host != host_id():
-            raise WeightMismatchError("weights lie in an arena of another host; set weights.transport to store")
+            raise WeightMismatchError("weights lie in an arena of another host; set weights.transport to auto")
         try:
             if process_start(str(handle.pid)) != handle.started:
                 raise FileNotFoundError
@@ -88,17 +100,19 @@ class MappedArena:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
             self.data = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)[: handle.num_bytes]
 
-    def check(self, sequence: int, what: str) -> None:
-        """Make sure that the arena holds what was published under a number.
-
-        Raises:
-            WeightMismatchError: it has been written since.
-        """
-        (found,) = _SEQUENCE.unpack_from(self._map, 0)
-        if found != sequence:
-            raise WeightMismatchError(f"{what} was overwritten while it was read (sequence {found}, published as {sequence})")
+    @property
+    def sequence(self) -> int:
+        """What the header says now."""
+        return sequence_in(self._map)
 
 
+def sequence_in(header: Any) -> int:
+    """The sequence number that a header's bytes hold."""
+    (sequence,) = _SEQUENCE.unpack_from(header, 0)
+    return int(sequence)
+
+
+@functools.cache
 def host_id() -> str:
     """What processes that can open each other's descriptors have in common: the boot and the process namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,96 +1,222 @@
-"""A rank's state dict as boxes, and boxes as bytes.
+"""A state dict as boxes, and boxes as bytes.
 
-FSDP and TP shards are contiguous blocks of the whole tensor; what is not (a lone `_StridedShard`, `Partial`) is refused
-rather than guessed, because torch reports a plausible but wrong offset for it.
+A DTensor's local part is one box of the whole tensor, or several: `_StridedShard` interleaves, and torch's own offset
+(`compute_local_shape_and_global_offset`) is then that of the first box only. So the indices a rank holds are worked out here,
+dimension by dimension, and cut into contiguous runs. The trainer's side and the reader's use the same functions.
 """
 
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titanrl.weights.manifest import Box, ShardEntry
+from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, make_layout, whole
+
+Indices = npt.NDArray[np.int64]
+Run = tuple[int, int]
+"""First index and length."""
+
+_ALIGNMENT = 64
+"""Entries begin at multiples of a cache line, so that any type can be viewed in place."""
 
 
 @dataclass(frozen=True, slots=True)
-class LocalShard:
-    """What this rank publishes of one tensor."""
+class Split:
+    """One cut of a dimension: into `factor` parts, each of these into `num_chunks`, of which the rank takes number `index`."""
 
-    name: str
-    tensor: torch.Tensor
-    global_shape: tuple[int, ...]
-    box: Box
+    num_chunks: int
+    """Ranks that share the dimension."""
+    index: int
+    """Place of this rank among them."""
+    factor: int = 1
+    """Parts that are cut one by one; 1 is a plain shard."""
 
 
-def local_shards(state: Mapping[str, torch.Tensor], rank: int) -> Iterator[LocalShard]:
-    """The shards this rank must publish: replicas only from their first holder, tied tensors once, empty shards not at all.
+def held_indices(size: int, splits: Sequence[Split]) -> Indices:
+    """Indices of a dimension that are left after cuts, in the order they are held; chunks are those of `torch.chunk`."""
+    indices = np.arange(size)
+    for split in splits:
+        parts = [_chunk(indices, split.factor, part) for part in range(split.factor)]
+        indices = np.concatenate([_chunk(part, split.num_chunks, split.index) for part in parts])
+    return indices
+
+
+def _chunk(indices: Indices, num_chunks: int, index: int) -> Indices:
+    width = -(-len(indices) // num_chunks)
+    return indices[index * width : (index + 1) * width]
+
+
+def index_runs(indices: Indices) -> list[Run]:
+    """Indices as contiguous runs, in their order."""
+    if not len(indices):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
+    return [(int(indices[start]), end - start) for start, end in itertools.pairwise(edges)]
+
+
+def dim_splits(placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int], dim: int) -> list[Split]:
+    """The cuts of one tensor dimension, in the order they are made.
+
+    Mesh dimensions cut from left to right, but a `_StridedShard` whose factor is the number of parts that the cuts to its right
+    make (FSDP over TP) stands for a plain cut after those; with uneven sizes only this order gives what FSDP2 holds.
+    """
+    ordered: list[Split] = []
+    for placement, num_chunks, index in reversed(list(zip(placements, mesh_shape, coordinate, strict=True))):
+        if not isinstance(placement, Shard | _StridedShard) or placement.dim != dim:
+            continue
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        if factor > 1 and factor == prod(split.num_chunks for split in ordered):
+            ordered.append(Split(num_chunks, index))
+        else:
+            ordered.insert(0, Split(num_chunks, index, factor))
+    return ordered
+
+
+def box_pieces(runs: Sequence[Sequence[Run]]) -> tuple[Piece, ...]:
+    """The boxes that runs of each dimension make, and where they lie in the local tensor."""
+    starts = [list(itertools.accumulate((length for _, length in dim), initial=0))[:-1] for dim in runs]
+    numbered = [list(zip(dim, places, strict=True)) for dim, places in zip(runs, starts, strict=True)]
+    pieces = []
+    for choice in itertools.product(*numbered):
+        shape = tuple(length for (_, length), _ in choice)
+        box = Box(tuple(first for (first, _), _ in choice), shape)
+        pieces.append(Piece(box, Box(tuple(place for _, place in choice), shape)))
+    return tuple(pieces)
+
+
+def held_pieces(name: str, value: torch.Tensor) -> tuple[Piece, ...]:
+    """The boxes of a tensor that this rank holds; none if its shard is empty.
 
     Raises:
-        ValueError: a placement whose local part is not one block.
+        ValueError: a partial sum, or a placement that is not understood.
     """
-    seen: set[int] = set()
-    for name, value in state.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if local.data_ptr() in seen and local.numel():
-            continue
-        seen.add(local.data_ptr())
-        box = published_box(name, value, rank)
-        if box is not None and box.numel:
-            yield LocalShard(name, local, tuple(value.shape), box)
-
-
-def published_box(name: str, value: torch.Tensor, rank: int) -> Box | None:
-    """Which block of a tensor this rank publishes; None if another rank publishes it."""
     if not isinstance(value, DTensor):
-        return Box((0,) * value.ndim, tuple(value.shape)) if rank == 0 else None
-    check_contiguous(name, value)
+        everything = whole(tuple(value.shape))
+        return (Piece(everything, everything),) if everything.numel else ()
+    if any(isinstance(placement, Partial) for placement in value.placements):
+        raise ValueError(f"{name}: cannot publish a partial sum ({value.placements})")
     coordinate = value.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the tensor's mesh"
-    if any(isinstance(placement, Replicate) and index for placement, index in zip(value.placements, coordinate, strict=True)):
-        return None
-    shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return Box(tuple(offset), tuple(shape))
+    indices = [
+        held_indices(size, dim_splits(value.placements, value.device_mesh.shape, coordinate, dim))
+        for dim, size in enumerate(value.shape)
+    ]
+    expected, found = [len(dim) for dim in indices], list(local_part(value).shape)
+    if expected != found and 0 not in expected:
+        raise ValueError(f"{name}: placements {value.placements} should leave {expected}, but the rank holds {found}")
+    return box_pieces([index_runs(dim) for dim in indices])
 
 
-def check_contiguous(name: str, value: DTensor) -> None:
-    """Refuse placements whose local part is not one block of the whole tensor."""
-    for position, placement in enumerate(value.placements):
-        if isinstance(placement, Partial):
-            raise ValueError(f"{name}: cannot publish a partial sum ({value.placements})")
-        if isinstance(placement, _StridedShard):
-            split_later = Shard(placement.dim) in value.placements[position + 1 :]
-            if not split_later:
-                raise ValueError(f"{name}: cannot publish interleaved rows ({value.placements})")
+def is_first_holder(value: torch.Tensor, rank: int) -> bool:
+    """Whether this rank publishes a tensor's shard: of replicas only the first does.
+
+    A tensor on a part of the mesh (a norm that TP leaves alone) is repeated on its other parts; the one with rank 0 counts.
+    """
+    if not isinstance(value, DTensor):
+        return rank == 0
+    if 0 not in value.device_mesh.mesh:
+        return False
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not part of the tensor's mesh"
+    return not any(isinstance(placement, Replicate) and at for placement, at in zip(value.placements, coordinate, strict=True))
 
 
-def num_packed_bytes(shards: Sequence[LocalShard], dtype: torch.dtype) -> int:
-    """Bytes that `pack` fills."""
-    return sum(shard.box.numel * dtype.itemsize for shard in shards)
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, without a copy."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        local: torch.Tensor = value.to_local()
+    return local
 
 
-def pack(shards: Sequence[LocalShard], arena: torch.Tensor, dtype: torch.dtype) -> tuple[ShardEntry, ...]:
-    """Cast shards to `dtype` straight into a byte tensor, one after another; returns what lies where."""
-    entries, start = [], 0
-    for shard in shards:
-        view = entry_view(arena, start, shard.box.shape, dtype)
-        view.copy_(shard.tensor)
-        entries.append(ShardEntry(shard.name, str(dtype), shard.global_shape, shard.box, start))
-        start += shard.box.numel * dtype.itemsize
-    return tuple(entries)
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """What a rank publishes: a layout, and for each of its entries where the bytes come from."""
+
+    layout: Layout
+    """What lies where."""
+    sources: tuple[tuple[str, Box | None], ...]
+    """Tensor and block of its local part, for each entry; None is all of it."""
+
+    def targets(self, arena: torch.Tensor) -> list[torch.Tensor]:
+        """The entries as tensors inside a byte tensor."""
+        return [entry_view(arena, entry) for entry in self.layout.entries]
+
+    def local_blocks(self, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The parts of a state dict that belong there."""
+        blocks = []
+        for name, block in self.sources:
+            local = local_part(state[name])
+            blocks.append(local if block is None else local[block.slices])
+        return blocks
 
 
-def entry_view(arena: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The tensor that lies at a byte offset of an arena."""
-    num_bytes = Box((0,) * len(shape), shape).numel * dtype.itemsize
-    return arena[start : start + num_bytes].view(dtype).view(shape)
+def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, keep: Collection[str] = ()) -> PackPlan:
+    """Plan what this rank publishes: replicas only from their first holder, tied tensors once, empty shards not at all.
+
+    Args:
+        state: the model's state dict.
+        rank: this trainer rank.
+        dtype: what tensors are cast to.
+        keep: names of tensors that keep their type (buffers).
+
+    Raises:
+        ValueError: a partial sum, or a placement that is not understood.
+    """
+    entries: list[ShardEntry] = []
+    sources: list[tuple[str, Box | None]] = []
+    start = 0
+    for name in first_names(state):
+        value = state[name]
+        if not is_first_holder(value, rank):
+            continue
+        published = value.dtype if name in keep else dtype
+        for piece in held_pieces(name, value):
+            entries.append(ShardEntry(name, str(published), tuple(value.shape), piece.box, start))
+            is_all = piece.local.shape == tuple(local_part(value).shape)
+            sources.append((name, None if is_all else piece.local))
+            start += -(-piece.box.numel * published.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return PackPlan(make_layout(rank, tuple(entries), start), tuple(sources))
 
 
-def digest(arena: torch.Tensor) -> int:
-    """CRC-32 of an arena's bytes."""
-    contents: Any = arena.numpy()  # a buffer, which numpy's types only say from Python 3.12 on
-    return zlib.crc32(contents)
+def first_names(state: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of a state dict without those of tensors that were there before (tied weights)."""
+    seen: set[tuple[int, torch.Size]] = set()
+    names = []
+    for name, value in state.items():
+        local = local_part(value)
+        key = (local.data_ptr(), local.shape)
+        if local.numel() and key in seen:
+            continue
+        seen.add(key)
+        names.append(name)
+    return names
+
+
+def signature(state: Mapping[str, torch.Tensor]) -> object:
+    """Something that is equal for state dicts that `plan_pack` treats alike."""
+    parts = [
+        (name, value.shape, value.dtype, (value.placements, id(value.device_mesh)) if isinstance(value, DTensor) else None)
+        for name, value in state.items()
+    ]
+    return parts, first_names(state)
+
+
+def entry_view(arena: torch.Tensor, entry: ShardEntry) -> torch.Tensor:
+    """The tensor that lies at an entry's place in a byte tensor."""
+    dtype = TORCH_DTYPES[entry.dtype]
+    num_bytes = entry.box.numel * dtype.itemsize
+    return arena[entry.byte_offset : entry.byte_offset + num_bytes].view(dtype).view(entry.box.shape)
+
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+"""torch's types by their text."""

@@ -1,10 +1,12 @@
-"""Which bytes go where: a pure function from manifests and the reader's parameters to slice copies."""
+"""Which bytes go where: a pure function from layouts and the reader's parameters to slice copies."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanrl.weights.manifest import Box, ShardEntry, WeightManifest, WeightMismatchError
+import numpy as np
+
+from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, WeightMismatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +17,8 @@ class Target:
     """Shape of the whole tensor."""
     dtype: str
     """Type it is held in."""
-    box: Box
-    """Which part of it is held."""
+    pieces: tuple[Piece, ...]
+    """Which parts of it are held, and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +34,19 @@ class SliceCopy:
     source: tuple[slice, ...]
     """Part of the published box."""
     destination: tuple[slice, ...]
-    """Part of the target."""
+    """Part of the target's local tensor."""
 
 
-def plan_copies(manifests: Sequence[WeightManifest], targets: Mapping[str, Target]) -> tuple[SliceCopy, ...]:
+def plan_copies(layouts: Sequence[Layout], targets: Mapping[str, Target]) -> tuple[SliceCopy, ...]:
     """Copies that fill every target completely, each element once.
 
     Raises:
         WeightMismatchError: a tensor is missing, extra, of another shape or type, or not covered exactly.
     """
     published: dict[str, list[tuple[int, ShardEntry]]] = defaultdict(list)
-    for manifest in manifests:
-        for entry in manifest.entries:
-            published[entry.name].append((manifest.rank, entry))
+    for layout in layouts:
+        for entry in layout.entries:
+            published[entry.name].append((layout.rank, entry))
     missing, extra = sorted(targets.keys() - published.keys()), sorted(published.keys() - targets.keys())
     if missing or extra:
         raise WeightMismatchError(f"tensors not published: {missing}; tensors published but not wanted: {extra}")
@@ -53,21 +55,44 @@ def plan_copies(manifests: Sequence[WeightManifest], targets: Mapping[str, Targe
 
 def fill(name: str, target: Target, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
     """The copies that fill one target."""
-    copies: list[SliceCopy] = []
-    covered: list[Box] = []
-    for rank, entry in sources:
+    for _, entry in sources:
         if (entry.global_shape, entry.dtype) != (target.global_shape, target.dtype):
             raise WeightMismatchError(
                 f"{name}: published as {entry.dtype}{list(entry.global_shape)}, "
                 f"wanted as {target.dtype}{list(target.global_shape)}"
             )
-        common = entry.box.intersection(target.box)
-        if common is None:
-            continue
-        if any(common.intersection(box) for box in covered):
-            raise WeightMismatchError(f"{name}: published twice at {common}")
-        covered.append(common)
-        copies.append(SliceCopy(name, rank, entry, common.slices_within(entry.box), common.slices_within(target.box)))
-    if sum(box.numel for box in covered) != target.box.numel:
-        raise WeightMismatchError(f"{name}: only {sum(box.numel for box in covered)} of {target.box.numel} elements published")
+    return [copy for piece in target.pieces for copy in fill_piece(name, piece, sources)]
+
+
+def fill_piece(name: str, piece: Piece, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
+    """The copies that fill one block of a target."""
+    copies: list[SliceCopy] = []
+    covered: list[Box] = []
+    for rank, entry in sources:
+        common = entry.box.intersection(piece.box)
+        if common is not None:
+            covered.append(common)
+            inside = common.moved(piece.box.offset, piece.local.offset)
+            copies.append(SliceCopy(name, rank, entry, common.slices_within(entry.box), inside.slices))
+    check_covered(name, piece.box, covered)
     return copies
+
+
+def check_covered(name: str, wanted: Box, covered: Sequence[Box]) -> None:
+    """Prove that boxes inside another fill it exactly: they do not overlap, and their sizes add up.
+
+    Raises:
+        WeightMismatchError: they do not.
+    """
+    if len(covered) > 1 and wanted.offset:
+        low = np.array([box.offset for box in covered])
+        high = low + np.array([box.shape for box in covered])
+        overlap = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(axis=2)
+        np.fill_diagonal(overlap, False)
+        if overlap.any():
+            raise WeightMismatchError(f"{name}: published twice at {covered[int(overlap.any(axis=1).argmax())]}")
+    elif len(covered) > 1:
+        raise WeightMismatchError(f"{name}: published twice")
+    found = sum(box.numel for box in covered)
+    if found != wanted.numel:
+        raise WeightMismatchError(f"{name}: only {found} of {wanted.numel} elements published")

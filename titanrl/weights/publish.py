@@ -1,133 +1,96 @@
-"""Publishing on a trainer rank, pulling on a generator rank."""
+"""Publishing on a trainer rank."""
 
-import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from titanrl.weights.arena import Arena, MappedArena
-from titanrl.weights.layout import digest, entry_view, local_shards, num_packed_bytes, pack
-from titanrl.weights.manifest import ArenaHandle, Box, Commit, WeightManifest, WeightMismatchError, commit_key, rank_key
-from titanrl.weights.plan import Target, plan_copies
-from titanrl.weights.store import WeightStore, as_bytes
+from titanrl.weights.arena import Arena
+from titanrl.weights.copying import CopyOut, pin
+from titanrl.weights.digest import Verify, digest
+from titanrl.weights.layout import PackPlan, local_part, plan_pack, signature
+from titanrl.weights.manifest import WeightManifest, layout_key
+from titanrl.weights.store import WeightStore
+from titanrl.weights.transport import TransportName, make_transports
 
-Transport = Literal["arena", "store"]
-"""How bytes reach the readers: shared memory of one host, or torchstore's own tensors."""
+NUM_ARENAS = 2
+"""Versions that stay readable: while one is written, the one before is read."""
 
 
 class WeightPublisher:
     """Publishes this rank's share of each version, in the generators' dtype."""
 
-    def __init__(self, run: str, rank: int, store: WeightStore, dtype: torch.dtype, transport: Transport) -> None:
+    def __init__(
+        self,
+        run: str,
+        rank: int,
+        store: WeightStore,
+        dtype: torch.dtype,
+        transports: Sequence[TransportName],
+        verify: Verify = "sampled",
+    ) -> None:
         """Publish under the name of the run.
 
         Args:
             run: prefix of the store's keys.
             rank: this trainer rank.
-            store: where bytes go with the transport `store`.
+            store: where layouts go, and bytes with the transport `store`.
             dtype: what parameters are cast to.
-            transport: `arena` for readers on this host, `store` for readers anywhere.
+            transports: ways that readers may take, the best first.
+            verify: what the digest covers.
         """
         self._run, self._rank, self._store = run, rank, store
-        self._dtype, self._transport = dtype, transport
-        self._arenas: dict[int, Arena] = {}
+        self._dtype, self._verify = dtype, verify
+        self._transports = make_transports(transports, run, rank, store)
+        self._copier = CopyOut()
+        self._signature: object = None
+        self._plan: PackPlan
+        self._arenas: list[Arena] = []
+        self._targets: list[list[torch.Tensor]] = []
 
-    async def publish(self, version: int, state: Mapping[str, torch.Tensor]) -> WeightManifest:
-        """Copy the parameters out; they may change as soon as this returns. The last two versions stay readable."""
-        shards = list(local_shards(state, self._rank))
-        num_bytes = num_packed_bytes(shards, self._dtype)
-        if self._transport == "store":
-            data = torch.empty(num_bytes, dtype=torch.uint8)
-            entries = pack(shards, data, self._dtype)
-            await self._store.put(rank_key(self._run, version, self._rank), data)
-            return WeightManifest(version, self._rank, entries, num_bytes, digest(data), None, 0)
-        arena = self._arena(version, num_bytes)
+    async def prepare(self, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> None:
+        """Work out the layout of a state dict and allocate all memory; without it the first `publish` does so.
+
+        Args:
+            state: the model's state dict.
+            keep: names of tensors that keep their type (buffers).
+
+        Raises:
+            ValueError: a tensor that cannot be published; its name is in the text.
+            OSError: not enough memory.
+        """
+        if signature(state) == self._signature:
+            return
+        self._plan = plan_pack(state, self._rank, self._dtype, keep)
+        layout = self._plan.layout
+        assert not self._arenas or self._arenas[0].handle.num_bytes == layout.num_bytes, "the weights changed their size"
+        if not self._arenas:
+            self._arenas = [Arena(layout.num_bytes) for _ in range(NUM_ARENAS)]
+            where = next((local_part(value).device for value in state.values()), torch.device("cpu"))
+            for arena in self._arenas:
+                pin(arena.storage, where, read_only=False)
+        self._targets = [self._plan.targets(arena.data) for arena in self._arenas]
+        key = layout_key(self._run, layout.layout_id)
+        if not await self._store.exists(key):
+            await self._store.put(key, layout)
+        self._signature = signature(state)
+
+    async def publish(self, version: int, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> WeightManifest:
+        """Copy the weights out; they may change as soon as this returns. The last two versions stay readable.
+
+        Raises:
+            ValueError, OSError: as `prepare`.
+        """
+        await self.prepare(state, keep)
+        place = version % NUM_ARENAS
+        arena, layout = self._arenas[place], self._plan.layout
         with arena.writing() as data:
-            entries = pack(shards, data, self._dtype)
-        return WeightManifest(version, self._rank, entries, num_bytes, digest(data), arena.handle, arena.sequence)
-
-    def _arena(self, version: int, num_bytes: int) -> Arena:
-        """The older of the two arenas: whoever reads the newer one goes on undisturbed."""
-        place = version % 2
-        if place not in self._arenas:
-            self._arenas[place] = Arena(num_bytes)
-        assert self._arenas[place].handle.num_bytes == num_bytes, "the shape of the weights changed within a run"
-        return self._arenas[place]
-
-
-@dataclass(frozen=True, slots=True)
-class PulledWeights:
-    """A whole version's bytes, verified, not yet copied."""
-
-    commit: Commit
-    data: Mapping[int, torch.Tensor]
-    mapped: Mapping[int, MappedArena]
-
-    def copy_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill every target; it is checked before the first byte is written that the version fills them all.
-
-        Raises:
-            WeightMismatchError: a tensor is missing, extra, or of another shape or type; or the bytes changed while they were
-                copied, and the targets hold a mixture.
-        """
-        wanted = {
-            name: Target(tuple(tensor.shape), str(tensor.dtype), Box((0,) * tensor.ndim, tuple(tensor.shape)))
-            for name, tensor in targets.items()
-        }
-        with torch.no_grad():
-            for copy in plan_copies(self.commit.manifests, wanted):
-                target = targets[copy.name]
-                source = entry_view(self.data[copy.rank], copy.entry.byte_offset, copy.entry.box.shape, target.dtype)
-                target[copy.destination].copy_(source[copy.source])
-        self.check_unchanged()
-
-    def check_unchanged(self) -> None:
-        """Make sure that no arena has been written since it was published.
-
-        Raises:
-            WeightMismatchError: one has.
-        """
-        for manifest in self.commit.manifests:
-            if manifest.arena is not None:
-                what = f"version {manifest.version} of rank {manifest.rank}"
-                self.mapped[manifest.rank].check(manifest.sequence, what)
-
-
-class WeightReader:
-    """Fetches committed versions."""
-
-    def __init__(self, run: str, store: WeightStore) -> None:
-        """Read what is published under the name of a run."""
-        self._run, self._store = run, store
-        self._mapped: dict[ArenaHandle, MappedArena] = {}
-
-    async def fetch(self, version: int) -> PulledWeights:
-        """All bytes of a version, checked against its manifests; those in arenas are not copied.
-
-        Raises:
-            WeightMismatchError: the version was never committed, or its bytes are not those that were published.
-        """
-        try:
-            commit: Commit = await self._store.get(commit_key(self._run, version))
-        except KeyError:
-            raise WeightMismatchError(f"version {version} of the weights was not committed") from None
-        mapped = {manifest.rank: self._map(manifest.arena) for manifest in commit.manifests if manifest.arena is not None}
-        stored = [manifest.rank for manifest in commit.manifests if manifest.arena is None]
-        values = await asyncio.gather(*(self._store.get(rank_key(self._run, version, rank)) for rank in stored))
-        data = {rank: arena.data for rank, arena in mapped.items()}
-        data |= {rank: as_bytes(value) for rank, value in zip(stored, values, strict=True)}
-        pulled = PulledWeights(commit, data, mapped)
-        pulled.check_unchanged()
-        for manifest in commit.manifests:
-            found = (manifest.version, data[manifest.rank].numel(), digest(data[manifest.rank]))
-            if found != (version, manifest.num_bytes, manifest.digest):
-                raise WeightMismatchError(f"the bytes of rank {manifest.rank}, version {version}, are not what it published")
-        return pulled
-
-    def _map(self, handle: ArenaHandle) -> MappedArena:
-        """A mapping is kept: its first pages cost more than all copies after."""
-        if handle not in self._mapped:
-            self._mapped[handle] = MappedArena(handle)
-        return self._mapped[handle]
+            await self._copier.copy(self._targets[place], self._plan.local_blocks(state))
+        return WeightManifest(
+            version=version,
+            rank=self._rank,
+            layout_id=layout.layout_id,
+            num_bytes=layout.num_bytes,
+            digest=digest(data, self._verify, version),
+            sequence=arena.sequence,
+            handles=tuple([await transport.offer(version, arena) for transport in self._transports]),
+        )

@@ -8,7 +8,6 @@ torchstore versions share. Its private parts are used in this module alone; `tes
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from monarch.actor import Actor, ProcMesh, endpoint
 from torchstore.client import LocalClient
 from torchstore.controller import Controller
@@ -63,6 +62,10 @@ class WeightStore:
         """
         return await self._client.get(key)
 
+    async def exists(self, key: str) -> bool:
+        """Whether there is something under a key."""
+        return bool(await self._client.exists(key))
+
     async def delete(self, key: str) -> None:
         """Forget a key."""
         await self._client.delete(key)
@@ -80,10 +83,3 @@ async def spawn_store(procs: ProcMesh) -> WeightStore:
     await controller.init.call_one(strategy, 1, volumes)
     await strategy.set_storage_volumes(volumes)
     return WeightStore(controller, strategy)
-
-
-def as_bytes(value: object) -> torch.Tensor:
-    """A fetched arena, checked to be one."""
-    assert isinstance(value, torch.Tensor), type(value)
-    assert value.dtype == torch.uint8, value.dtype
-    return value

@@ -2,33 +2,78 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
-from titanrl.weights.manifest import Commit, WeightManifest, commit_key, rank_key
+from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, commit_key
 from titanrl.weights.store import WeightStore
 
 VERSIONS_HELD = 2
 
+Pull = Callable[[Commit], Awaitable[None]]
+"""Bring a version into one generator replica."""
 
-@dataclass
+
+class Leases:
+    """Who reads which version: what a reader holds is neither overwritten nor deleted."""
+
+    def __init__(self) -> None:
+        """Start without readers."""
+        self._held: Counter[int] = Counter()
+        self._returned = asyncio.Condition()
+
+    @asynccontextmanager
+    async def lease(self, version: int) -> AsyncIterator[None]:
+        """Hold a version for the body."""
+        self._held[version] += 1
+        try:
+            yield
+        finally:
+            async with self._returned:
+                self._held[version] -= 1
+                self._returned.notify_all()
+
+    async def free(self, version: int) -> None:
+        """Wait until nobody reads a version; each reader has a deadline of its own."""
+        async with self._returned:
+            await self._returned.wait_for(lambda: not self._held[version])
+
+
 class WeightSync:
     """Publishes versions one after another.
 
-    1. every trainer rank pushes its share; 2. the controller writes the commit record; 3. the generators pull;
-    4. `then` runs (slots are freed: what is generated from here on is fresh); 5. versions beyond the last two are deleted.
+    1. What the new version will overwrite is deleted, once nobody reads it; 2. every trainer rank pushes its share; 3. the
+    controller makes the commit record, keeps it in the store and sends it to the generators; 4. each replica pulls, and goes
+    on by itself; 5. `then` runs (slots are freed) as soon as one replica has pulled and the others let new requests wait
+    until they have: what is generated from here on is fresh, and a slow replica holds nobody up but itself.
     `ready()` returns when all that is done, and raises what went wrong in it; weights may change only after it.
     """
 
-    run: str
-    store: WeightStore
-    push: Callable[[int], Awaitable[Sequence[WeightManifest]]]
-    """Push a version on every trainer rank."""
-    pull: Callable[[int], Awaitable[None]]
-    """Pull a version into every generator."""
-    _task: asyncio.Task[None] | None = None
-    _held: list[Commit] = field(default_factory=list)
-    _metrics: dict[str, float] = field(default_factory=dict)
+    def __init__(
+        self,
+        run: str,
+        store: WeightStore,
+        *,
+        push: Callable[[int], Awaitable[Sequence[WeightManifest]]],
+        expect: Callable[[int], Awaitable[None]],
+        pulls: Sequence[Pull],
+    ) -> None:
+        """Publish under the name of the run.
+
+        Args:
+            run: prefix of the store's keys.
+            store: where records are kept.
+            push: push a version on every trainer rank.
+            expect: let every generator hold new requests until it has pulled a version.
+            pulls: one for each generator replica.
+        """
+        self._run, self._store = run, store
+        self._push, self._expect, self._pulls = push, expect, pulls
+        self._leases = Leases()
+        self._task: asyncio.Task[None] | None = None
+        self._held: list[Commit] = []
+        self._metrics: dict[str, float] = {}
 
     def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
         """Start publishing a version; the caller has awaited `ready()` for the one before."""
@@ -41,32 +86,55 @@ class WeightSync:
             task, self._task = self._task, None
             await task
 
+    async def catch_up(self, pull: Pull) -> int:
+        """Bring the newest version into a generator that came late, or whose pull failed; returns the version."""
+        commit = self._held[-1]
+        await self._pull(pull, commit)
+        return commit.version
+
     def take_metrics(self) -> Mapping[str, float]:
         """`sync/*` of the last version: seconds, bytes and speed."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     async def _publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
+        old, self._held = self._held[: 1 - VERSIONS_HELD], self._held[1 - VERSIONS_HELD :]
+        for commit in old:
+            await self._leases.free(commit.version)
         started = time.perf_counter()
-        commit = Commit(version, tuple(await self.push(version)))
-        await self.store.put(commit_key(self.run, version), commit)
+        manifests, _ = await asyncio.gather(self._push(version), asyncio.gather(*map(self._delete, old)))
+        commit = Commit(version, tuple(manifests))
+        self._held.append(commit)
         pushed = time.perf_counter()
-        await self.pull(version)
-        pulled = time.perf_counter()
+        record = self._store.put(commit_key(self._run, version), commit)
+        pulls = [asyncio.create_task(self._pull(pull, commit)) for pull in self._pulls]
+        await asyncio.gather(record, self._free(version, pulls, then), self._measure(commit, started, pushed, pulls))
+
+    async def _pull(self, pull: Pull, commit: Commit) -> None:
+        async with self._leases.lease(commit.version):
+            await pull(commit)
+
+    async def _free(self, version: int, pulls: Sequence["asyncio.Task[None]"], then: Callable[[], Awaitable[None]]) -> None:
+        """Run `then` as soon as no request can be answered with an older version any more."""
+        if len(pulls) > 1:
+            await self._expect(version)
+        done, _ = await asyncio.wait(pulls, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.gather(*done)
         await then()
+
+    async def _measure(self, commit: Commit, started: float, pushed: float, pulls: Sequence["asyncio.Task[None]"]) -> None:
+        await asyncio.gather(*pulls)
+        pulled = time.perf_counter()
         self._metrics = {
             "sync/push_s": pushed - started,
             "sync/pull_s": pulled - pushed,
             "sync/bytes": float(commit.num_bytes),
             "sync/gb_per_s": commit.num_bytes / (pulled - started) / 1e9,
         }
-        self._held.append(commit)
-        while len(self._held) > VERSIONS_HELD:
-            await self._delete(self._held.pop(0))
 
     async def _delete(self, commit: Commit) -> None:
         """Delete a version, its commit record first, so that nobody starts to read it."""
-        await self.store.delete(commit_key(self.run, commit.version))
-        for manifest in commit.manifests:
-            if manifest.arena is None:
-                await self.store.delete(rank_key(self.run, commit.version, manifest.rank))
+        await self._store.delete(commit_key(self._run, commit.version))
+        for handle in (handle for manifest in commit.manifests for handle in manifest.handles):
+            if isinstance(handle, StoreHandle):
+                await self._store.delete(handle.key)
