@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from titanrl.launch.fleet import Fleet
 from titanrl.launch.supervision import Supervisor
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, GenerationRequest, SamplingParams
-from titanrl.weights.manifest import Commit, commit_key
-from titanrl.weights.publish import WeightPublisher, WeightReader
+from titanrl.weights.manifest import Commit
+from titanrl.weights.publish import WeightPublisher
+from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import WeightStore, spawn_store
 
 PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(8)]
@@ -40,14 +41,14 @@ class Lab:
     generators: dict[str, Any]
     models: dict[int, Path]
     publisher: WeightPublisher
+    commits: dict[int, Commit] = field(default_factory=dict)
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(asyncio.wait_for(work, 120))
 
     async def publish(self, version: int) -> None:
         state = titan_names(load_file(self.models[version] / "model.safetensors"))
-        manifest = await self.publisher.publish(version, state)
-        await self.store.put(commit_key("lab", version), Commit(version, (manifest,)))
+        self.commits[version] = Commit(version, (await self.publisher.publish(version, state),))
 
     async def generate(
         self, impl: str, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS
@@ -109,7 +110,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
                 )
                 generators[impl] = procs.spawn("generator", Generator, setup)
             await asyncio.gather(*(start_one(generator) for generator in generators.values()))
-            lab = Lab(runner, store, generators, models, WeightPublisher("lab", 0, store, torch.float32, "arena"))
+            lab = Lab(runner, store, generators, models, WeightPublisher("lab", 0, store, torch.float32, ["arena"]))
             for version in models:
                 await lab.publish(version)
             return lab, fleet, supervisor
@@ -144,14 +145,49 @@ def reference(model_dir: Path) -> Any:
 def test_it_serves_nothing_before_it_has_pulled_and_after_a_pull_that_failed(lab: Lab, impl: str) -> None:
     with pytest.raises(Exception, match="no valid weights"):
         lab.do(lab.generate(impl, GREEDY))
-    with pytest.raises(Exception, match="version 9 of the weights was not committed"):
-        lab.do(pull(lab, impl, 9))
-    with pytest.raises(Exception, match="no valid weights"):
+    with pytest.raises(Exception, match=r"version 9: the manifests of ranks .0. are of another version"):
+        lab.do(pull_commit(lab, impl, Commit(9, lab.commits[1].manifests)))
+    with pytest.raises(Exception, match="no valid weights: the pull of version 9 failed: version 9: the manifests"):
         lab.do(lab.generate(impl, GREEDY))
 
 
 async def pull(lab: Lab, impl: str, version: int) -> None:
-    await lab.generators[impl].pull_weights.call_one(version)
+    await pull_commit(lab, impl, lab.commits[version])
+
+
+async def pull_commit(lab: Lab, impl: str, commit: Commit) -> None:
+    await lab.generators[impl].pull_weights.call_one(commit)
+
+
+def test_of_two_pulls_in_a_row_each_gets_its_own_answer_and_the_last_counts(lab: Lab, impl: str) -> None:
+    async def scenario() -> tuple[list[Any], Completion]:
+        broken = Commit(9, lab.commits[1].manifests)
+        pulls = [pull_commit(lab, impl, commit) for commit in (lab.commits[1], broken, lab.commits[2])]
+        answers = await asyncio.gather(*pulls, return_exceptions=True)
+        return answers, (await lab.generate(impl, GREEDY, PROMPTS[:1]))[0]
+
+    answers, completion = lab.do(scenario())
+    assert answers[0] is None
+    assert "version 9: the manifests" in str(answers[1])
+    assert answers[2] is None
+    assert set(completion.versions.tolist()) == {2}
+
+
+def test_requests_wait_for_weights_that_are_expected(lab: Lab, impl: str) -> None:
+    async def scenario() -> Completion:
+        await pull(lab, impl, 1)
+        await lab.generators[impl].expect_weights.call_one(10)
+        generating = asyncio.create_task(lab.generate(impl, GREEDY, PROMPTS[:1]))
+        await lab.generators[impl].stats.call_one()  # the request, sent before, is there when this is answered
+        await lab.publish(10)
+        await pull(lab, impl, 10)
+        await lab.generators[impl].expect_weights.call_one(10)  # too late to hold anything
+        return (await generating)[0]
+
+    lab.models[10] = lab.models[2]
+    assert set(lab.do(scenario()).versions.tolist()) == {10}
+    lab.do(lab.publish(1))
+    lab.do(lab.publish(2))
 
 
 @pytest.mark.parametrize("versions", [(1,), (1, 2), (2, 1)])
@@ -218,10 +254,9 @@ def test_cached_prompts_are_forgotten_with_the_weights_that_made_them(lab: Lab, 
 
 def test_weights_that_do_not_fit_are_refused_by_name(lab: Lab, impl: str) -> None:
     async def scenario() -> None:
-        odd = WeightPublisher("lab", 0, lab.store, torch.float32, "store")
+        odd = WeightPublisher("lab", 0, lab.store, torch.float32, ["store"])
         manifest = await odd.publish(7, {"norm.weight": torch.ones(128)})
-        await lab.store.put(commit_key("lab", 7), Commit(7, (manifest,)))
-        await pull(lab, impl, 7)
+        await pull_commit(lab, impl, Commit(7, (manifest,)))
 
     with pytest.raises(Exception, match=r"tensors not published: .*tok_embeddings"):
         lab.do(scenario())

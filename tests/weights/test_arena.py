@@ -58,18 +58,17 @@ def owner() -> Owner:
 
 def test_a_reader_sees_what_another_process_wrote_without_a_copy(owner: Owner) -> None:
     mapped = MappedArena(owner.handle)
-    mapped.check(owner.sequence, "v1")
+    assert mapped.sequence == owner.sequence
     assert mapped.data.tolist() == [0, 1, 2, 3, 4, 5]
     owner.overwrite_half()
     assert mapped.data.tolist() == [9, 9, 9, 3, 4, 5]
     owner.kill()
 
 
-def test_a_read_that_meets_a_write_is_refused(owner: Owner) -> None:
+def test_a_read_that_meets_a_write_sees_it_at_the_sequence_number(owner: Owner) -> None:
     mapped = MappedArena(owner.handle)
     owner.overwrite_half()
-    with pytest.raises(WeightMismatchError, match=r"v1 was overwritten while it was read \(sequence 3, published as 2\)"):
-        mapped.check(owner.sequence, "v1")
+    assert mapped.sequence == owner.sequence + 1
     owner.kill()
 
 
@@ -77,7 +76,7 @@ def test_a_killed_owner_leaves_attached_readers_their_bytes_and_nothing_else(own
     before = set(os.listdir("/dev/shm"))
     mapped = MappedArena(owner.handle)
     owner.kill()
-    mapped.check(owner.sequence, "v1")
+    assert mapped.sequence == owner.sequence
     assert mapped.data.tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(WeightMismatchError, match=f"process {owner.handle.pid}, which published the weights, is gone"):
         MappedArena(owner.handle)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titanrl.weights.copying import fill
 from titanrl.weights.layout import box_pieces, dim_splits, entry_view, held_indices, held_pieces, index_runs, plan_pack
-from titanrl.weights.manifest import Layout, Piece, ShardEntry, make_layout, whole
+from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, make_layout, whole
 from titanrl.weights.plan import Target, plan_copies
 from titanrl.weights.pull import CopyPlan
 
@@ -118,55 +118,21 @@ def test_a_lone_strided_shard_is_several_boxes() -> None:
 # Real DTensors
 
 
-def publish_shards(rank: int, folder: str) -> None:
-    """Two ranks: one tensor cut by rows (unevenly), by columns, interleaved, replicated, and one too small for both."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+def publish_as_four_ranks(rank: int, folder: str) -> None:
+    """Write what each rank packs of tensors of every kind, and of a model with FSDP2 over TP; sizes do not divide evenly."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
+    flat = init_device_mesh("cpu", (4,))
     state = {
-        "rows": distribute_tensor(VALUE, mesh, [Shard(0)]),
-        "columns": distribute_tensor(VALUE, mesh, [Shard(1)]),
-        "interleaved": distribute_tensor(VALUE, mesh, [_StridedShard(0, split_factor=2)]),
-        "replica": distribute_tensor(VALUE, mesh, [Replicate()]),
-        "tiny": distribute_tensor(torch.tensor([5.0]), mesh, [Shard(0)]),
+        "rows": distribute_tensor(VALUE, flat, [Shard(0)]),
+        "columns": distribute_tensor(VALUE, flat, [Shard(1)]),
+        "interleaved": distribute_tensor(VALUE, flat, [_StridedShard(0, split_factor=2)], src_data_rank=None),
+        "replica": distribute_tensor(VALUE, flat, [Replicate()]),
+        "tiny": distribute_tensor(torch.tensor([5.0]), flat, [Shard(0)]),
         "plain": VALUE.clone(),
         "buffer": VALUE.clone(),
     }
-    pack_to_file(state, rank, folder)
-    dist.destroy_process_group()
+    pack_to_file(state, rank, f"{folder}/kinds{rank}.pt")
 
-
-def pack_to_file(state: dict[str, torch.Tensor], rank: int, folder: str) -> None:
-    plan = plan_pack(state, rank, torch.bfloat16, keep={"buffer"})
-    data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
-    fill(plan.targets(data), plan.local_blocks(state))
-    torch.save((plan.layout, data), f"{folder}/rank{rank}.pt")
-
-
-def unpack(folder: Path, num_ranks: int, targets: dict[str, torch.Tensor]) -> list[Layout]:
-    packed = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
-    layouts = [layout for layout, _ in packed]
-    CopyPlan(layouts, targets).run({rank: data for rank, (_, data) in enumerate(packed)})
-    return layouts
-
-
-def test_shards_of_two_ranks_fill_whole_tensors_in_the_readers_dtype(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(publish_shards, (str(tmp_path),), nprocs=2)
-    names = ("rows", "columns", "interleaved", "replica", "plain")
-    targets = {name: torch.zeros(7, 3, dtype=torch.bfloat16) for name in names}
-    targets |= {"tiny": torch.zeros(1, dtype=torch.bfloat16), "buffer": torch.zeros(7, 3)}
-    layouts = unpack(tmp_path, 2, targets)
-    for name in names:
-        assert torch.equal(targets[name], VALUE.to(torch.bfloat16)), name
-    assert targets["tiny"].item() == 5.0
-    assert torch.equal(targets["buffer"], VALUE)
-    # Rows 0, 1, 4, 5 and 2, 3, 6. What rank 0 publishes is not repeated by rank 1.
-    assert [entry.name for entry in layouts[1].entries] == ["rows", "columns", "interleaved", "interleaved"]
-    assert [entry.box.offset for entry in layouts[1].entries[2:]] == [(2, 0), (6, 0)]
-
-
-def fsdp_over_tp(rank: int, folder: str) -> None:
-    """Four ranks, as torchtitan shards: TP first, FSDP2 over it, with sizes that do not divide evenly."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 10, bias=False), torch.nn.Linear(10, 5, bias=False), torch.nn.LayerNorm(5))
@@ -174,15 +140,50 @@ def fsdp_over_tp(rank: int, folder: str) -> None:
         torch.save(model.state_dict(), f"{folder}/whole.pt")
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    pack_to_file(model.state_dict(), rank, folder)
+    pack_to_file(model.state_dict(), rank, f"{folder}/model{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_what_fsdp_over_tp_shards_is_rebuilt_bit_for_bit(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(fsdp_over_tp, (str(tmp_path),), nprocs=4)
-    expected = torch.load(tmp_path / "whole.pt")
+def pack_to_file(state: dict[str, torch.Tensor], rank: int, path: str) -> None:
+    plan = plan_pack(state, rank, torch.bfloat16, keep={"buffer"})
+    data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
+    fill(plan.targets(data), plan.local_blocks(state))
+    torch.save((plan.layout, data), path)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    torch.multiprocessing.spawn(publish_as_four_ranks, (str(folder),), nprocs=4)
+    return folder
+
+
+def unpack(folder: Path, what: str, targets: dict[str, torch.Tensor]) -> list[Layout]:
+    ranks = [torch.load(folder / f"{what}{rank}.pt", weights_only=False) for rank in range(4)]
+    layouts = [layout for layout, _ in ranks]
+    CopyPlan(layouts, targets).run({rank: data for rank, (_, data) in enumerate(ranks)})
+    return layouts
+
+
+def test_shards_of_four_ranks_fill_whole_tensors_in_the_readers_dtype(packed: Path) -> None:
+    names = ("rows", "columns", "interleaved", "replica", "plain")
+    targets = {name: torch.zeros(7, 3, dtype=torch.bfloat16) for name in names}
+    targets |= {"tiny": torch.zeros(1, dtype=torch.bfloat16), "buffer": torch.zeros(7, 3)}
+    layouts = unpack(packed, "kinds", targets)
+    for name in names:
+        assert torch.equal(targets[name], VALUE.to(torch.bfloat16)), name
+    assert targets["tiny"].item() == 5.0
+    assert torch.equal(targets["buffer"], VALUE)
+    # Interleaved, ranks hold rows 0 and 4, 1 and 5, 2 and 6, 3. There are three columns for four ranks.
+    boxes = [[(entry.name, entry.box.offset) for entry in layout.entries] for layout in layouts]
+    assert boxes[1] == [("rows", (2, 0)), ("columns", (0, 1)), ("interleaved", (1, 0)), ("interleaved", (5, 0))]
+    assert boxes[3] == [("rows", (6, 0)), ("interleaved", (3, 0))]
+
+
+def test_what_fsdp_over_tp_shards_is_rebuilt_bit_for_bit(packed: Path) -> None:
+    expected = torch.load(packed / "whole.pt")
     targets = {name: torch.zeros_like(value, dtype=torch.bfloat16) for name, value in expected.items()}
-    unpack(tmp_path, 4, targets)
+    unpack(packed, "model", targets)
     for name, value in expected.items():
         assert torch.equal(targets[name], value.to(torch.bfloat16)), name
 
@@ -219,8 +220,6 @@ def test_partial_sums_and_placements_that_do_not_match_are_refused(tmp_path: Pat
 
 
 def test_boxes_intersect() -> None:
-    from titanrl.weights.manifest import Box
-
     assert Box((0, 0), (3, 3)).intersection(Box((2, 1), (4, 1))) == Box((2, 1), (1, 1))
     assert Box((0,), (2,)).intersection(Box((2,), (2,))) is None
     assert whole((2, 3)).numel == 6

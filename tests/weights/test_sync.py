@@ -1,20 +1,29 @@
 """The order in which a version reaches the generators, and the store it goes through."""
 
 import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
-from titanrl.weights.manifest import Commit, WeightManifest, commit_key, rank_key
-from titanrl.weights.sync import WeightSync
+from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, commit_key, rank_key
+from titanrl.weights.sync import Leases, WeightSync
 
 
-class MemoryStore:
-    """Keys and values, and a note of every change."""
+class World:
+    """A store, a trainer rank and some generators; everything that happens is noted."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, num_replicas: int = 1) -> None:
+        self.log: list[str] = []
         self.values: dict[str, Any] = {}
-        self.log = log
+        self.turns: list[Callable[[Commit], Coroutine[Any, Any, None]]] = [self.pull] * num_replicas
+        self.sync = WeightSync(
+            "run",
+            self,  # type: ignore[arg-type]
+            push=self.push,
+            expect=self.expect,
+            pulls=[lambda commit, place=place: self.turns[place](commit) for place in range(num_replicas)],  # type: ignore[misc]
+        )
 
     async def put(self, key: str, value: object) -> None:
         self.values[key] = value
@@ -24,62 +33,120 @@ class MemoryStore:
         del self.values[key]
         self.log.append(f"delete {key}")
 
+    async def push(self, version: int) -> Sequence[WeightManifest]:
+        self.log.append(f"push {version}")
+        key = rank_key("run", version, 0)
+        self.values[key] = b""
+        return [WeightManifest(version, 0, "layout", 4, None, 0, (StoreHandle(key),))]
 
-def make_sync(log: list[str]) -> tuple[WeightSync, MemoryStore]:
-    store = MemoryStore(log)
+    async def expect(self, version: int) -> None:
+        self.log.append(f"expect {version}")
 
-    async def push(version: int) -> list[WeightManifest]:
-        await store.put(rank_key("run", version, 0), b"")
-        return [WeightManifest(version, 0, (), 4, 0, None, 0)]
+    async def pull(self, commit: Commit) -> None:
+        self.log.append(f"pull {commit.version}")
 
-    async def pull(version: int) -> None:
-        assert isinstance(store.values[commit_key("run", version)], Commit)
-        log.append(f"pull {version}")
+    async def free(self) -> None:
+        self.log.append("free")
 
-    return WeightSync("run", store, push, pull), store  # type: ignore[arg-type]
+    async def publish(self, version: int) -> None:
+        self.sync.publish(version, then=self.free)
+        await self.sync.ready()
 
 
-def test_a_version_is_committed_after_its_bytes_and_before_the_pull_and_slots_are_freed_last() -> None:
+def test_weights_are_pushed_then_committed_and_pulled_and_slots_are_freed_last() -> None:
     async def scenario() -> None:
-        log: list[str] = []
-        sync, _ = make_sync(log)
-
-        async def free_slots() -> None:
-            log.append("free")
-
-        sync.publish(1, then=free_slots)
-        await sync.ready()
-        assert log == ["put run/v1/rank0", "put run/v1/COMMIT", "pull 1", "free"]
-        assert sync.take_metrics()["sync/bytes"] == 4
+        world = World()
+        await world.publish(1)
+        assert world.log[0] == "push 1"
+        assert set(world.log[1:3]) == {"put run/v1/COMMIT", "pull 1"}
+        assert world.log[3:] == ["free"]
+        assert isinstance(world.values[commit_key("run", 1)], Commit)
+        assert world.sync.take_metrics()["sync/bytes"] == 4
 
     asyncio.run(scenario())
 
 
 def test_the_last_two_versions_are_kept_and_a_commit_record_goes_before_its_bytes() -> None:
     async def scenario() -> None:
-        log: list[str] = []
-        sync, store = make_sync(log)
-
-        async def nothing() -> None: ...
-
+        world = World()
         for version in (1, 2, 3):
-            sync.publish(version, then=nothing)
-            await sync.ready()
-        assert sorted(store.values) == [f"run/v{v}/{part}" for v in (2, 3) for part in ("COMMIT", "rank0")]
-        assert log[-2:] == ["delete run/v1/COMMIT", "delete run/v1/rank0"]
+            await world.publish(version)
+        assert sorted(world.values) == [f"run/v{v}/{part}" for v in (2, 3) for part in ("COMMIT", "rank0")]
+        deleted = [line for line in world.log if line.startswith("delete")]
+        assert deleted == ["delete run/v1/COMMIT", "delete run/v1/rank0"]
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_replica_holds_up_neither_the_others_nor_their_slots_but_the_next_weights() -> None:
+    async def scenario() -> None:
+        world, go_on = World(num_replicas=2), asyncio.Event()
+
+        async def slow(commit: Commit) -> None:
+            await go_on.wait()
+            world.log.append("slow pull ends")
+
+        world.turns[1] = slow
+        world.sync.publish(1, then=world.free)
+        ready = asyncio.create_task(world.sync.ready())
+        for _ in range(20):  # everything but the slow replica runs to its end
+            await asyncio.sleep(0)
+        assert world.log[-1] == "free"
+        assert "expect 1" in world.log, "slots were freed while the slow replica took requests for old weights"
+        assert not ready.done()
+        go_on.set()
+        await ready
+        assert world.log[-1] == "slow pull ends"
+
+    asyncio.run(scenario())
+
+
+def test_what_a_reader_holds_is_not_overwritten() -> None:
+    async def scenario() -> None:
+        world, go_on = World(), asyncio.Event()
+        await world.publish(1)
+
+        async def late(commit: Commit) -> None:
+            await go_on.wait()
+            world.log.append(f"late pull of {commit.version} ends")
+
+        catching_up = asyncio.create_task(world.sync.catch_up(late))
+        await asyncio.sleep(0)
+        await world.publish(2)  # goes to the other arena
+        world.sync.publish(3, then=world.free)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert "push 3" not in world.log
+        assert commit_key("run", 1) in world.values
+        go_on.set()
+        await world.sync.ready()
+        assert await catching_up == 1
+        assert world.log.index("late pull of 1 ends") < world.log.index("push 3")
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_ends_with_its_reader_however_that_ends() -> None:
+    async def scenario() -> None:
+        leases = Leases()
+        with pytest.raises(RuntimeError, match="reader died"):
+            async with leases.lease(1):
+                raise RuntimeError("reader died")
+        await asyncio.wait_for(leases.free(1), 1)
 
     asyncio.run(scenario())
 
 
 def test_what_went_wrong_while_publishing_is_raised_where_it_is_awaited() -> None:
     async def scenario() -> None:
-        sync, _ = make_sync([])
+        world = World()
 
-        async def fail() -> None:
-            raise RuntimeError("buffer gone")
+        async def fail(commit: Commit) -> None:
+            raise RuntimeError("the generator is gone")
 
-        sync.publish(1, then=fail)
-        with pytest.raises(RuntimeError, match="buffer gone"):
-            await sync.ready()
+        world.turns[0] = fail
+        with pytest.raises(RuntimeError, match="the generator is gone"):
+            await world.publish(1)
+        assert "free" not in world.log
 
     asyncio.run(scenario())

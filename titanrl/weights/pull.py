@@ -101,19 +101,21 @@ class WeightReader:
             self.plan = CopyPlan(layouts, targets)
         return self.plan
 
-    def verify(self, manifest: WeightManifest, data: torch.Tensor) -> None:
+    def verify(self, manifest: WeightManifest, payload: Payload) -> None:
         """Check length and digest of one rank's bytes.
 
         Raises:
             WeightMismatchError: they are not what was published.
         """
         what = f"the bytes of rank {manifest.rank}, version {manifest.version},"
-        if data.numel() != manifest.num_bytes:
-            raise WeightMismatchError(f"{what} are {data.numel()}, not {manifest.num_bytes}")
+        if payload.data.numel() != manifest.num_bytes:
+            raise WeightMismatchError(f"{what} are {payload.data.numel()}, not {manifest.num_bytes}")
         if self._verify == "off" or manifest.digest is None:
             return
         kind: Verify = "full" if manifest.digest.kind == "full" else "sampled"
-        if digest(data, kind, manifest.version) != manifest.digest:
+        found = digest(payload.data, kind, manifest.version)
+        payload.check(manifest)  # overwritten bytes are not damaged ones
+        if found != manifest.digest:
             raise WeightMismatchError(f"{what} are not what it published (digest {manifest.digest.kind})")
 
     def pin(self, payload: Payload, device: torch.device) -> None:
@@ -166,7 +168,7 @@ class FetchedWeights:
         """
         plan = self.reader.plan_for(self.layouts, targets)
         for manifest, payload in self._ranks():
-            self.reader.verify(manifest, payload.data)
+            self.reader.verify(manifest, payload)
         where = next((local_part(target).device for target in targets.values()), torch.device("cpu"))
         for _, payload in self._ranks():
             self.reader.pin(payload, where)

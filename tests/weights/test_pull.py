@@ -1,0 +1,176 @@
+"""What a reader accepts: whole versions that fit, and nothing else, whatever the writer does meanwhile."""
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weights.processes import MemoryStore, publish_versions
+from titanrl.weights.arena import MappedArena
+from titanrl.weights.digest import Verify
+from titanrl.weights.manifest import ArenaHandle, Commit, WeightManifest, WeightMismatchError
+from titanrl.weights.publish import WeightPublisher
+from titanrl.weights.pull import WeightReader
+
+STATE = {"norm.weight": torch.arange(6.0).view(2, 3), "head.weight": torch.ones(2)}
+
+
+def publish(
+    store: Any, version: int, state: dict[str, torch.Tensor], verify: Verify = "sampled"
+) -> tuple[Commit, WeightPublisher]:
+    publisher = WeightPublisher("run", 0, store, torch.float32, ["arena"], verify)
+    return Commit(version, (asyncio.run(publisher.publish(version, state)),)), publisher
+
+
+def pull(reader: WeightReader, commit: Commit, targets: dict[str, torch.Tensor]) -> None:
+    async def run() -> None:
+        (await reader.fetch(commit)).copy_into(targets)
+
+    asyncio.run(run())
+
+
+# Tensors that do not fit
+
+WRONG = {
+    r"tensors not published: \['extra.weight'\]": STATE | {"extra.weight": torch.ones(1)},
+    r"published but not wanted: \['head.weight'\]": {"norm.weight": torch.zeros(2, 3)},
+    r"norm.weight: published as torch.float32\[2, 3\], wanted as torch.float32\[3, 2\]": STATE
+    | {"norm.weight": torch.zeros(3, 2)},
+    r"head.weight: published as torch.float32\[2\], wanted as torch.bfloat16\[2\]": STATE
+    | {"head.weight": torch.zeros(2, dtype=torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_missing_extra_reshaped_or_retyped_tensor_is_named_and_nothing_is_written(text: str) -> None:
+    store: Any = MemoryStore()
+    commit, _publisher = publish(store, 1, STATE)
+    targets = {name: torch.full_like(value, -1) for name, value in WRONG[text].items()}
+    with pytest.raises(WeightMismatchError, match=text):
+        pull(WeightReader("run", store), commit, targets)
+    assert all((value == -1).all() for value in targets.values())
+
+
+def test_manifests_of_another_version_and_unknown_layouts_are_refused() -> None:
+    store: Any = MemoryStore()
+    commit, _publisher = publish(store, 1, STATE)
+    with pytest.raises(WeightMismatchError, match=r"version 2: the manifests of ranks \[0\] are of another version"):
+        pull(WeightReader("run", store), Commit(2, commit.manifests), {})
+    store.values.clear()
+    with pytest.raises(WeightMismatchError, match=r"layout .* of the weights is not in the store"):
+        pull(WeightReader("run", store), commit, {})
+
+
+def test_the_layout_is_stored_once_and_read_once() -> None:
+    store: Any = MemoryStore()
+    publisher = WeightPublisher("run", 0, store, torch.float32, ["arena"])
+    reader = WeightReader("run", store)
+    targets = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    for version in (1, 2, 3):
+        state = {name: value + version for name, value in STATE.items()}
+        pull(reader, Commit(version, (asyncio.run(publisher.publish(version, state)),)), targets)
+        assert all(torch.equal(targets[name], state[name]) for name in state)
+        plan, store.values = reader.plan, {}  # later versions name the layout only
+    assert reader.plan is plan
+
+
+@pytest.mark.parametrize(("verify", "is_found"), [("off", False), ("sampled", True), ("full", True)])
+def test_a_digest_finds_bytes_that_changed_behind_the_header(verify: Verify, is_found: bool) -> None:
+    store: Any = MemoryStore()
+    commit, publisher = publish(store, 1, STATE, verify)
+    publisher._arenas[1].data[0] += 1
+    targets = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    if is_found:
+        with pytest.raises(WeightMismatchError, match=f"rank 0, version 1, are not what it published .digest {verify}"):
+            pull(WeightReader("run", store), commit, targets)
+    else:
+        pull(WeightReader("run", store), commit, targets)
+
+
+# A writer that does not wait
+
+
+class WriterProcess:
+    """Publishes versions as fast as it can, in a process of its own."""
+
+    def __init__(self, num_versions: int, pause_after: int, num_tensors: int, numel: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=publish_versions, args=(theirs, num_versions, pause_after, num_tensors, numel))
+        self.process.start()
+
+    def next_manifest(self) -> tuple[WeightManifest, dict[str, Any]]:
+        received: tuple[WeightManifest, dict[str, Any]] = self.pipe.recv()
+        return received
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def writer(request: pytest.FixtureRequest) -> Iterator[WriterProcess]:
+    process = WriterProcess(*request.param)
+    yield process
+    process.stop()
+
+
+def drain(pipe: Connection, newest: WeightManifest) -> WeightManifest:
+    """The newest manifest that has arrived."""
+    while pipe.poll():
+        newest, _ = pipe.recv()
+    return newest
+
+
+@pytest.mark.parametrize("writer", [(200, 0, 8, 50_000)], indirect=True)
+def test_a_reader_that_races_with_200_versions_never_takes_a_mixture_for_a_version(writer: WriterProcess) -> None:
+    manifest, values = writer.next_manifest()
+    store: Any = MemoryStore(values)
+    reader = WeightReader("run", store)
+    targets = {f"w{number}": torch.zeros(50_000) for number in range(8)}
+    whole = 0
+    refusals: list[str] = []
+    while manifest.version < 200:
+        manifest = drain(writer.pipe, manifest)
+        try:
+            pull(reader, Commit(manifest.version, (manifest,)), targets)
+        except WeightMismatchError as error:
+            refusals.append(str(error))
+            continue
+        assert all((target == manifest.version).all() for target in targets.values())
+        whole += 1
+    assert all("was overwritten while it was read" in refusal for refusal in refusals), refusals
+    assert whole > 0
+    assert whole + len(refusals) > 20, "the reader was not there"
+
+
+@pytest.mark.parametrize("writer", [(3, 2, 4, 16_000_000)], indirect=True)
+def test_a_writer_killed_in_mid_push_leaves_the_committed_version_readable_and_nothing_behind(writer: WriterProcess) -> None:
+    before = set(os.listdir("/dev/shm"))
+    (first, values), (second, _) = writer.next_manifest(), writer.next_manifest()
+    store: Any = MemoryStore(values)
+    reader = WeightReader("run", store)
+    targets = {f"w{number}": torch.zeros(16_000_000) for number in range(4)}
+    for manifest in (first, second):
+        pull(reader, Commit(manifest.version, (manifest,)), targets)
+    assert isinstance(first.handles[0], ArenaHandle)
+    overwritten = MappedArena(first.handles[0])
+    writer.pipe.send("go on")
+    while overwritten.sequence == first.sequence:
+        pass  # version 3 takes tens of milliseconds to write: wait for its beginning
+    writer.stop()
+    assert overwritten.sequence == first.sequence + 1, "the push was over before the kill"
+
+    pull(reader, Commit(2, (second,)), targets)
+    assert all((target == 2).all() for target in targets.values())
+    with pytest.raises(WeightMismatchError, match=r"version 1 of rank 0 was overwritten while it was read \(sequence 3, "):
+        pull(reader, Commit(1, (first,)), targets)
+    with pytest.raises(WeightMismatchError, match=f"process {writer.process.pid}, which published the weights, is gone"):
+        pull(WeightReader("run", store), Commit(2, (second,)), targets)
+    assert set(os.listdir("/dev/shm")) <= before

@@ -1,0 +1,146 @@
+"""The real store and every transport, between real processes."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from monarch.actor import this_host
+
+from tests.weights.processes import Reader, Writer
+from titanrl.actors import set_up_process
+from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, StoreHandle, WeightMismatchError, commit_key, rank_key
+from titanrl.weights.pull import WeightReader
+from titanrl.weights.store import spawn_store
+from titanrl.weights.transport import TransportName
+
+STATE = {"w": torch.randn(40, 30), "b": torch.randn(7), "scale": torch.tensor(0.3), "buffer": torch.randn(5)}
+KEEP = ["buffer"]
+
+
+class World:
+    """A store, a writer and a reader, each in its process."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._runner = asyncio.Runner()
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(asyncio.wait_for(work, 120))
+
+    async def start(self) -> None:
+        self._meshes = [self._spawn(role) for role in ("store", "writer", "reader")]
+        self.store = await spawn_store(self._meshes[0])
+        self.writer = self._meshes[1].spawn("writer", Writer, self.store)
+        self.reader = self._meshes[2].spawn("reader", Reader, WeightReader("run", self.store, "full"))
+
+    def _spawn(self, role: str) -> Any:
+        imports = ("titanrl.weights.store", "tests.weights.processes")
+        return this_host().spawn_procs(
+            per_host={"procs": 1}, bootstrap=partial(set_up_process, role, self._log_dir, imports), name=role
+        )
+
+    async def publish(self, version: int, *transports: TransportName) -> Commit:
+        return Commit(version, (await self.writer.publish.call_one("run", version, STATE, KEEP, transports),))
+
+    async def pull(self, commit: Commit) -> dict[str, torch.Tensor]:
+        targets = {name: torch.zeros_like(value, dtype=torch.bfloat16) for name, value in STATE.items()}
+        targets["buffer"] = torch.zeros(5)
+        pulled: dict[str, torch.Tensor] = await self.reader.pull.call_one(commit, targets)
+        return pulled
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(mesh.stop().as_asyncio() for mesh in self._meshes))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("logs"))
+    world.do(world.start())
+    yield world
+    world.do(world.stop())
+
+
+def assert_is_state(pulled: dict[str, torch.Tensor]) -> None:
+    for name, value in STATE.items():
+        expected = value if name in KEEP else value.to(torch.bfloat16)
+        assert torch.equal(pulled[name], expected), name
+
+
+@pytest.mark.parametrize(
+    ("transport", "handle", "version"), [("arena", ArenaHandle, 1), ("rdma", RdmaHandle, 2), ("store", StoreHandle, 3)]
+)
+def test_every_transport_delivers_the_bits_that_were_cast_and_leaves_buffers_as_they_are(
+    world: World, transport: TransportName, handle: type, version: int
+) -> None:
+    commit = world.do(world.publish(version, transport))
+    assert [type(found) for found in commit.manifests[0].handles] == [handle]
+    assert_is_state(world.do(world.pull(commit)))
+
+
+def test_a_reader_takes_the_first_way_that_leads_to_it(world: World) -> None:
+    async def scenario() -> dict[str, torch.Tensor]:
+        commit = await world.publish(4, "arena", "rdma")
+        (manifest,) = commit.manifests
+        arena, rdma = manifest.handles
+        elsewhere = replace(arena, host="another")
+        moved = Commit(4, (replace(manifest, handles=(elsewhere, rdma)),))
+        with pytest.raises(Exception, match=r"no way leads from trainer rank 0 to this host.*ArenaHandle"):
+            await world.pull(Commit(4, (replace(manifest, handles=(elsewhere,)),)))
+        return await world.pull(moved)
+
+    assert_is_state(world.do(scenario()))
+
+
+def test_an_rdma_read_of_a_version_that_was_overwritten_is_refused(world: World) -> None:
+    async def scenario() -> None:
+        commit = await world.publish(5, "rdma")
+        for version in (6, 7):
+            await world.writer.publish_again.call_one(version, STATE, KEEP)
+        await world.pull(commit)
+
+    with pytest.raises(
+        Exception, match=r"version 5 of rank 0 was overwritten while it was read \(sequence 4, published as 2\)"
+    ):
+        world.do(scenario())
+
+
+def test_records_go_through_the_store_and_what_is_not_there_is_named(world: World) -> None:
+    async def scenario() -> None:
+        store = world.store
+        await store.put("run/x", {"a": (1, 2)})
+        assert await store.get("run/x") == {"a": (1, 2)}
+        assert await store.exists("run/x")
+        await store.delete("run/x")
+        assert not await store.exists("run/x")
+        with pytest.raises(KeyError, match="run/x"):
+            await store.get("run/x")
+        reader = WeightReader("run", store)
+        with pytest.raises(WeightMismatchError, match="version 9 of the weights was not committed"):
+            await reader.committed(9)
+        commit = await world.publish(9, "store")
+        await store.put(commit_key("run", 9), commit)
+        assert await reader.committed(9) == commit
+
+    world.do(scenario())
+
+
+def test_bytes_that_were_damaged_on_the_way_are_refused(world: World) -> None:
+    async def scenario() -> None:
+        commit = await world.publish(11, "store")
+        key = rank_key("run", 11, 0)
+        damaged = (await world.store.get(key)).clone()
+        damaged[3] += 1
+        await world.store.delete(key)
+        await world.store.put(key, damaged)
+        with pytest.raises(Exception, match="the bytes of rank 0, version 11, are not what it published"):
+            await world.pull(commit)
+        await world.store.delete(key)
+        with pytest.raises(Exception, match="run/v11/rank0 is not in the store"):
+            await world.pull(commit)
+
+    world.do(scenario())
