@@ -52,7 +52,7 @@ class WeightStore:
 
     async def put(self, key: str, value: object) -> None:
         """Keep an object, or a tensor, under a new key."""
-        await self._client.put(key, value)
+        await self.client.put(key, value)
 
     async def get(self, key: str) -> Any:
         """The object or tensor under a key.
@@ -60,18 +60,19 @@ class WeightStore:
         Raises:
             KeyError: there is none.
         """
-        return await self._client.get(key)
+        return await self.client.get(key)
 
     async def exists(self, key: str) -> bool:
         """Whether there is something under a key."""
-        return bool(await self._client.exists(key))
+        return bool(await self.client.exists(key))
 
     async def delete(self, key: str) -> None:
         """Forget a key."""
-        await self._client.delete(key)
+        await self.client.delete(key)
 
     @property
-    def _client(self) -> LocalClient:
+    def client(self) -> LocalClient:
+        """torchstore's own client."""
         return LocalClient(self.controller, self.strategy)
 
 

@@ -1,0 +1,450 @@
+"""How fast do weights reach the generators? `python -m benchmarks.weight_sync --json FILE`.
+
+Writers and readers are Monarch processes of their own, with real FSDP2 and TP shards. Each repetition is one memcpy of the same
+bytes (one thread, warm pages) and one version published as the main job does it, commit record included: machines are noisy,
+and only ratios within a repetition mean anything. Times of push and pull are those inside the slowest process; end to end is what
+the controller sees, calls included. torchstore's own `put_state_dict` and `get_state_dict` move the same weights beside it.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import this_host
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from benchmarks.machine import describe_machine
+from titanrl.actors import Actor, endpoint
+from titanrl.launch.environment import worker_environment
+from titanrl.launch.fleet import Fleet, join_process_group
+from titanrl.launch.supervision import Supervisor
+from titanrl.weights.digest import Verify
+from titanrl.weights.manifest import Commit, WeightManifest
+from titanrl.weights.publish import WeightPublisher
+from titanrl.weights.pull import WeightReader
+from titanrl.weights.store import WeightStore, spawn_store
+from titanrl.weights.sync import WeightSync
+
+Shapes = Mapping[str, tuple[int, ...]]
+DTYPES = {"bf16->bf16": torch.bfloat16, "fp32->bf16": torch.float32}
+PUBLISHED = torch.bfloat16
+NUM_WARM_UPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many processes write and read."""
+
+    fsdp: int
+    """Ranks that FSDP2 shards over."""
+    tp: int
+    """Tensor-parallel ranks of the writers."""
+    reader_tp: int
+    """Tensor-parallel ranks of the reader."""
+
+
+LAYOUTS = {"1->1": Layout(1, 1, 1), "FSDP2->1": Layout(2, 1, 1), "FSDP2xTP2->TP2": Layout(2, 2, 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the result; seconds are medians, ratios medians of the repetitions' ratios to their own memcpy."""
+
+    name: str
+    payload: str
+    layout: str
+    dtype: str
+    verify: str
+    bytes: int
+    memcpy_s: float
+    prepare_s: float
+    first_push_s: float
+    push_s: float
+    pull_s: float
+    e2e_s: float
+    push_ratio: float
+    pull_ratio: float
+    e2e_ratio: float
+    torchstore_s: float | None
+    torchstore_ratio: float | None
+    state_dict_ratio: float | None
+    """Seconds of `state_dict()` by those of torch.distributed's `get_model_state_dict`, where there is FSDP."""
+
+
+# Payloads
+
+
+def small_shapes() -> Shapes:
+    """300 tensors, 49 MB in bf16."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(150):
+        shapes |= {f"layers.{layer}.w1": (512, 320), f"layers.{layer}.norm": (512,)}
+    return shapes
+
+
+def large_shapes() -> Shapes:
+    """The 310 tensors of Qwen3-0.6B, head tied, 1.19 GB in bf16."""
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings": (151_936, 1024), "norm": (1024,)}
+    layer_shapes = {
+        "wq": (2048, 1024),
+        "wk": (1024, 1024),
+        "wv": (1024, 1024),
+        "wo": (1024, 2048),
+        "w1": (3072, 1024),
+        "w3": (3072, 1024),
+        "w2": (1024, 3072),
+        "q_norm": (128,),
+        "k_norm": (128,),
+        "attention_norm": (1024,),
+        "ffn_norm": (1024,),
+    }
+    for layer in range(28):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    return shapes
+
+
+PAYLOADS = {"small": small_shapes, "large": large_shapes}
+
+
+def constant(name: str) -> float:
+    """What every element of a tensor holds; exact in bf16."""
+    return (sum(name.encode()) % 127 + 1) / 128
+
+
+def tp_placement(name: str) -> Replicate | Shard:
+    """How tensor parallelism cuts a tensor."""
+    last = name.rpartition(".")[2]
+    if last.endswith("norm"):
+        return Replicate()
+    return Shard(1) if last in ("wo", "w2") else Shard(0)
+
+
+def build_module(shapes: Shapes, dtype: torch.dtype, mesh: Any) -> nn.Module:
+    """A module with these parameters, cut by TP and then by FSDP2 where the mesh has these dimensions."""
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, last = name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        value = torch.full(shape, constant(name), dtype=dtype)
+        if mesh is not None and mesh["tp"].size() > 1:
+            value = distribute_tensor(value, mesh["tp"], [tp_placement(name)], src_data_rank=None)
+        owner.register_parameter(last, nn.Parameter(value))
+    if mesh is not None and mesh["fsdp"].size() > 1:
+        torch.distributed.fsdp.fully_shard(root, mesh=mesh["fsdp"])
+    return root
+
+
+# Processes
+
+
+class Writer(Actor):
+    """One trainer rank."""
+
+    def __init__(self, store: WeightStore) -> None:
+        """Keep the store."""
+        self._store = store
+        self._seconds = 0.0
+        self._buffers: list[torch.Tensor] = []
+
+    @endpoint
+    async def build(self, payload: str, dtype: str, layout: Layout) -> None:
+        """Make the weights."""
+        mesh = None
+        if layout.fsdp * layout.tp > 1:
+            torch.distributed.init_process_group("gloo")
+            mesh = torch.distributed.init_device_mesh("cpu", (layout.fsdp, layout.tp), mesh_dim_names=("fsdp", "tp"))
+        self._rank = torch.distributed.get_rank() if mesh is not None else 0
+        self._module = build_module(PAYLOADS[payload](), DTYPES[dtype], mesh)
+
+    @endpoint
+    async def prepare(self, run: str, verify: Verify) -> float:
+        """Allocate the arenas; returns seconds."""
+        self._publisher = WeightPublisher(run, self._rank, self._store, PUBLISHED, ["arena"], verify)
+        started = time.perf_counter()
+        await self._publisher.prepare(self._module.state_dict())
+        return time.perf_counter() - started
+
+    @endpoint
+    async def push(self, version: int) -> WeightManifest:
+        """Publish a version."""
+        started = time.perf_counter()
+        manifest = await self._publisher.publish(version, self._module.state_dict())
+        self._seconds = time.perf_counter() - started
+        return manifest
+
+    @endpoint
+    async def seconds(self) -> float:
+        """Of the last push."""
+        return self._seconds
+
+    @endpoint
+    async def memcpy(self, num_bytes: int) -> float:
+        """Seconds to copy as many bytes, between warm pages, with one thread."""
+        if not self._buffers:
+            self._buffers = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        source, target = self._buffers
+        started = time.perf_counter()
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), num_bytes)
+        return time.perf_counter() - started
+
+    @endpoint
+    async def torchstore_put(self, key: str) -> None:
+        """torchstore's own way, cast first because it does not cast."""
+        from torchstore.state_dict_utils import put_state_dict
+
+        state = {name: value.to(PUBLISHED) for name, value in self._module.state_dict().items()}
+        await put_state_dict(self._store.client, state, key)
+
+    @endpoint
+    async def state_dict_ratio(self) -> float | None:
+        """Seconds of `state_dict()` by those of `get_model_state_dict`."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        if not isinstance(self._module, torch.distributed.fsdp.FSDPModule):
+            return None
+
+        def seconds(make: Any) -> float:
+            started = time.perf_counter()
+            make()
+            return time.perf_counter() - started
+
+        pairs = [(seconds(self._module.state_dict), seconds(lambda: get_model_state_dict(self._module))) for _ in range(5)]
+        return statistics.median(one / other for one, other in pairs)
+
+
+class Reader(Actor):
+    """One generator rank."""
+
+    def __init__(self, store: WeightStore) -> None:
+        """Keep the store."""
+        self._store = store
+        self._seconds = 0.0
+
+    @endpoint
+    async def build(self, payload: str, layout: Layout) -> None:
+        """Make what is to be filled."""
+        mesh = None
+        if layout.reader_tp > 1:
+            torch.distributed.init_process_group("gloo")
+            mesh = torch.distributed.init_device_mesh("cpu", (layout.reader_tp,))
+        self._targets: dict[str, torch.Tensor] = {}
+        for name, shape in PAYLOADS[payload]().items():
+            value = torch.zeros(shape, dtype=PUBLISHED)
+            if mesh is not None:
+                value = distribute_tensor(value, mesh, [tp_placement(name)], src_data_rank=None)
+            self._targets[name] = value
+
+    @endpoint
+    async def prepare(self, run: str, verify: Verify) -> None:
+        """Begin to read a run."""
+        self._reader = WeightReader(run, self._store, verify)
+
+    @endpoint
+    async def pull(self, commit: Commit) -> None:
+        """Take over a version."""
+        started = time.perf_counter()
+        (await self._reader.fetch(commit)).copy_into(self._targets)
+        self._seconds = time.perf_counter() - started
+
+    @endpoint
+    async def seconds(self) -> float:
+        """Of the last pull."""
+        return self._seconds
+
+    @endpoint
+    async def check(self) -> None:
+        """Make sure that the weights have arrived, and empty their place."""
+        with torch.no_grad():
+            for name, target in self._targets.items():
+                local = target.to_local() if isinstance(target, torch.distributed.tensor.DTensor) else target
+                assert bool((local == constant(name)).all()), f"{name} is wrong"
+                local.zero_()
+
+    @endpoint
+    async def torchstore_get(self, key: str) -> None:
+        """torchstore's own way."""
+        from torchstore.state_dict_utils import get_state_dict
+
+        await get_state_dict(self._store.client, key, self._targets)
+
+
+# Measuring
+
+
+class Bench:
+    """The processes of one layout with one payload, under a controller that publishes as the main job does."""
+
+    def __init__(self, payload: str, layout: str, dtype: str, fleet: Fleet) -> None:
+        """Nothing is started yet."""
+        self.payload, self.layout, self.dtype = payload, layout, dtype
+        self._fleet = fleet
+
+    async def start(self) -> None:
+        """Start processes and make weights."""
+        layout, imports = LAYOUTS[self.layout], ("titanrl.weights.store", "benchmarks.weight_sync")
+        sizes = {"store": 1, "writers": layout.fsdp * layout.tp, "readers": layout.reader_tp}
+        procs = {
+            role: self._fleet.spawn(role, this_host(), size, worker_environment(), imports) for role, size in sizes.items()
+        }
+        for role in ("writers", "readers"):
+            await join_process_group(procs[role], one_machine=True)
+        self.store = await spawn_store(procs["store"])
+        self.writers = procs["writers"].spawn("writers", Writer, self.store)
+        self.readers = procs["readers"].spawn("readers", Reader, self.store)
+        await asyncio.gather(
+            answers(self.writers.build.call(self.payload, self.dtype, layout)),
+            answers(self.readers.build.call(self.payload, layout)),
+        )
+
+    async def measure(self, verify: Verify, num_repetitions: int, *, torchstore: bool) -> Case:
+        """Publish versions, each after a memcpy of as many bytes."""
+        run = f"run-{verify}"
+        prepare_s = max(await answers(self.writers.prepare.call(run, verify)))
+        await self.readers.prepare.call(run, verify)
+        self._sync = WeightSync(run, self.store, push=self._push, expect=self._expect, pulls=[self._pull])
+        rows = [await self._repetition(version) for version in range(NUM_WARM_UPS + num_repetitions)]
+        await self.readers.check.call()
+        warm, num_bytes = rows[NUM_WARM_UPS:], rows[0]["bytes"]
+        torchstore_s = await self._torchstore() if torchstore else None
+        memcpy_s = statistics.median(row["memcpy"] for row in warm)
+        (state_dict_ratio, *_) = await answers(self.writers.state_dict_ratio.call())
+        return Case(
+            name=f"{self.payload} {self.layout} {self.dtype} {verify}",
+            payload=self.payload,
+            layout=self.layout,
+            dtype=self.dtype,
+            verify=verify,
+            bytes=int(num_bytes),
+            memcpy_s=memcpy_s,
+            prepare_s=prepare_s,
+            first_push_s=rows[0]["push"],
+            push_s=statistics.median(row["push"] for row in warm),
+            pull_s=statistics.median(row["pull"] for row in warm),
+            e2e_s=statistics.median(row["e2e"] for row in warm),
+            push_ratio=statistics.median(row["push"] / row["memcpy"] for row in warm),
+            pull_ratio=statistics.median(row["pull"] / row["memcpy"] for row in warm),
+            e2e_ratio=statistics.median(row["e2e"] / row["memcpy"] for row in warm),
+            torchstore_s=torchstore_s,
+            torchstore_ratio=None if torchstore_s is None else torchstore_s / memcpy_s,
+            state_dict_ratio=state_dict_ratio,
+        )
+
+    async def _repetition(self, version: int) -> dict[str, float]:
+        num_bytes = 2 * sum(torch.Size(shape).numel() for shape in PAYLOADS[self.payload]().values())
+        first: Any = self.writers.slice(procs=0)
+        memcpy_s: float = await first.memcpy.call_one(num_bytes)
+        ended: list[float] = []
+
+        async def then() -> None:
+            ended.append(time.perf_counter())
+
+        started = time.perf_counter()
+        self._sync.publish(version, then)
+        await self._sync.ready()
+        return {
+            "bytes": num_bytes,
+            "memcpy": memcpy_s,
+            "push": max(await answers(self.writers.seconds.call())),
+            "pull": max(await answers(self.readers.seconds.call())),
+            "e2e": ended[0] - started,
+        }
+
+    async def _torchstore(self) -> float:
+        """Seconds of torchstore's own put and get, once: it has nothing to warm up."""
+        started = time.perf_counter()
+        await self.writers.torchstore_put.call("own")
+        await self.readers.torchstore_get.call("own")
+        seconds = time.perf_counter() - started
+        await self.readers.check.call()
+        return seconds
+
+    async def _push(self, version: int) -> list[WeightManifest]:
+        return await answers(self.writers.push.call(version))
+
+    async def _expect(self, version: int) -> None:
+        """There is one reader, which nobody asks anything."""
+
+    async def _pull(self, commit: Commit) -> None:
+        await self.readers.pull.call(commit)
+
+
+async def answers(call: Any) -> list[Any]:
+    """Of all ranks of a mesh."""
+    return [answer for _, answer in (await call).items()]
+
+
+async def run_all(arguments: argparse.Namespace) -> list[Case]:
+    """Measure every case, with fresh processes for each set of weights."""
+    cases: list[Case] = []
+    for payload in arguments.payloads:
+        for layout in arguments.layouts:
+            for dtype in arguments.dtypes:
+                cases += await run_one(Bench, payload, layout, dtype, arguments)
+                print(
+                    *(summary(case) for case in cases[-3:] if case.layout == layout and case.dtype == dtype),
+                    sep="\n",
+                    flush=True,
+                )
+    return cases
+
+
+async def run_one(kind: type[Bench], payload: str, layout: str, dtype: str, arguments: argparse.Namespace) -> list[Case]:
+    """Measure one set of weights: the default digest always, the others where one process writes and one reads."""
+    with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
+        supervisor = Supervisor()
+        fleet = Fleet(Path(folder), supervisor)
+        bench = kind(payload, layout, dtype, fleet)
+        try:
+            await bench.start()
+            cases = [await bench.measure("sampled", arguments.repetitions, torchstore=arguments.torchstore)]
+            others: Sequence[Verify] = ("off", "full") if layout == "1->1" else ()
+            return cases + [await bench.measure(verify, arguments.repetitions, torchstore=False) for verify in others]
+        finally:
+            supervisor.expect_deaths()
+            await fleet.stop(30)
+
+
+def summary(case: Case) -> str:
+    """One line for a reader."""
+    other = "" if case.torchstore_ratio is None else f"   torchstore x{case.torchstore_ratio:.0f}"
+    return (
+        f"{case.name:40} memcpy {case.memcpy_s * 1e3:6.1f} ms   push x{case.push_ratio:.2f}   pull x{case.pull_ratio:.2f}   "
+        f"end to end {case.e2e_s * 1e3:6.1f} ms x{case.e2e_ratio:.2f}   first push {case.first_push_s:.2f} s{other}"
+    )
+
+
+def main() -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--payloads", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--no-torchstore", dest="torchstore", action="store_false", help="leave torchstore's own calls out")
+    arguments = parser.parse_args()
+    cases = asyncio.run(run_all(arguments))
+    result = {"benchmark": "weight_sync", "machine": describe_machine(), "cases": [asdict(case) for case in cases]}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    # Under its own name, so that the processes find the same classes.
+    from benchmarks.weight_sync import main as measured
+
+    measured()
