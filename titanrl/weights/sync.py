@@ -43,10 +43,11 @@ class Leases:
 class WeightSync:
     """Publishes versions one after another.
 
-    1. What the new version will overwrite is deleted, once nobody reads it; 2. every trainer rank pushes its share; 3. the
-    controller makes the commit record, keeps it in the store and sends it to the generators; 4. each replica pulls, and goes
-    on by itself; 5. `then` runs (slots are freed) as soon as one replica has pulled and the others let new requests wait
-    until they have: what is generated from here on is fresh, and a slow replica holds nobody up but itself.
+    1. What the new version will overwrite is deleted from the store, once nobody reads it; 2. every trainer rank pushes its share;
+    3. the controller makes the commit record; 4. each replica is sent it, pulls, and goes on by itself; 5. `then` runs (slots
+    are freed) as soon as one replica has pulled and the others let new requests wait until they have: what is generated from
+    here on is fresh, and a slow replica holds nobody up but itself; 6. the record goes into the store, for readers that come
+    later.
     `ready()` returns when all that is done, and raises what went wrong in it; weights may change only after it.
     """
 
@@ -106,9 +107,9 @@ class WeightSync:
         commit = Commit(version, tuple(manifests))
         self._held.append(commit)
         pushed = time.perf_counter()
-        record = self._store.put(commit_key(self._run, version), commit)
         pulls = [asyncio.create_task(self._pull(pull, commit)) for pull in self._pulls]
-        await asyncio.gather(record, self._free(version, pulls, then), self._measure(commit, started, pushed, pulls))
+        await asyncio.gather(self._measure(commit, started, pushed, pulls), self._free(version, pulls, then))
+        await self._store.put(commit_key(self._run, version), commit)
 
     async def _pull(self, pull: Pull, commit: Commit) -> None:
         async with self._leases.lease(commit.version):
