@@ -1,9 +1,10 @@
 """How fast do weights reach the generators? `python -m benchmarks.weight_sync --json FILE`.
 
 Writers and readers are Monarch processes of their own, with real FSDP2 and TP shards. Each repetition is one memcpy of the same
-bytes (one thread, warm pages) and one version published as the main job does it, commit record included: machines are noisy,
-and only ratios within a repetition mean anything. Times of push and pull are those inside the slowest process; end to end is what
-the controller sees, calls included. torchstore's own `put_state_dict` and `get_state_dict` move the same weights beside it.
+bytes (one thread, warm pages) and one version published as the main job does it: machines are noisy, and only ratios within a
+repetition mean anything. Times of push and pull are those inside the slowest process; end to end is what the controller sees,
+from `publish` to the moment when slots are freed, calls included. torchstore's own `put_state_dict` and `get_state_dict` move
+the same weights beside it, once.
 """
 
 import argparse

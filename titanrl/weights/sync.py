@@ -43,11 +43,11 @@ class Leases:
 class WeightSync:
     """Publishes versions one after another.
 
-    1. What the new version will overwrite is deleted from the store, once nobody reads it; 2. every trainer rank pushes its share;
-    3. the controller makes the commit record; 4. each replica is sent it, pulls, and goes on by itself; 5. `then` runs (slots
-    are freed) as soon as one replica has pulled and the others let new requests wait until they have: what is generated from
-    here on is fresh, and a slow replica holds nobody up but itself; 6. the record goes into the store, for readers that come
-    later.
+    1. What the new version will overwrite is deleted from the store, once nobody reads it; 2. every trainer rank pushes its
+    share; 3. the controller makes the commit record; 4. each replica is sent it, pulls, and goes on by itself; 5. `then` runs
+    (slots are freed) as soon as one replica has pulled and the others let new requests wait until they have: what is generated
+    from here on is fresh, and a slow replica holds nobody up but itself; 6. the record goes into the store, for readers that
+    come later.
     `ready()` returns when all that is done, and raises what went wrong in it; weights may change only after it.
     """
 
