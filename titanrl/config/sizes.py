@@ -129,7 +129,8 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
     if config.hosts.kind == "slurm":
         return  # the memory of other machines is not known here
     ranks, replicas = config.trainer.parallelism.world_size, config.generator.replicas
-    needed = ranks * memory.trainer_rank + replicas * (memory.replica_weights + configured)
+    published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
+    needed = ranks * memory.trainer_rank + published + replicas * (memory.replica_weights + configured)
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > available:
         yield BrokenRule(
