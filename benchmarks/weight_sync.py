@@ -394,21 +394,18 @@ async def run_all(arguments: argparse.Namespace) -> list[Case]:
     for payload in arguments.payloads:
         for layout in arguments.layouts:
             for dtype in arguments.dtypes:
-                cases += await run_one(Bench, payload, layout, dtype, arguments)
-                print(
-                    *(summary(case) for case in cases[-3:] if case.layout == layout and case.dtype == dtype),
-                    sep="\n",
-                    flush=True,
-                )
+                measured = await run_one(payload, layout, dtype, arguments)
+                print(*map(summary, measured), sep="\n", flush=True)
+                cases += measured
     return cases
 
 
-async def run_one(kind: type[Bench], payload: str, layout: str, dtype: str, arguments: argparse.Namespace) -> list[Case]:
+async def run_one(payload: str, layout: str, dtype: str, arguments: argparse.Namespace) -> list[Case]:
     """Measure one set of weights: the default digest always, the others where one process writes and one reads."""
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         supervisor = Supervisor()
         fleet = Fleet(Path(folder), supervisor)
-        bench = kind(payload, layout, dtype, fleet)
+        bench = Bench(payload, layout, dtype, fleet)
         try:
             await bench.start()
             cases = [await bench.measure("sampled", arguments.repetitions, torchstore=arguments.torchstore)]
@@ -446,6 +443,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that the processes find the same classes.
-    from benchmarks.weight_sync import main as measured
+    from benchmarks import weight_sync
 
-    measured()
+    weight_sync.main()

@@ -23,9 +23,13 @@ def test_a_copy_casts_and_takes_blocks_of_any_stride() -> None:
 
 def test_the_number_of_threads_is_put_back_even_after_a_failure() -> None:
     before = torch.get_num_threads()
-    with pytest.raises(RuntimeError, match="broken"), one_thread():
-        assert torch.get_num_threads() == 1
-        raise RuntimeError("broken")
+
+    def fail() -> None:
+        with one_thread():
+            raise RuntimeError(f"broken with {torch.get_num_threads()} thread")
+
+    with pytest.raises(RuntimeError, match="broken with 1 thread"):
+        fail()
     assert torch.get_num_threads() == before
 
 
