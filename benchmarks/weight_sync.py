@@ -1,10 +1,10 @@
 """How fast do weights reach the generators? `python -m benchmarks.weight_sync --json FILE`.
 
 Writers and readers are Monarch processes of their own, with real FSDP2 and TP shards. Each repetition is one memcpy of the same
-bytes (one thread, warm pages) and one version published as the main job does it: machines are noisy, and only ratios within a
-repetition mean anything. Times of push and pull are those inside the slowest process; end to end is what the controller sees,
-from `publish` to the moment when slots are freed, calls included. torchstore's own `put_state_dict` and `get_state_dict` move
-the same weights beside it, once.
+bytes (one thread, warm pages, a process of its own) and one version published as the main job does it: machines are noisy, and
+only ratios within a repetition mean anything. Times of push and pull are those inside the slowest process; end to end is what
+the controller sees, from `publish` to the moment when slots are freed, calls included. torchstore's own `put_state_dict` and
+`get_state_dict` move the same weights beside it, once.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Case:
     torchstore_s: float | None
     torchstore_ratio: float | None
     state_dict_ratio: float | None
-    """Seconds of `state_dict()` by those of torch.distributed's `get_model_state_dict`, where there is FSDP."""
+    """Seconds of `state_dict(keep_vars=True)` by those of torch.distributed's `get_model_state_dict`, where there is FSDP."""
 
 
 # Payloads
@@ -159,7 +160,6 @@ class Writer(Actor):
         """Keep the store."""
         self._store = store
         self._seconds = 0.0
-        self._buffers: list[torch.Tensor] = []
 
     @endpoint
     async def build(self, payload: str, dtype: str, layout: Layout) -> None:
@@ -176,14 +176,14 @@ class Writer(Actor):
         """Allocate the arenas; returns seconds."""
         self._publisher = WeightPublisher(run, self._rank, self._store, PUBLISHED, ["arena"], verify)
         started = time.perf_counter()
-        await self._publisher.prepare(self._module.state_dict())
+        await self._publisher.prepare(self._module.state_dict(keep_vars=True))
         return time.perf_counter() - started
 
     @endpoint
     async def push(self, version: int) -> WeightManifest:
         """Publish a version."""
         started = time.perf_counter()
-        manifest = await self._publisher.publish(version, self._module.state_dict())
+        manifest = await self._publisher.publish(version, self._module.state_dict(keep_vars=True))
         self._seconds = time.perf_counter() - started
         return manifest
 
@@ -191,16 +191,6 @@ class Writer(Actor):
     async def seconds(self) -> float:
         """Of the last push."""
         return self._seconds
-
-    @endpoint
-    async def memcpy(self, num_bytes: int) -> float:
-        """Seconds to copy as many bytes, between warm pages, with one thread."""
-        if not self._buffers:
-            self._buffers = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2)]
-        source, target = self._buffers
-        started = time.perf_counter()
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), num_bytes)
-        return time.perf_counter() - started
 
     @endpoint
     async def torchstore_put(self, key: str) -> None:
@@ -212,7 +202,7 @@ class Writer(Actor):
 
     @endpoint
     async def state_dict_ratio(self) -> float | None:
-        """Seconds of `state_dict()` by those of `get_model_state_dict`."""
+        """Seconds of `state_dict(keep_vars=True)` by those of `get_model_state_dict`."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         if not isinstance(self._module, torch.distributed.fsdp.FSDPModule):
@@ -223,8 +213,27 @@ class Writer(Actor):
             make()
             return time.perf_counter() - started
 
-        pairs = [(seconds(self._module.state_dict), seconds(lambda: get_model_state_dict(self._module))) for _ in range(5)]
+        ours = partial(self._module.state_dict, keep_vars=True)
+        pairs = [(seconds(ours), seconds(lambda: get_model_state_dict(self._module))) for _ in range(5)]
         return statistics.median(one / other for one, other in pairs)
+
+
+class Copier(Actor):
+    """What everything is compared with."""
+
+    def __init__(self) -> None:
+        """Start without buffers."""
+        self._buffers: list[torch.Tensor] = []
+
+    @endpoint
+    async def memcpy(self, num_bytes: int) -> float:
+        """Seconds to copy as many bytes, between warm pages, with one thread."""
+        if not self._buffers:
+            self._buffers = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        source, target = self._buffers
+        started = time.perf_counter()
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), num_bytes)
+        return time.perf_counter() - started
 
 
 class Reader(Actor):
@@ -297,13 +306,14 @@ class Bench:
     async def start(self) -> None:
         """Start processes and make weights."""
         layout, imports = LAYOUTS[self.layout], ("titanrl.weights.store", "benchmarks.weight_sync")
-        sizes = {"store": 1, "writers": layout.fsdp * layout.tp, "readers": layout.reader_tp}
+        sizes = {"store": 1, "copier": 1, "writers": layout.fsdp * layout.tp, "readers": layout.reader_tp}
         procs = {
             role: self._fleet.spawn(role, this_host(), size, worker_environment(), imports) for role, size in sizes.items()
         }
         for role in ("writers", "readers"):
             await join_process_group(procs[role], one_machine=True)
         self.store = await spawn_store(procs["store"])
+        self.copier: Any = procs["copier"].spawn("copier", Copier)
         self.writers = procs["writers"].spawn("writers", Writer, self.store)
         self.readers = procs["readers"].spawn("readers", Reader, self.store)
         await asyncio.gather(
@@ -346,8 +356,7 @@ class Bench:
 
     async def _repetition(self, version: int) -> dict[str, float]:
         num_bytes = 2 * sum(torch.Size(shape).numel() for shape in PAYLOADS[self.payload]().values())
-        first: Any = self.writers.slice(procs=0)
-        memcpy_s: float = await first.memcpy.call_one(num_bytes)
+        memcpy_s: float = await self.copier.memcpy.call_one(num_bytes)
         ended: list[float] = []
 
         async def then() -> None:

@@ -17,7 +17,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titanrl.weights.copying import fill
-from titanrl.weights.layout import box_pieces, dim_splits, entry_view, held_indices, held_pieces, index_runs, plan_pack
+from titanrl.weights.layout import (
+    box_pieces,
+    dim_splits,
+    entry_view,
+    held_indices,
+    held_pieces,
+    index_runs,
+    local_parts,
+    plan_pack,
+)
 from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, make_layout, whole
 from titanrl.weights.plan import Target, plan_copies
 from titanrl.weights.pull import CopyPlan
@@ -147,7 +156,7 @@ def publish_as_four_ranks(rank: int, folder: str) -> None:
 def pack_to_file(state: dict[str, torch.Tensor], rank: int, path: str) -> None:
     plan = plan_pack(state, rank, torch.bfloat16, keep={"buffer"})
     data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
-    fill(plan.targets(data), plan.local_blocks(state))
+    fill(plan.targets(data), plan.local_blocks(local_parts(state)))
     torch.save((plan.layout, data), path)
 
 
@@ -202,7 +211,7 @@ def test_bytes_are_cast_to_the_readers_dtype_and_entries_begin_at_cache_lines() 
     plan = plan_pack(state, 0, torch.bfloat16)
     assert [entry.byte_offset for entry in plan.layout.entries] == [0, 64]
     data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
-    fill(plan.targets(data), plan.local_blocks(state))
+    fill(plan.targets(data), plan.local_blocks(local_parts(state)))
     assert entry_view(data, plan.layout.entries[0]).tolist() == [1.0, 1.0]
 
 

@@ -91,13 +91,14 @@ class Learner:
         return frozenset(name for name, _ in self.model.module.named_buffers())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The parameters and persistent buffers by name, sharded, as they are now.
+        """The parameters and persistent buffers by name, sharded, as they are now; to be read only.
 
-        `state_dict()` shares the parameters' memory; torch.distributed's `get_model_state_dict` gives the same, some ten
-        times slower.
+        They are the model's own tensors: `state_dict()` otherwise detaches each, which for DTensors takes longer than
+        to copy a small model, and torch.distributed's `get_model_state_dict` takes longer still for the same.
         """
         self.model.reshard()
-        return {name: value for name, value in self.model.module.state_dict().items() if isinstance(value, torch.Tensor)}
+        state = self.model.module.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def _policy(self, rows: PackedRows, correction: CorrectionTotals) -> LossMetrics:
         loss, metrics = policy_loss(replace(self._inputs(rows), correction=correction), self._algorithm)

@@ -149,13 +149,9 @@ class PackPlan:
         """The entries as tensors inside a byte tensor."""
         return [entry_view(arena, entry) for entry in self.layout.entries]
 
-    def local_blocks(self, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of a state dict that belong there."""
-        blocks = []
-        for name, block in self.sources:
-            local = local_part(state[name])
-            blocks.append(local if block is None else local[block.slices])
-        return blocks
+    def local_blocks(self, parts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The blocks of a state dict's local parts that belong there."""
+        return [parts[name] if block is None else parts[name][block.slices] for name, block in self.sources]
 
 
 def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, keep: Collection[str] = ()) -> PackPlan:
@@ -200,13 +196,18 @@ def first_names(state: Mapping[str, torch.Tensor]) -> list[str]:
     return names
 
 
-def signature(state: Mapping[str, torch.Tensor]) -> object:
-    """Something that is equal for state dicts that `plan_pack` treats alike."""
-    parts = [
-        (name, value.shape, value.dtype, (value.placements, id(value.device_mesh)) if isinstance(value, DTensor) else None)
+def local_parts(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What this rank holds of a state dict, without a copy."""
+    with torch.no_grad():
+        return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def signature(state: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> object:
+    """Something that is equal for state dicts that `plan_pack` treats alike and that lie in the same memory."""
+    return [
+        (name, value.placements if isinstance(value, DTensor) else None, parts[name].data_ptr(), parts[name].shape)
         for name, value in state.items()
     ]
-    return parts, first_names(state)
 
 
 def entry_view(arena: torch.Tensor, entry: ShardEntry) -> torch.Tensor:

@@ -7,8 +7,8 @@ import torch
 from titanrl.weights.arena import Arena
 from titanrl.weights.copying import CopyOut, pin
 from titanrl.weights.digest import Verify, digest
-from titanrl.weights.layout import PackPlan, local_part, plan_pack, signature
-from titanrl.weights.manifest import WeightManifest, layout_key
+from titanrl.weights.layout import local_parts, plan_pack, signature
+from titanrl.weights.manifest import Layout, WeightManifest, layout_key
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import TransportName, make_transports
 
@@ -43,7 +43,8 @@ class WeightPublisher:
         self._transports = make_transports(transports, run, rank, store)
         self._copier = CopyOut()
         self._signature: object = None
-        self._plan: PackPlan
+        self._layout: Layout
+        self._sources: list[torch.Tensor] = []
         self._arenas: list[Arena] = []
         self._targets: list[list[torch.Tensor]] = []
 
@@ -58,21 +59,26 @@ class WeightPublisher:
             ValueError: a tensor that cannot be published; its name is in the text.
             OSError: not enough memory.
         """
-        if signature(state) == self._signature:
+        parts = local_parts(state)
+        found = signature(state, parts)
+        if found == self._signature:
             return
-        self._plan = plan_pack(state, self._rank, self._dtype, keep)
-        layout = self._plan.layout
-        assert not self._arenas or self._arenas[0].handle.num_bytes == layout.num_bytes, "the weights changed their size"
-        if not self._arenas:
-            self._arenas = [Arena(layout.num_bytes) for _ in range(NUM_ARENAS)]
-            where = next((local_part(value).device for value in state.values()), torch.device("cpu"))
-            for arena in self._arenas:
-                pin(arena.storage, where, read_only=False)
-        self._targets = [self._plan.targets(arena.data) for arena in self._arenas]
-        key = layout_key(self._run, layout.layout_id)
+        plan = plan_pack(state, self._rank, self._dtype, keep)
+        self._layout, self._sources = plan.layout, plan.local_blocks(parts)
+        self._allocate(next((part.device for part in parts.values()), torch.device("cpu")))
+        self._targets = [plan.targets(arena.data) for arena in self._arenas]
+        key = layout_key(self._run, plan.layout.layout_id)
         if not await self._store.exists(key):
-            await self._store.put(key, layout)
-        self._signature = signature(state)
+            await self._store.put(key, plan.layout)
+        self._signature = found
+
+    def _allocate(self, device: torch.device) -> None:
+        """Make the arenas, once; pinned if the weights are on a device."""
+        if not self._arenas:
+            self._arenas = [Arena(self._layout.num_bytes) for _ in range(NUM_ARENAS)]
+            for arena in self._arenas:
+                pin(arena.storage, device, read_only=False)
+        assert self._arenas[0].handle.num_bytes == self._layout.num_bytes, "the weights changed their size within a run"
 
     async def publish(self, version: int, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> WeightManifest:
         """Copy the weights out; they may change as soon as this returns. The last two versions stay readable.
@@ -82,9 +88,9 @@ class WeightPublisher:
         """
         await self.prepare(state, keep)
         place = version % NUM_ARENAS
-        arena, layout = self._arenas[place], self._plan.layout
+        arena, layout = self._arenas[place], self._layout
         with arena.writing() as data:
-            await self._copier.copy(self._targets[place], self._plan.local_blocks(state))
+            await self._copier.copy(self._targets[place], self._sources)
         return WeightManifest(
             version=version,
             rank=self._rank,
