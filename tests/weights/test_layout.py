@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -69,6 +69,7 @@ def local_array(value: np.ndarray, pieces: tuple[Piece, ...]) -> np.ndarray:
     return local
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(shardings(), shardings())
 def test_any_sharding_is_rebuilt_from_any_other(
     source: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],
@@ -96,6 +97,7 @@ def test_any_sharding_is_rebuilt_from_any_other(
         np.testing.assert_array_equal(filled, expected)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
 def test_fsdp_over_tp_holds_what_chunking_twice_leaves(size: int, dp: int, tp: int) -> None:
     """FSDP2 cuts what TP left, and calls that `(_StridedShard(0, tp), Shard(0))`."""

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, WeightMismatchError, make_layout, whole
@@ -39,6 +39,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, int], list[Box], Box]:
     return shape, boxes, Box(tuple(low), size)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(tilings())
 def test_copies_rebuild_any_block_from_any_tiling(case: tuple[tuple[int, int], list[Box], Box]) -> None:
     shape, boxes, wanted = case
