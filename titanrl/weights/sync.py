@@ -43,11 +43,11 @@ class Leases:
 class WeightSync:
     """Publishes versions one after another.
 
-    1. What the new version will overwrite is deleted from the store, once nobody reads it; 2. every trainer rank pushes its
-    share; 3. the controller makes the commit record; 4. each replica is sent it, pulls, and goes on by itself; 5. `then` runs
-    (slots are freed) as soon as one replica has pulled and the others let new requests wait until they have: what is generated
-    from here on is fresh, and a slow replica holds nobody up but itself; 6. the record goes into the store, for readers that
-    come later.
+    1. When nobody reads what the new version will overwrite, every trainer rank pushes its share; 2. the controller makes the
+    commit record; 3. each replica is sent it, pulls, and goes on by itself; 4. `then` runs (slots are freed) as soon as one
+    replica has pulled and the others let new requests wait until they have: what is generated from here on is fresh, and a
+    slow replica holds nobody up but itself; 5. the record goes into the store, for readers that come later, and what was
+    overwritten is deleted from it.
     `ready()` returns when all that is done, and raises what went wrong in it; weights may change only after it.
     """
 
@@ -103,13 +103,15 @@ class WeightSync:
         for commit in old:
             await self._leases.free(commit.version)
         started = time.perf_counter()
-        manifests, _ = await asyncio.gather(self._push(version), asyncio.gather(*map(self._delete, old)))
-        commit = Commit(version, tuple(manifests))
+        commit = Commit(version, tuple(await self._push(version)))
         self._held.append(commit)
         pushed = time.perf_counter()
         pulls = [asyncio.create_task(self._pull(pull, commit)) for pull in self._pulls]
         await asyncio.gather(self._measure(commit, started, pushed, pulls), self._free(version, pulls, then))
+        # On a small machine what the store does would slow the copies down, so it comes last. A reader that finds the record
+        # of a version already overwritten learns so from the arena's header.
         await self._store.put(commit_key(self._run, version), commit)
+        await asyncio.gather(*map(self._delete, old))
 
     async def _pull(self, pull: Pull, commit: Commit) -> None:
         async with self._leases.lease(commit.version):
