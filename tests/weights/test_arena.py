@@ -113,3 +113,20 @@ def test_an_arena_of_nothing_is_possible() -> None:
     assert arena.data.numel() == 0
     assert torch.equal(MappedArena(arena.handle).data, torch.empty(0, dtype=torch.uint8))
     arena.close()
+
+
+def test_a_write_that_failed_marks_the_arena_until_the_next_one() -> None:
+    arena = Arena(4)
+    mapped = MappedArena(arena.handle)
+
+    def fail() -> None:
+        with arena.writing():
+            raise RuntimeError("half written")
+
+    with pytest.raises(RuntimeError, match="half written"):
+        fail()
+    assert mapped.sequence % 2 == 1
+    with arena.writing():
+        assert mapped.sequence % 2 == 1
+    assert mapped.sequence == arena.sequence == 4
+    arena.close()

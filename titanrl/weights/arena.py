@@ -61,8 +61,11 @@ class Arena:
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
-        """Mark the arena as being written while the body fills it; `sequence` is then the number of what it holds."""
-        self._set_sequence(self.sequence + 1)
+        """Mark the arena as being written while the body fills it; `sequence` is then the number of what it holds.
+
+        If the body fails the mark stays, until another fills it.
+        """
+        self._set_sequence(self.sequence + 1 + self.sequence % 2)  # a body that failed has left it odd
         yield self.data
         self._set_sequence(self.sequence + 1)
 

@@ -151,7 +151,8 @@ class PackPlan:
 
     def local_blocks(self, parts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The blocks of a state dict's local parts that belong there."""
-        return [parts[name] if block is None else parts[name][block.slices] for name, block in self.sources]
+        with torch.no_grad():
+            return [parts[name] if block is None else parts[name][block.slices] for name, block in self.sources]
 
 
 def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, keep: Collection[str] = ()) -> PackPlan:
