@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits worked on at once in fp32 (16 MiB), so that no fp32 copy of all logits is ever held."""
+CHUNK_ELEMENTS = {"cpu": 1 << 18}
+"""Logits worked on at once in fp32, so that no fp32 copy of all logits is ever held: on a CPU as many as its cache holds."""
+
+CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
+"""The same on an accelerator, where many small kernels would cost more than 16 MiB."""
 
 
 def logprobs_and_entropy(
@@ -121,6 +124,6 @@ def _shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
 def _chunks(logits_NV: Tensor) -> Iterator[slice]:
     """Slices of rows with about `CHUNK_ELEMENTS` logits each."""
     num_rows, vocab_size = logits_NV.shape
-    step = max(CHUNK_ELEMENTS // vocab_size, 1)
+    step = max(CHUNK_ELEMENTS.get(logits_NV.device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocab_size, 1)
     for start in range(0, num_rows, step):
         yield slice(start, start + step)
