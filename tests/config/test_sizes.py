@@ -5,7 +5,7 @@ import pytest
 
 from titanrl.config import Config, RecipeConfig, render_dry_run
 from titanrl.config.shapes import PUBLISHED, RECIPE_VOCAB_SIZE, ModelShape, checkpoint_shape, recipe_shape
-from titanrl.config.sizes import Memory, derive, gigabytes
+from titanrl.config.sizes import Memory, TrainerMemory, derive, gigabytes
 from titanrl.data import recipe
 
 
@@ -52,7 +52,14 @@ def test_sizes_of_the_default_recipe() -> None:
     assert sizes.max_microbatches == 8
     assert sizes.memory == Memory(
         num_parameters=408_320,
-        trainer_rank=408_320 * 4 * 4,
+        trainer=TrainerMemory(
+            parameters=408_320 * 4,
+            gradients=408_320 * 4,
+            optimizer=2 * 408_320 * 4,
+            gathered=0,  # on one rank nothing is sharded
+            # 4 rows of 200 tokens; 2 layers kept and one at work, each 4 x (128 + 128 + 64 + 384) numbers; logits twice.
+            activations=800 * (3 * 4 * 704 + 2 * 112) * 4,
+        ),
         replica_weights=408_320 * 4,
         # Keys and values of 2 layers x 2 heads x 32 floats are 1024 bytes a token.
         kv_cache=256 * 90 * 1024,
@@ -65,7 +72,7 @@ def test_sharding_divides_the_state_and_replication_does_not() -> None:
     sizes = derive(make_config(trainer={"parallelism": parallelism, "dtype": "bfloat16"}, generator={"dtype": "bfloat16"}))
     assert sizes.processes["trainer"] == 8
     assert sizes.memory is not None
-    assert sizes.memory.trainer_rank == 408_320 * 4 * 2 // 4
+    assert sizes.memory.trainer.state == 408_320 * 4 * 2 // 4
     assert sizes.memory.replica_weights == 408_320 * 2
     # Two sequences a row, 32 rows over 4 data-parallel ranks, 16 at once.
     assert sizes.max_microbatches == 1
@@ -84,14 +91,15 @@ def test_a_cache_too_small_on_cpu_is_pointed_out() -> None:
 
 def test_a_model_too_large_for_this_machine_is_pointed_out() -> None:
     (text,) = misfits(device="cpu", model={"path": "nowhere/Qwen3-32B"}, generator={"kv_cache_bytes": 10**15})
-    # 32 762 123 264 parameters: 16 bytes each in the trainer, 4 in the generator, twice 4 between them, and the cache.
-    assert "trainer and generators need 1000917.3 GB" in text
+    # 32 762 123 264 parameters: 16 bytes each in the trainer, 4 in the generator, twice 4 between them; 171 GB of activations;
+    # and the cache.
+    assert "trainer and generators need 1001088.5 GB" in text
 
 
 def test_a_rank_too_large_for_a_device_is_pointed_out() -> None:
     (text,) = misfits(device="cuda", model={"path": "nowhere/Qwen3-8B"})
-    assert "a trainer rank needs 131.1 GB" in text
-    assert misfits(device="cuda", model={"path": "nowhere/Qwen3-8B"}, trainer={"parallelism": {"dp_shard": 2}}) == []
+    assert "a trainer rank needs about 184.3 GB" in text
+    assert misfits(device="cuda", model={"path": "nowhere/Qwen3-8B"}, trainer={"parallelism": {"dp_shard": 8}}) == []
 
 
 def test_a_shared_device_must_be_divided() -> None:
@@ -131,3 +139,37 @@ def test_the_factor_of_a_sum_is_noted_and_nothing_else_is() -> None:
 def test_rows_shorter_than_a_sequence_hold_one() -> None:
     sections = {"rollout": {"max_new_tokens": 200}, "trainer": {"row_tokens": 100, "overlong": "truncate"}}
     assert derive(make_config(**sections)).max_microbatches == 4
+
+
+def test_adapters_are_all_that_has_gradients_and_moments_with_lora() -> None:
+    full = derive(make_config(trainer={})).memory
+    lora = derive(make_config(trainer={"lora": {"rank": 4}})).memory
+    assert full is not None
+    assert lora is not None
+    # In each of 2 layers: q, k, v, o of 128+128, 128+64, 128+64, 128+128 and three projections of 128+384, times the rank.
+    adapters = 4 * 2 * (2 * 256 + 2 * 192 + 3 * 512)
+    assert lora.trainer.parameters == full.trainer.parameters + 4 * adapters
+    assert lora.trainer.gradients == 4 * adapters
+    assert lora.trainer.optimizer == 8 * adapters
+
+
+def test_checkpointing_and_tensor_parallelism_save_activations() -> None:
+    def activations(**trainer: Any) -> int:
+        memory = derive(make_config(trainer=trainer)).memory
+        assert memory is not None
+        return memory.trainer.activations
+
+    plain = activations()
+    assert activations(activation_checkpointing="full") < activations(activation_checkpointing="selective") < plain
+    assert activations(parallelism={"tp": 2}) == pytest.approx(plain / 2, rel=1e-6)
+
+
+def test_what_fsdp_gathers_depends_on_when_it_reshards() -> None:
+    def gathered(**plan: Any) -> int:
+        memory = derive(make_config(model={"path": "nowhere/Qwen3-8B"}, trainer={"parallelism": plan})).memory
+        assert memory is not None
+        return memory.trainer.gathered
+
+    assert gathered() == 0
+    assert gathered(dp_shard=8, fsdp_reshard_after_forward="never") == pytest.approx(4 * 8_190_735_360, rel=1e-3)
+    assert gathered(dp_shard=8) < 8_190_735_360

@@ -287,3 +287,38 @@ def test_no_value_of_any_key_ends_in_anything_but_a_config_error(tmp_path: Path,
     for overrides in ([], [f"{key}.more=1"]):
         with suppress(ConfigError):
             load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "rule", "fix"),
+    [
+        (
+            "trainer: {compile: true, activation_checkpointing: full, parallelism: {tp: 2}}",
+            "trainer.compile=true, trainer.parallelism.tp=2, trainer.activation_checkpointing",
+            "cannot compile activation checkpointing under tensor parallelism",
+            "set trainer.compile to false",
+        ),
+        ("device: npu\ntrainer: {float8: rowwise}", "trainer.float8", "runs on CUDA devices", "set trainer.float8 to null"),
+        (
+            "device: cpu\ntrainer: {float8: rowwise, compile: true}",
+            "trainer.compile=true",
+            "what is emulated cannot be compiled",
+            "set trainer.compile to false",
+        ),
+        ("device: npu\ntrainer: {compile: true}", "trainer.compile=true", "no NPU backend", "set trainer.compile to false"),
+        (
+            "model: {recipe: {intermediate_size: 385}}\ntrainer: {parallelism: {tp: 2}}",
+            "trainer.parallelism.tp=2",
+            "tp must divide the width of the feed-forward block",
+            "set model.recipe.intermediate_size to 386",
+        ),
+        ("trainer: {lora: {targets: []}}", "trainer.lora.targets", "must", "attention"),
+        ("trainer: {lora: {rank: 0}}", "trainer.lora.rank=0", "must be an integer > 0", "Rank of each adapter"),
+        ("trainer: {float8: tensorwise}", "trainer.float8", "must be one of", "rowwise"),
+    ],
+)
+def test_trainers_that_cannot_work(tmp_path: Path, text: str, keys: str, rule: str, fix: str) -> None:
+    told = complaint(tmp_path, f"{GOOD}{text}\n")
+    assert keys.split("=")[0] in told
+    assert rule in told
+    assert fix in told

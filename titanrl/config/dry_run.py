@@ -6,7 +6,7 @@ from titanrl.config.explain import explain_rule
 from titanrl.config.files import check_files
 from titanrl.config.load import dump_config
 from titanrl.config.schema import Config
-from titanrl.config.sizes import Memory, Sizes, derive, gigabytes
+from titanrl.config.sizes import Memory, Sizes, TrainerMemory, derive, gigabytes
 from titanrl.config.source import Source
 
 
@@ -57,10 +57,22 @@ def _memory_rows(config: Config, sizes: Sizes) -> dict[str, str]:
         return {"parameters": "not known: model.path has no readable config.json yet"}
     return {
         "parameters": f"{memory.num_parameters:,}",
-        "trainer rank": f"{gigabytes(memory.trainer_rank)} of parameters, gradients, AdamW moments in {config.trainer.dtype}",
+        "trainer rank": _trainer_text(config, memory.trainer),
         "generator replica": f"{gigabytes(memory.replica_weights)} of weights in {config.generator.dtype}",
         "KV cache": _cache_text(config, memory),
     }
+
+
+def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
+    parts = {
+        f"parameters in {config.trainer.dtype}": trainer.parameters,
+        "gradients": trainer.gradients,
+        "AdamW's moments": trainer.optimizer,
+        f"gathered in {config.trainer.compute_dtype}": trainer.gathered,
+        "activations (estimate)": trainer.activations,
+    }
+    listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in parts.items() if size)
+    return f"{gigabytes(trainer.total)}: {listed}"
 
 
 def _cache_text(config: Config, memory: Memory) -> str:

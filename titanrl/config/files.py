@@ -43,6 +43,18 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
             rule=f"tp must divide the model's {shape.num_heads} query heads and {shape.num_kv_heads} key and value heads",
             fix="set trainer.parallelism.tp to 1, or to a common divisor of both",
         )
+    if shape.intermediate_size % tp:
+        yield BrokenRule(
+            values={"trainer.parallelism.tp": tp, "model.path": path},
+            rule=f"tp must divide the model's intermediate size {shape.intermediate_size}",
+            fix="set trainer.parallelism.tp to a power of two that does",
+        )
+    if config.trainer.float8 is not None and (shape.hidden_size % 16 or shape.intermediate_size // tp % 16):
+        yield BrokenRule(
+            values={"trainer.float8": config.trainer.float8, "trainer.parallelism.tp": tp, "model.path": path},
+            rule="float8 needs projections whose sides, on each tensor-parallel rank, are multiples of 16",
+            fix="set trainer.float8 to null, or lower trainer.parallelism.tp",
+        )
     if row_tokens > shape.max_positions:
         yield BrokenRule(
             values={"trainer.row_tokens": row_tokens, "model.path": path},
@@ -61,6 +73,12 @@ def _broken_by_data(config: Config) -> Iterator[BrokenRule]:
 
 
 def _broken_by_packages(config: Config) -> Iterator[BrokenRule]:
+    if config.trainer.float8 is not None and not any(importlib.metadata.distributions(name="torchao")):
+        yield BrokenRule(
+            values={"trainer.float8": config.trainer.float8},
+            rule="the package torchao must be installed",
+            fix="pip install torchao, or set trainer.float8 to null",
+        )
     for logger in config.logging.loggers:
         # Not by looking for a module: the folder `wandb` that the tracker writes to would pass for the package.
         if not any(importlib.metadata.distributions(name=logger)):

@@ -76,6 +76,7 @@ class Config(Section):
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from self._broken_by_rows()
         yield from self._broken_by_sampling()
+        yield from self._broken_by_device()
         yield from self._broken_by_recipe()
         yield from self._broken_by_warm_start()
         yield from self._broken_by_hosts()
@@ -126,6 +127,27 @@ class Config(Section):
                 fix="remove generator.vllm.logprobs_mode",
             )
 
+    def _broken_by_device(self) -> Iterator[BrokenRule]:
+        trainer = self.trainer
+        if trainer.float8 is not None and self.device == "npu":
+            yield BrokenRule(
+                values={"trainer.float8": trainer.float8, "device": self.device},
+                rule="torchtitan's float8 runs on CUDA devices, and emulated on CPU",
+                fix="set trainer.float8 to null",
+            )
+        if trainer.float8 is not None and self.device == "cpu" and trainer.compile:
+            yield BrokenRule(
+                values={"trainer.compile": True, "trainer.float8": trainer.float8, "device": self.device},
+                rule="float8 is emulated on a CPU, and what is emulated cannot be compiled",
+                fix="set trainer.compile to false",
+            )
+        if trainer.compile and self.device == "npu":
+            yield BrokenRule(
+                values={"trainer.compile": True, "device": self.device},
+                rule="torch.compile has no NPU backend among the packages of requirements/npu.txt",
+                fix="set trainer.compile to false",
+            )
+
     def _broken_by_recipe(self) -> Iterator[BrokenRule]:
         if self.model.path is not None:
             return
@@ -135,6 +157,12 @@ class Config(Section):
                 values={"trainer.parallelism.tp": tp, "model.recipe.num_kv_heads": recipe.num_kv_heads},
                 rule="tp must divide the key and value heads",
                 fix=f"set trainer.parallelism.tp to {largest_divisor(recipe.num_kv_heads, tp)}",
+            )
+        if recipe.intermediate_size % tp:
+            yield BrokenRule(
+                values={"trainer.parallelism.tp": tp, "model.recipe.intermediate_size": recipe.intermediate_size},
+                rule="tp must divide the width of the feed-forward block",
+                fix=f"set model.recipe.intermediate_size to {recipe.intermediate_size + tp - recipe.intermediate_size % tp}",
             )
         longest = self.trainer.row_tokens
         if self.trainer.overlong != "error":

@@ -296,6 +296,17 @@ class ParallelismConfig(Section):
         return self.dp_replicate * self.dp_shard
 
 
+class LoraConfig(Section):
+    """Train low-rank adapters (LoRA) and leave the model's own weights as they are; generators get the sum of both."""
+
+    rank: PositiveInt = 32
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's output counts alpha / rank times."""
+    targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(strict=False, min_length=1)] = ("attention", "mlp")
+    """Projections that get adapters; the embedding and the output layer never do."""
+
+
 class TrainerConfig(Section):
     """The policy trainer mesh (torchtitan)."""
 
@@ -314,6 +325,27 @@ class TrainerConfig(Section):
     """Packed rows that one rank runs at once."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is recomputed in the backward pass to save memory."""
+    compile: bool = False
+    """Compile each transformer block with torch.compile; the first step then takes a minute or more."""
+    float8: Literal["rowwise", "rowwise_with_gw_hp"] | None = None
+    """torchtitan's float8 recipe for the projections; emulated on CPU, which is slow and only there to be tried out."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights; none by default."""
+    snapshots_on_device: bool = False
+    """Hold other versions of the weights (for proximal or reference log-probabilities) in device memory, not the host's."""
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        tp = self.parallelism.tp
+        if self.compile and tp > 1 and self.activation_checkpointing != "none":
+            yield BrokenRule(
+                values={
+                    "compile": True,
+                    "parallelism.tp": tp,
+                    "activation_checkpointing": self.activation_checkpointing,
+                },
+                rule="torch 2.13 cannot compile activation checkpointing under tensor parallelism",
+                fix="set compile to false, activation_checkpointing to none, or parallelism.tp to 1",
+            )
 
 
 class GeneratorConfig(Section):

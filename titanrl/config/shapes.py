@@ -1,6 +1,7 @@
 """Shapes of Qwen3 models: how many parameters and cache bytes a model has, before any of it is loaded."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +36,38 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Trainable numbers: embedding, blocks, last norm, and the head unless it is the embedding."""
+        return self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Numbers of one block."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and o, k and v
         norms = 2 * self.hidden_size + 2 * self.head_dim  # before attention and feed-forward; of queries and keys
         feed_forward = 3 * self.hidden_size * self.intermediate_size  # gate, up, down
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return embeddings + self.num_layers * (attention + norms + feed_forward) + self.hidden_size
+        return attention + norms + feed_forward
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Numbers of embedding and output layer."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    @property
+    def layer_activations(self) -> int:
+        """Numbers that one block keeps of a token for its backward pass, with an attention that keeps no scores."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        # Two norms and two residuals; queries and keys before and after norm and rotation, values, the attention's output;
+        # gate, its activation, up, their product.
+        return 4 * self.hidden_size + 4 * queries + 4 * keys + 4 * self.intermediate_size
+
+    def adapter_width(self, targets: Collection[str]) -> int:
+        """Numbers of all LoRA adapters of rank 1: inputs and outputs of every projection that has one."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        width = 0
+        if "attention" in targets:
+            width += 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
+        if "mlp" in targets:
+            width += 3 * (self.hidden_size + self.intermediate_size)
+        return self.num_layers * width
 
     def kv_token_bytes(self, dtype: Dtype) -> int:
         """Bytes of keys and values that one token takes in the cache, over all layers."""

@@ -12,14 +12,44 @@ DEVICE_BYTES = 80_000_000_000
 """Memory of the accelerators most clusters have; what needs more is pointed out."""
 
 
+LOGITS_AT_ONCE = 1 << 27
+"""Logits that exist at a time on a trainer rank, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Bytes on one trainer rank. What the libraries and the allocator need comes on top."""
+
+    parameters: int
+    """Its share of the parameters, in `trainer.dtype`."""
+    gradients: int
+    """Their gradients, in the same type; with LoRA those of the adapters."""
+    optimizer: int
+    """AdamW's two moments, likewise."""
+    gathered: int
+    """What FSDP gathers for a while: the layer at work, the next one, embedding and output layer, in the compute type."""
+    activations: int
+    """An estimate of what one micro-batch of full rows keeps for its backward pass, and of its logits."""
+
+    @property
+    def state(self) -> int:
+        """What is there all the time."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The most at once."""
+        return self.state + self.gathered + self.activations
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes that follow from the model's shape, without activations and buffers of the libraries."""
+    """Bytes that follow from the model's shape."""
 
     num_parameters: int
     """Parameters of the policy."""
-    trainer_rank: int
-    """Parameters, gradients and AdamW's two moments on one trainer rank, all in `trainer.dtype`."""
+    trainer: TrainerMemory
+    """On one trainer rank."""
     replica_weights: int
     """Weights of one generator replica."""
     kv_cache: int
@@ -100,14 +130,47 @@ def _max_microbatches(config: Config, sequences: int) -> int:
 
 
 def _memory(config: Config, shape: ModelShape) -> Memory:
-    parallelism, generator = config.trainer.parallelism, config.generator
-    state = 4 * shape.num_parameters * DTYPE_BYTES[config.trainer.dtype]
+    generator = config.generator
     return Memory(
         num_parameters=shape.num_parameters,
-        trainer_rank=state // (parallelism.dp_shard * parallelism.tp),
+        trainer=_trainer_memory(config, shape),
         replica_weights=shape.num_parameters * DTYPE_BYTES[generator.dtype],
         kv_cache=generator.max_num_seqs * config.max_sequence_tokens * shape.kv_token_bytes(generator.dtype),
     )
+
+
+def _trainer_memory(config: Config, shape: ModelShape) -> TrainerMemory:
+    trainer = config.trainer
+    plan, compute_bytes = trainer.parallelism, DTYPE_BYTES[trainer.compute_dtype]
+    share = DTYPE_BYTES[trainer.dtype] / (plan.dp_shard * plan.tp)
+    trained = shape.num_parameters
+    if trainer.lora is not None:
+        trained = trainer.lora.rank * shape.adapter_width(trainer.lora.targets)
+    held = shape.num_parameters + (0 if trainer.lora is None else trained)
+    gathered = 0
+    if plan.dp_size > 1 or trainer.dtype != trainer.compute_dtype:
+        at_once = shape.num_layers if plan.fsdp_reshard_after_forward == "never" else 2
+        gathered = (at_once * shape.layer_parameters + shape.embedding_parameters) * compute_bytes // plan.tp
+    return TrainerMemory(
+        parameters=int(held * share),
+        gradients=int(trained * share),
+        optimizer=int(2 * trained * share),
+        gathered=gathered,
+        activations=_activations(config, shape),
+    )
+
+
+def _activations(config: Config, shape: ModelShape) -> int:
+    """Bytes of one micro-batch: what each layer keeps by token, one layer in full, and logits with their gradient.
+
+    Sequence parallelism shares all of it among the tensor-parallel ranks. Selective checkpointing keeps about half of it.
+    """
+    trainer = config.trainer
+    tokens = trainer.rows_per_microbatch * trainer.row_tokens
+    numbers = {"none": shape.layer_activations, "selective": shape.layer_activations // 2, "full": shape.hidden_size}
+    kept = shape.num_layers * numbers[trainer.activation_checkpointing] + shape.layer_activations
+    logits = min(tokens * shape.vocab_size // trainer.parallelism.tp, LOGITS_AT_ONCE)
+    return (tokens * kept // trainer.parallelism.tp + 2 * logits) * DTYPE_BYTES[trainer.compute_dtype]
 
 
 def _misfits(config: Config, memory: Memory | None) -> Iterator[BrokenRule]:
@@ -130,7 +193,7 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
         return  # the memory of other machines is not known here
     ranks, replicas = config.trainer.parallelism.world_size, config.generator.replicas
     published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
-    needed = ranks * memory.trainer_rank + published + replicas * (memory.replica_weights + configured)
+    needed = ranks * memory.trainer.total + published + replicas * (memory.replica_weights + configured)
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > available:
         yield BrokenRule(
@@ -148,7 +211,7 @@ def _accelerator_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]
             rule="vLLM takes 0.9 of a device by default, which leaves the trainer on it too little",
             fix="set generator.vllm.gpu_memory_utilization, for example to 0.4",
         )
-    needs = {"trainer rank": memory.trainer_rank, "generator replica": memory.replica_weights}
+    needs = {"trainer rank": memory.trainer.total, "generator replica": memory.replica_weights}
     if shares:
         needs = {"trainer rank with its generator replica": sum(needs.values())}
     device = gigabytes(DEVICE_BYTES)
@@ -156,7 +219,7 @@ def _accelerator_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]
         if needed > DEVICE_BYTES:
             yield BrokenRule(
                 values={**_model_values(config), "trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard},
-                rule=f"a {role} needs {gigabytes(needed)} before activations and cache, a device often has {device}",
+                rule=f"a {role} needs about {gigabytes(needed)} without KV cache, a device often has {device}",
                 fix="raise trainer.parallelism.dp_shard or tp, take bfloat16, a smaller model or larger devices",
             )
 
