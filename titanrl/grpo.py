@@ -83,7 +83,10 @@ class GRPO:
         plan = self._plan(batch)
         with self._timer.phase("train"):
             microbatches = await self._measured(plan.microbatches)
-            losses = [await parts.trainer.forward_backward(microbatch) for microbatch in microbatches]
+            reference = await self._reference(microbatches)
+            losses = [
+                await parts.trainer.forward_backward(microbatch, reference_version=reference) for microbatch in microbatches
+            ]
         with self._timer.phase("sync"):  # the last push and pull are done: weights may change
             await parts.weights.ready()
         with self._timer.phase("optim"):
@@ -139,6 +142,8 @@ class GRPO:
         await parts.trainer.load_model(base.base if base.is_ready else base.initial)
         if not base.is_ready and config.warm_start is not None:
             await warm_start(parts, config, config.warm_start, base.base, console)
+        if config.algorithm.kl.coef:
+            await parts.trainer.keep_weights()
         if self._resuming:
             await parts.trainer.load_checkpoint(self.state.step)
         await generators
@@ -208,6 +213,14 @@ class GRPO:
         parts = [await self.parts.trainer.measure_correction(microbatch) for microbatch in microbatches]
         totals = correction_totals(merge_losses(parts).sums)
         return [replace(microbatch, correction=totals) for microbatch in microbatches]
+
+    async def _reference(self, microbatches: Sequence[MicroBatch]) -> int | None:
+        """Have log-probabilities computed with the weights the run began with, where a divergence from these counts."""
+        if not self.config.algorithm.kl.coef:
+            return None
+        for microbatch in microbatches:
+            await self.parts.trainer.compute_logprobs(microbatch, at_version=0)
+        return 0
 
     def _adam_params(self) -> AdamParams:
         algorithm = self.config.algorithm

@@ -250,6 +250,34 @@ class LossSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One sequence of a caller's own, as Tinker has it: targets are shifted already, all arrays are `[S]`.
+
+    Example: tokens `[5, 6, 7, 1]` with the last two sampled: `model_input=[5, 6, 7]`, `loss_fn_inputs={"target_tokens":
+    [6, 7, 1], "logprobs": [0, -0.1, -0.7], "advantages": [0, 1.5, 1.5]}`; for `cross_entropy` `{"target_tokens": [6, 7, 1],
+    "weights": [0, 1, 1]}`.
+    """
+
+    model_input: IntArray
+    """What the model reads."""
+    loss_fn_inputs: Mapping[str, IntArray | FloatArray]
+    """`target_tokens`, the token that follows each place, and what the loss needs: `weights` (each token's loss weight, 1 if
+    not given), `logprobs` (the sampler's) and `advantages`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardOutput:
+    """What a pass over data answers."""
+
+    loss_fn_outputs: tuple[Mapping[str, FloatArray], ...]
+    """For each datum, in the order given: `logprobs` of its targets, `[S]`."""
+    metrics: Mapping[str, float]
+    """Named after how they combine, `loss:sum` and the like."""
+    version: int
+    """Policy version that computed them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
     """What the optimizer uses for one step."""
 

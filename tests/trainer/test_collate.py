@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from titanrl.trainer.collate import collate
+from titanrl.trainer.collate import collate, row_length
 from titanrl.types import Handle, Rollout, SequencePlan
 
 HANDLE = Handle(shard=0, slot=0, generation=1)
@@ -56,3 +56,10 @@ def test_sequences_are_numbered_through_all_rows() -> None:
 def test_a_plan_that_does_not_fit_its_payload_is_caught() -> None:
     with pytest.raises(AssertionError, match="does not fit"):
         collate([(plan(0, 3, 1.0, 1.0),)], PAYLOAD, 9)
+
+
+def test_rows_are_as_long_as_the_fullest_needs() -> None:
+    assert row_length([5, 17, 3], 128, 8) == 24
+    assert row_length([125], 126, 8) == 126
+    assert row_length([], 128, 16) == 16
+    assert row_length([5], 128, 128) == 128

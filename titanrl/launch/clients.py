@@ -1,16 +1,29 @@
 """The controller's view of the meshes: typed calls with a name and a deadline, answers of many ranks as one."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.buffer import Batch
-from titanrl.types import AdamParams, EvaluationResult, GroupRecord, Handle, LossSums, MicroBatch, OptimUpdate
+from titanrl.types import (
+    AdamParams,
+    Datum,
+    EvaluationResult,
+    ForwardBackwardOutput,
+    GroupRecord,
+    Handle,
+    LossSums,
+    MicroBatch,
+    OptimUpdate,
+)
 from titanrl.weights.manifest import Commit, WeightManifest
+
+if TYPE_CHECKING:
+    from titanrl.trainer.datums import DataAnswer
 
 T = TypeVar("T")
 
@@ -33,6 +46,29 @@ def merge_losses(parts: Iterable[LossSums]) -> LossSums:
     return LossSums(sums=sums, maxima=maxima)
 
 
+def merge_answers(num_data: int, answers: "Iterable[DataAnswer]") -> ForwardBackwardOutput:
+    """What all ranks answered, in the caller's order. Sums over the data are named `:sum`, means over tokens `:mean`."""
+    answers = list(answers)
+    logprobs = {index: values for answer in answers for index, values in answer.logprobs.items()}
+    assert logprobs.keys() == set(range(num_data)), "each datum must be answered exactly once"
+    merged = merge_losses(part for answer in answers for part in answer.sums)
+    sums = dict(merged.sums)
+    metrics = {"loss:sum": sums.pop("loss/policy")} if "loss/policy" in sums else {}
+    num_tokens = sums.pop("num_tokens", None)
+    if num_tokens is None:  # the caller's own loss, whose metrics have the names it gave
+        metrics |= sums
+    else:
+        terms = {name: sums.pop(name) for name in list(sums) if name.startswith("loss/")}
+        means = {f"{name}:mean": value / max(num_tokens, 1.0) for name, value in sums.items()}
+        metrics |= {"num_tokens:sum": num_tokens, **{f"{name}:sum": value for name, value in terms.items()}, **means}
+    metrics |= {f"{name}:max": value for name, value in merged.maxima.items()}
+    return ForwardBackwardOutput(
+        loss_fn_outputs=tuple({"logprobs": logprobs[index]} for index in range(num_data)),
+        metrics=metrics,
+        version=all_equal("run_data", [answer.version for answer in answers]),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerClient:
     """The trainer mesh as one object; every call goes to all ranks, in the order the calls are made."""
@@ -49,19 +85,60 @@ class TrainerClient:
         """Build the policy from a Hugging Face directory."""
         await self._all("trainer.load_model", self.mesh.load_model.call(model_dir), self.timeouts.start_s)
 
-    async def forward_backward(self, microbatch: MicroBatch, loss: str = "policy") -> LossSums:
-        """Add the gradient of a micro-batch; returns the sums of its metrics over all ranks."""
-        return merge_losses(await self._all("trainer.forward_backward", self.mesh.forward_backward.call(microbatch, loss)))
+    async def forward_backward(
+        self,
+        microbatch: MicroBatch,
+        loss: str = "policy",
+        *,
+        proximal_version: int | None = None,
+        reference_version: int | None = None,
+    ) -> LossSums:
+        """Add the gradient of a micro-batch; returns the sums of its metrics over all ranks.
+
+        The versions name log-probabilities that `compute_logprobs` has computed for this micro-batch.
+        """
+        call = self.mesh.forward_backward.call(microbatch, loss, proximal_version, reference_version)
+        return merge_losses(await self._all("trainer.forward_backward", call))
 
     async def measure_correction(self, microbatch: MicroBatch) -> LossSums:
         """What the off-policy correction does over a micro-batch, summed over all ranks."""
         call = self.mesh.measure_correction.call(microbatch)
         return merge_losses(await self._all("trainer.measure_correction", call))
 
+    async def compute_logprobs(self, microbatch: MicroBatch, *, at_version: int) -> None:
+        """Have the ranks compute and keep log-probabilities with the weights of a version: the live one, or one held."""
+        call = self.mesh.compute_logprobs.call(microbatch, at_version)
+        await self._all("trainer.compute_logprobs", call)
+
+    async def keep_weights(self) -> int:
+        """Hold a copy of the weights as they are; returns their version."""
+        versions: list[int] = await self._all("trainer.keep_weights", self.mesh.keep_weights.call())
+        return all_equal("keep_weights", versions)
+
+    async def drop_weights(self, version: int) -> None:
+        """Forget a version that `keep_weights` held, and the log-probabilities computed with it."""
+        await self._all("trainer.drop_weights", self.mesh.drop_weights.call(version))
+
+    async def run_data(
+        self, data: Sequence[Datum], loss_fn: str | None, loss_fn_config: Mapping[str, float], *, backward: bool
+    ) -> ForwardBackwardOutput:
+        """Run a caller's data under a loss, or without one only for the log-probabilities; `backward` adds the gradient."""
+        call = self.mesh.run_data.call(data, loss_fn, loss_fn_config, backward=backward)
+        return merge_answers(len(data), await self._all("trainer.run_data", call))
+
+    async def compute_data_logprobs(self, data: Sequence[Datum], *, at_version: int) -> ForwardBackwardOutput:
+        """Log-probabilities of a caller's data with the weights of a version: the live one, or one held."""
+        call = self.mesh.compute_data_logprobs.call(data, at_version)
+        return merge_answers(len(data), await self._all("trainer.compute_data_logprobs", call))
+
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
         """Take one optimizer step."""
         updates: list[OptimUpdate] = await self._all("trainer.optim_step", self.mesh.optim_step.call(params))
         return all_equal("optim_step", updates)
+
+    async def zero_grad(self) -> None:
+        """Throw away the gradient gathered so far."""
+        await self._all("trainer.zero_grad", self.mesh.zero_grad.call())
 
     async def push_weights(self, version: int) -> list[WeightManifest]:
         """Publish the weights as a version; one manifest per rank."""
@@ -79,6 +156,16 @@ class TrainerClient:
         """Go back to a checkpoint; returns its version."""
         versions: list[int] = await self._all("trainer.load_checkpoint", self.mesh.load_checkpoint.call(step))
         return all_equal("load_checkpoint", versions)
+
+    async def save_state(self, folder: Path) -> None:
+        """Write model, optimizer and version into a folder of their own."""
+        await self._all("trainer.save_state", self.mesh.save_state.call(folder))
+
+    async def load_state(self, folder: Path, *, with_optimizer: bool) -> int:
+        """Take up what `save_state` wrote; returns its version."""
+        call = self.mesh.load_state.call(folder, with_optimizer=with_optimizer)
+        versions: list[int] = await self._all("trainer.load_state", call)
+        return all_equal("load_state", versions)
 
     async def export_model(self, target: Path) -> None:
         """Write the policy as a Hugging Face directory."""

@@ -21,8 +21,9 @@ class RunState:
 
 
 def write_state(checkpoints: Path, state: RunState) -> None:
-    """Complete a checkpoint: it counts only once this file is in it."""
+    """Complete a checkpoint: it counts only once this file is in it, and the trainer's `.metadata`, which it writes last."""
     path = checkpoint_dir(checkpoints, state.step) / STATE_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(state)))
     partial.replace(path)
@@ -30,7 +31,8 @@ def write_state(checkpoints: Path, state: RunState) -> None:
 
 def latest_state(checkpoints: Path) -> RunState | None:
     """The state of the newest whole checkpoint, if there is one."""
-    states = [RunState(**json.loads(path.read_text())) for path in checkpoints.glob(f"step-*/{STATE_FILE}")]
+    whole = [path for path in checkpoints.glob(f"step-*/{STATE_FILE}") if path.with_name(".metadata").is_file()]
+    states = [RunState(**json.loads(path.read_text())) for path in whole]
     return max(states, key=lambda state: state.step, default=None)
 
 

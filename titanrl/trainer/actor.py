@@ -1,24 +1,29 @@
 """The policy trainer's actor: one rank of the mesh. It fetches what the plan names, calls the learner, answers with numbers."""
 
 import asyncio
+import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import Device, num_threads
-from titanrl.types import AdamParams, Handle, LossSums, MicroBatch, OptimUpdate, Rollout, Row
+from titanrl.types import AdamParams, Datum, Handle, LossSums, MicroBatch, OptimUpdate, Rollout, Row
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from titanrl.trainer.collate import PackedRows
+    from titanrl.trainer.datums import DataAnswer
     from titanrl.trainer.learner import LossName
     from titanrl.weights.digest import Verify
     from titanrl.weights.transport import TransportName
+
+ROW_MULTIPLE = 8
+"""Where lengths are free, rows have a multiple of so many tokens on each tensor-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,9 @@ class PolicyTrainer(Actor):
     def __init__(self, setup: TrainerSetup) -> None:
         """Keep the set-up; `start` loads."""
         self._setup = setup
+        self._closing: list[Callable[[], None]] = []
+        # A push copies the weights while other endpoints go on; those that put another version in their place wait for it.
+        self._reading = asyncio.Lock()
 
     @endpoint
     async def start(self) -> None:
@@ -70,6 +78,8 @@ class PolicyTrainer(Actor):
 
         if self._setup.device.kind == "cpu":
             torch.set_num_threads(num_threads(self._setup.config.parallelism.world_size))
+        else:
+            torch.get_device_module(self._setup.device.kind).set_device(int(os.environ["LOCAL_RANK"]))
         init_distributed(CommConfig(), base_folder=str(self._setup.checkpoint_dir.parent / "logs"))
 
     @endpoint
@@ -79,6 +89,7 @@ class PolicyTrainer(Actor):
 
         from titanrl.models.qwen3 import qwen3_spec, torch_dtype
         from titanrl.trainer.checkpoint import Checkpoints
+        from titanrl.trainer.kept import KeptLogprobs
         from titanrl.trainer.learner import Learner
         from titanrl.trainer.model import build_model
         from titanrl.weights.publish import WeightPublisher
@@ -87,28 +98,96 @@ class PolicyTrainer(Actor):
         torch.manual_seed(0)
         model = build_model(qwen3_spec(model_dir, setup.device), model_dir, setup.config, setup.device)
         self._model_dir = model_dir
-        self._learner = Learner(model, setup.algorithm, setup.temperature)
-        self._checkpoints = Checkpoints(self._learner, setup.checkpoint_dir, setup.keep_checkpoints)
+        self._learner = Learner(model, setup.algorithm, setup.temperature, snapshots_on_device=setup.config.snapshots_on_device)
+        self._learner.check_snapshots(setup.config.row_tokens)
+        self._kept = KeptLogprobs()
+        # Compiled code, FlexAttention's too, is compiled anew for every other length.
+        fixed = setup.config.compile or setup.device.attention == "flex"
+        self._row_multiple = setup.config.row_tokens if fixed else ROW_MULTIPLE * setup.config.parallelism.tp
+        self._checkpoints = Checkpoints(
+            self._learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
+        )
+        self._closing.append(self._checkpoints.close)
         self._publisher = WeightPublisher(
             setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
         )
         # All memory for publishing now: page faults would make the first pushes ten times slower.
         await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
 
+    # The loop's own data: rows that name payloads
+
     @endpoint
-    async def forward_backward(self, microbatch: MicroBatch, loss: "LossName" = "policy") -> LossSums:
-        """Add the gradient of this rank's rows of a micro-batch; returns the sums of its metrics."""
-        return self._learner.forward_backward(await self._packed(microbatch), loss, microbatch.correction)
+    async def forward_backward(
+        self,
+        microbatch: MicroBatch,
+        loss: "LossName" = "policy",
+        proximal_version: int | None = None,
+        reference_version: int | None = None,
+    ) -> LossSums:
+        """Add the gradient of this rank's rows of a micro-batch; returns the sums of its metrics.
+
+        The loss is given the log-probabilities that `compute_logprobs` kept for the versions named.
+        """
+        rows, packed = await self._rows(microbatch)
+        if proximal_version is not None:
+            packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
+        if reference_version is not None:
+            packed = replace(packed, reference_BL=self._kept.get(reference_version, rows, packed.length))
+        return self._learner.forward_backward(packed, loss, microbatch.correction)
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch) -> LossSums:
         """What the off-policy correction does over this rank's rows of a micro-batch; changes nothing."""
-        return self._learner.measure_correction(await self._packed(microbatch))
+        _, packed = await self._rows(microbatch)
+        return self._learner.measure_correction(packed)
+
+    @endpoint
+    async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
+        """Compute log-probabilities with the weights of a version and keep them here, for a loss to come."""
+        rows, packed = await self._rows(microbatch)
+        async with self._reading:
+            with self._learner.weights_at(at_version):
+                logprobs_BL = self._learner.logprobs(packed)
+        self._kept.put(at_version, rows, logprobs_BL.cpu())
+
+    # A caller's data, as Tinker has it
+
+    @endpoint
+    async def run_data(
+        self, data: Sequence[Datum], loss_fn: str | None, loss_fn_config: Mapping[str, float], *, backward: bool
+    ) -> "DataAnswer":
+        """Run this rank's share of the data under a loss, or without one for the log-probabilities alone."""
+        return self._run_data(data, loss_fn, loss_fn_config, backward=backward)
+
+    @endpoint
+    async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataAnswer":
+        """Log-probabilities of this rank's share of the data with the weights of a version."""
+        async with self._reading:
+            with self._learner.weights_at(at_version):
+                return self._run_data(data, None, {}, backward=False)
+
+    # Optimizer, versions
 
     @endpoint
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
         """Take one optimizer step with the gradient gathered so far."""
         return self._learner.optim_step(params)
+
+    @endpoint
+    async def zero_grad(self) -> None:
+        """Throw away the gradient gathered so far."""
+        self._learner.zero_grad()
+
+    @endpoint
+    async def keep_weights(self) -> int:
+        """Hold a copy of the weights as they are; returns their version, which `compute_logprobs` can then name."""
+        return self._learner.keep_weights()
+
+    @endpoint
+    async def drop_weights(self, version: int) -> None:
+        """Forget a held version and the log-probabilities computed with it."""
+        self._learner.snapshots.drop(version)
+        self._kept.drop(version)
 
     @concurrent_endpoint
     async def push_weights(self, version: int) -> WeightManifest:
@@ -117,7 +196,8 @@ class PolicyTrainer(Actor):
         Forward and backward passes may run meanwhile: they change no weight, and `optim_step` is called after this returned.
         """
         assert version == self._learner.version, f"asked to push v{version}, weights are v{self._learner.version}"
-        return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
+        async with self._reading:
+            return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
     async def start_over(self) -> None:
@@ -136,26 +216,53 @@ class PolicyTrainer(Actor):
         return self._learner.version
 
     @endpoint
+    async def save_state(self, folder: Path) -> None:
+        """Write model, optimizer and version into a folder of their own."""
+        self._checkpoints.save_state(folder)
+
+    @endpoint
+    async def load_state(self, folder: Path, *, with_optimizer: bool) -> int:
+        """Take up what `save_state` wrote; returns its version."""
+        self._checkpoints.load_state(folder, with_optimizer=with_optimizer)
+        return self._learner.version
+
+    @endpoint
     async def export_model(self, target: Path) -> None:
         """Write the policy as a Hugging Face directory."""
-        from titanrl.trainer.model import export_hf
+        from titanrl.trainer.hf import export_hf
 
+        self._learner.require_settled("export_model")
         export_hf(self._learner.model, self._model_dir, target)
 
     @endpoint
     async def close(self) -> None:
-        """Leave the process group."""
+        """Finish what is being written, and leave the process group."""
         import torch
 
+        for finish in self._closing:
+            finish()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    async def _packed(self, microbatch: MicroBatch) -> "PackedRows":
-        """This rank's rows of a micro-batch as tensors."""
-        from titanrl.trainer.collate import collate
+    async def _rows(self, microbatch: MicroBatch) -> "tuple[tuple[Row, ...], PackedRows]":
+        """This rank's rows of a micro-batch, as planned and as tensors."""
+        from titanrl.trainer.collate import collate, row_length
 
         rows = microbatch.rows[self._learner.model.dp_rank]
-        return collate(rows, await self._fetch(rows), self._setup.config.row_tokens)
+        used = [sum(sequence.length for sequence in row) for row in rows]
+        length = row_length(used, self._setup.config.row_tokens, self._row_multiple)
+        return rows, collate(rows, await self._fetch(rows), length)
+
+    def _run_data(
+        self, data: Sequence[Datum], loss_fn: str | None, loss_fn_config: Mapping[str, float], *, backward: bool
+    ) -> "DataAnswer":
+        from titanrl.trainer.datums import RowSizes, run_data
+
+        config = self._setup.config
+        sizes = RowSizes(
+            row_tokens=config.row_tokens, rows_per_microbatch=config.rows_per_microbatch, multiple=self._row_multiple
+        )
+        return run_data(self._learner, data, sizes, loss_fn, loss_fn_config, backward=backward)
 
     async def _fetch(self, rows: Sequence[Row]) -> Mapping[Handle, Mapping[int, Rollout]]:
         """The rollouts of some rows, straight from their shards."""

@@ -4,7 +4,7 @@ Shapes: B rows, L tokens of a row, N = B * L, S tokens of a sequence. The model'
 t + 1, so everything about a token stands at the place that predicts it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -32,6 +32,15 @@ class PackedRows:
     """Advantage of the target."""
     weights_BL: torch.Tensor
     """Loss weight of the target, 0 outside the mask."""
+    proximal_BL: torch.Tensor | None = None
+    """The target's log-probability under the proximal policy, where a loss was given one."""
+    reference_BL: torch.Tensor | None = None
+    """The target's log-probability under the reference policy, where a loss was given one."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.tokens_BL.shape[1]
 
     @property
     def sequence_N(self) -> torch.Tensor:
@@ -39,8 +48,24 @@ class PackedRows:
         return (self.positions_BL == 0).flatten().cumsum(0) - 1
 
     def to(self, device: torch.device) -> Self:
-        """The same rows on a device."""
-        return type(self)(**{field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)})
+        """The same rows on a device; themselves if they are there already."""
+        if self.tokens_BL.device == device:
+            return self
+        given = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+        return type(self)(**{name: value.to(device, non_blocking=True) for name, value in given.items()})
+
+
+def row_length(used: Iterable[int], row_tokens: int, multiple: int) -> int:
+    """How long rows need to be that use so many tokens each: the longest, rounded up to a multiple, at most `row_tokens`.
+
+    Nothing is computed for the end that no row of a micro-batch uses. Ranks may run rows of different length.
+    """
+    return min(row_tokens, -(-max(used, default=1) // multiple) * multiple)
+
+
+def empty_rows(num_rows: int, row_tokens: int) -> PackedRows:
+    """Rows without a sequence: token 0 everywhere, and nothing that counts."""
+    return collate([()] * num_rows, {}, row_tokens)
 
 
 def collate(rows: Sequence[Row], payload: Mapping[Handle, Mapping[int, Rollout]], row_tokens: int) -> PackedRows:

@@ -1,149 +1,297 @@
 """Forward, backward and optimizer step on one rank. Gradients add up until `optim_step`; nothing here rescales a loss.
 
-Shapes: B rows, L tokens of a row, N = B * L, V vocabulary entries on this rank.
+Shapes: B rows, L tokens of a row, N = B * L.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
-from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
 from titanrl.algorithms.objective import LossInputs, measure_correction, policy_loss
+from titanrl.algorithms.tinker import tinker_algorithm
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_mask
-from titanrl.trainer.collate import PackedRows
-from titanrl.trainer.model import PolicyModel, local_logits
-from titanrl.types import AdamParams, CorrectionTotals, LossSums, OptimUpdate
+from titanrl.trainer.collate import PackedRows, empty_rows
+from titanrl.trainer.head import ScoringHead
+from titanrl.trainer.model import PolicyModel
+from titanrl.trainer.snapshots import Snapshots, check_recoverable, local_part
+from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, OptimUpdate
 
 LossName = Literal["policy", "cross_entropy"]
+Objective = Callable[[PackedRows, Tensor, Tensor], tuple[Tensor, LossMetrics]]
+"""From rows, log-probabilities `[N]` and entropies `[N]` to a share of the objective, 0-dim, and its metrics."""
+
+
+class PhaseError(Exception):
+    """A call that would mix up weights or gradients at this moment; nothing was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsResult:
+    """What running some rows gives."""
+
+    logprobs_BL: Tensor
+    """Log-probability of each place's target, without gradient."""
+    sums: LossSums
+    """Metrics of these rows."""
 
 
 class Learner:
     """A model, its optimizer, and the number of steps taken (the policy's version)."""
 
-    def __init__(self, model: PolicyModel, algorithm: AlgorithmConfig, temperature: float) -> None:
+    def __init__(
+        self, model: PolicyModel, algorithm: AlgorithmConfig, temperature: float, *, snapshots_on_device: bool = False
+    ) -> None:
         """Start at version 0 with empty optimizer state.
 
         Args:
             model: the policy of this rank.
             algorithm: what the `policy` loss is.
             temperature: what the sampler divides logits by, and so this does too.
+            snapshots_on_device: hold other versions of the weights where the live ones are, not in host memory.
         """
         self.model = model
         self.optimizers = new_optimizer(model)
         self.version = 0
+        self.snapshots = Snapshots(model.module, on_device=snapshots_on_device)
+        self.temperature = temperature
         self._algorithm = algorithm
-        self._temperature = temperature
+        self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
+        self._merged: dict[str, Tensor] = {}
+        self._num_pending = 0
+        self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
+        self.weights_changed()
 
-    def forward_backward(self, rows: PackedRows, loss: LossName, correction: CorrectionTotals) -> LossSums:
-        """Add the gradient of sum(w * l) over these rows; returns the metrics' sums over them.
+    @property
+    def version_in_use(self) -> int:
+        """Version of the weights that a forward pass computes with now."""
+        return self.version if self.snapshots.current is None else self.snapshots.current
 
-        Ranks of one tensor-parallel group compute the same, so only its first reports sums.
-        """
-        rows = rows.to(self.model.device)
-        return self._reported(self._policy(rows, correction) if loss == "policy" else self._cross_entropy(rows))
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients have been added since the last optimizer step."""
+        return self._num_pending > 0
 
-    @torch.no_grad()
+    def forward_backward(self, rows: PackedRows, loss: LossName, correction: CorrectionTotals = NOT_MEASURED) -> LossSums:
+        """Add the gradient of sum(w * l) over these rows; returns the metrics' sums over them."""
+        policy = partial(_policy, algorithm=self._algorithm, correction=correction)
+        return self.run(rows, policy if loss == "policy" else _cross_entropy).sums
+
     def measure_correction(self, rows: PackedRows) -> LossSums:
         """What the off-policy correction does over these rows, from a forward pass alone."""
-        sums = measure_correction(self._inputs(rows.to(self.model.device)), self._algorithm)
-        self.model.reshard()
-        return self._reported(sums)
+        rows = rows.to(self.model.device)
+        with torch.no_grad():
+            logprobs_BL, entropy_BL = self._score(rows)
+            return self._reported(
+                measure_correction(_inputs(rows, logprobs_BL.flatten(), entropy_BL.flatten()), self._algorithm)
+            )
 
-    def _reported(self, metrics: LossMetrics) -> LossSums:
-        if self.model.tp_rank != 0:
-            return LossSums(sums={}, maxima={})
-        return LossSums(
-            sums={name: value.item() for name, value in metrics.sums.items()},
-            maxima={name: value.item() for name, value in metrics.maxima.items()},
-        )
+    def run(self, rows: PackedRows, objective: Objective, *, backward: bool = True) -> RowsResult:
+        """Compute an objective over some rows, and unless told otherwise add its gradient.
+
+        Ranks of one tensor-parallel group compute the same, so only its first reports metrics.
+
+        Raises:
+            PhaseError: gradients of a snapshot would be added to those of the live weights.
+        """
+        if backward:
+            self._require_live_weights("forward_backward")
+        rows = rows.to(self.model.device)
+        with torch.set_grad_enabled(backward):
+            logprobs_BL, entropy_BL = self._score(rows)
+            loss, metrics = objective(rows, logprobs_BL.flatten(), entropy_BL.flatten())
+        if backward:
+            loss.backward()
+            self._num_pending += 1
+            self._loss_is_finite &= loss.detach().isfinite()
+        return RowsResult(logprobs_BL.detach(), self._reported(metrics))
+
+    def logprobs(self, rows: PackedRows) -> Tensor:
+        """Log-probability of each place's target under the weights in use, `[B, L]`, without gradient."""
+        with torch.no_grad():
+            return self._score(rows.to(self.model.device))[0]
 
     def optim_step(self, params: AdamParams) -> OptimUpdate:
-        """Clip, step and clear the gradients; on a non-finite gradient only clear them.
+        """Clip, step and clear the gradients; if a loss or the gradient is not finite only clear them.
 
-        The norm is global, so every rank decides the same.
+        Every rank decides the same: the norm is global, and what the losses were is exchanged.
+
+        Raises:
+            PhaseError: a snapshot stands in for the live weights.
         """
+        self._require_live_weights("optim_step")
         self.model.reshard()
-        parameters = list(self.model.module.parameters())
+        parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
         max_norm = params.max_grad_norm or math.inf
         grad_norm = float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True))
-        finite = math.isfinite(grad_norm)
+        finite = self._every_loss_is_finite() and math.isfinite(grad_norm)
         if finite:
             self._set_params(params)
             self.optimizers.step()
             self.version += 1
-        self.optimizers.zero_grad()
+            self.weights_changed()
+        self.zero_grad()
         return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite)
 
+    def zero_grad(self) -> None:
+        """Throw away the gradients added since the last optimizer step."""
+        self.optimizers.zero_grad()
+        self._num_pending = 0
+        self._loss_is_finite.fill_(True)
+
     def start_over(self) -> None:
-        """Back to version 0 with fresh optimizer state, weights kept: what warm start leaves to RL."""
-        self.optimizers = new_optimizer(self.model)
+        """Back to version 0 with fresh optimizer state, weights kept: what warm start leaves to RL.
+
+        Raises:
+            PhaseError: a snapshot stands in for the live weights, or gradients are pending.
+        """
+        self.require_settled("start_over")
+        self.reset_optimizer()
         self.version = 0
+        self.drop_snapshots()
+
+    def reset_optimizer(self) -> None:
+        """Forget all moments, in place: whoever holds the optimizer goes on holding it."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    def drop_snapshots(self, *, keep_first: bool = False) -> None:
+        """Hold no other version any more, or only version 0."""
+        for version in self.snapshots.held:
+            if version != 0 or not keep_first:
+                self.snapshots.drop(version)
 
     @property
     def buffer_names(self) -> frozenset[str]:
         """Names of what `weights` holds besides parameters."""
         return frozenset(name for name, _ in self.model.module.named_buffers())
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The parameters and persistent buffers by name, sharded, as they are now; to be read only.
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters and persistent buffers by name, sharded, as they are now, adapters merged; to be read only.
 
         They are the model's own tensors: `state_dict()` otherwise detaches each, which for DTensors takes longer than
-        to copy a small model, and torch.distributed's `get_model_state_dict` takes longer still for the same.
+        to copy a small model, and torch.distributed's `get_model_state_dict` takes longer still for the same. Merged ones are
+        kept from step to step, in the same memory, so that no rank waits for another here.
+
+        Raises:
+            PhaseError: a snapshot stands in for the live weights.
         """
+        self._require_live_weights("reading the weights")
+        if self.model.lora is not None:
+            return self._merged
         self.model.reshard()
         state = self.model.module.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
-    def _policy(self, rows: PackedRows, correction: CorrectionTotals) -> LossMetrics:
-        loss, metrics = policy_loss(replace(self._inputs(rows), correction=correction), self._algorithm)
-        loss.backward()
-        return metrics
+    def weights_changed(self) -> None:
+        """Merge the adapters anew; whoever changes weights calls it, on all ranks alike."""
+        if self.model.lora is None:
+            return
+        for name, value in self.model.weights().items():
+            kept = self._merged.setdefault(name, value)
+            if local_part(kept).data_ptr() != local_part(value).data_ptr():
+                local_part(kept).copy_(local_part(value))
 
-    def _inputs(self, rows: PackedRows) -> LossInputs:
-        logprobs_N, entropy_N = self._logprobs(rows)
-        return LossInputs(
-            logprobs_N=logprobs_N,
-            generator_logprobs_N=rows.logprobs_BL.flatten(),
-            proximal_logprobs_N=None,
-            reference_logprobs_N=None,
-            entropy_N=entropy_N,
-            advantages_N=rows.advantages_BL.flatten(),
-            weights_N=rows.weights_BL.flatten(),
-            mask_N=rows.mask_BL.flatten(),
-            sequence_N=rows.sequence_N,
-        )
+    def keep_weights(self) -> int:
+        """Hold a copy of the live weights under their version, which is returned.
 
-    def _cross_entropy(self, rows: PackedRows) -> LossMetrics:
-        logprobs_N, _ = self._logprobs(rows)
-        mask_N = rows.mask_BL.flatten()
-        loss = weighted_sum(cross_entropy(logprobs_N, mask=mask_N), rows.weights_BL.flatten(), mask=mask_N)
-        loss.backward()
-        return LossMetrics(sums={"loss/policy": loss.detach(), "num_tokens": mask_N.sum()}, maxima={})
+        Raises:
+            PhaseError: a snapshot stands in for the live weights.
+        """
+        self._require_live_weights("keep_weights")
+        self.snapshots.take(self.version)
+        return self.version
 
-    def _logprobs(self, rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each target and entropy of each prediction, `[N]` each."""
-        module = self.model.module
-        logits_BLV = module(rows.tokens_BL, positions=rows.positions_BL, attention_masks=self._mask(rows.positions_BL))
-        logits_BLV, vocab_start, group = local_logits(logits_BLV, module.config.vocab_size)
-        return logprobs_and_entropy(
-            logits_BLV.flatten(0, 1),
-            rows.targets_BL.flatten(),
-            group=group,
-            vocab_start=vocab_start,
-            temperature=self._temperature,
-        )
+    @contextmanager
+    def weights_at(self, version: int) -> Iterator[None]:
+        """Compute with the weights of another version; at the end, however it comes, the live ones are back bit for bit.
 
-    def _mask(self, positions_BL: torch.Tensor) -> object:
+        The live version itself needs no snapshot and no copy.
+
+        Raises:
+            KeyError: no snapshot of the version is held.
+            SnapshotMismatchError: the snapshot does not fit the live parameters.
+            PhaseError: gradients are pending, or another version is in use already.
+        """
+        self.require_settled(f"weights_at({version})")
+        if version == self.version and version not in self.snapshots.held:
+            yield
+            return
+        with self.snapshots.using(version):
+            yield
+
+    def check_snapshots(self, row_tokens: int) -> None:
+        """Try with one empty row that a forward pass leaves parameters that snapshots can be taken of and written to.
+
+        Raises:
+            RuntimeError: it does not, with this torch.
+        """
+        check_recoverable(self.model.module, lambda: self.logprobs(empty_rows(1, row_tokens)))
+
+    def require_settled(self, what: str) -> None:
+        """Make sure that the live weights are in place and no gradient waits for its step.
+
+        Raises:
+            PhaseError: they are not, or one does.
+        """
+        self._require_live_weights(what)
+        if self.has_pending_gradients:
+            raise PhaseError(f"{what}: gradients of {self._num_pending} backward passes are pending; call optim_step first")
+
+    def materialize_optimizer(self) -> None:
+        """Make the optimizer's state exist, so that it can be saved or loaded, without counting as a step."""
+        for optimizer in self.optimizers:
+            if not optimizer.state:
+                init_optim_state(optimizer)
+                for state in optimizer.state.values():
+                    state["step"].zero_()
+
+    def _require_live_weights(self, what: str) -> None:
+        if self.snapshots.current is not None:
+            raise PhaseError(f"{what}: version {self.snapshots.current} stands in for the live weights; leave weights_at first")
+
+    def _every_loss_is_finite(self) -> bool:
+        """Whether all losses since the last step were finite, on all ranks."""
+        finite = self._loss_is_finite.to(torch.int32)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
+        return bool(finite)
+
+    def _score(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target and entropy of each prediction, `[B, L]` each."""
+        module, positions_BL = self.model.module, rows.positions_BL
+        with self._head.scoring(rows.targets_BL, self.temperature):
+            scores: tuple[Tensor, Tensor] = module(
+                rows.tokens_BL, positions=positions_BL, attention_masks=self._mask(positions_BL)
+            )
+        return scores
+
+    def _mask(self, positions_BL: Tensor) -> object:
         module = self.model.module
         if isinstance(module.config.layers[0].attention.inner_attention, PackedAttention.Config):
             return packed_mask(positions_BL)
         return module.get_attention_masks(positions_BL)
+
+    def _reported(self, metrics: LossMetrics) -> LossSums:
+        """The numbers of this rank, brought to the host in one transfer."""
+        if self.model.tp_rank != 0:
+            return LossSums(sums={}, maxima={})
+        values = [*metrics.sums.values(), *metrics.maxima.values()]
+        numbers = torch.stack([value.detach().to(torch.float32) for value in values]).tolist() if values else []
+        return LossSums(
+            sums=dict(zip(metrics.sums, numbers, strict=False)),
+            maxima=dict(zip(metrics.maxima, numbers[len(metrics.sums) :], strict=True)),
+        )
 
     def _set_params(self, params: AdamParams) -> None:
         for optimizer in self.optimizers:
@@ -152,6 +300,51 @@ class Learner:
                 group["betas"] = (params.beta1, params.beta2)
 
 
+def named_objective(loss_fn: str, options: Mapping[str, float]) -> Objective:
+    """A loss by Tinker's name and options.
+
+    Raises:
+        ValueError: there is no such loss, or it has no such option.
+    """
+    if loss_fn == "cross_entropy":
+        if options:
+            raise ValueError(f"loss_fn_config.{next(iter(options))}: cross_entropy has no options")
+        return _cross_entropy
+    return partial(_policy, algorithm=tinker_algorithm(loss_fn, options))
+
+
+def _policy(
+    rows: PackedRows,
+    logprobs_N: Tensor,
+    entropy_N: Tensor,
+    *,
+    algorithm: AlgorithmConfig,
+    correction: CorrectionTotals = NOT_MEASURED,
+) -> tuple[Tensor, LossMetrics]:
+    return policy_loss(replace(_inputs(rows, logprobs_N, entropy_N), correction=correction), algorithm)
+
+
+def _cross_entropy(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
+    mask_N = rows.mask_BL.flatten()
+    loss = weighted_sum(cross_entropy(logprobs_N, mask=mask_N), rows.weights_BL.flatten(), mask=mask_N)
+    return loss, LossMetrics(sums={"loss/policy": loss.detach(), "num_tokens": mask_N.sum()}, maxima={})
+
+
+def _inputs(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> LossInputs:
+    return LossInputs(
+        logprobs_N=logprobs_N,
+        generator_logprobs_N=rows.logprobs_BL.flatten(),
+        proximal_logprobs_N=None if rows.proximal_BL is None else rows.proximal_BL.flatten(),
+        reference_logprobs_N=None if rows.reference_BL is None else rows.reference_BL.flatten(),
+        entropy_N=entropy_N,
+        advantages_N=rows.advantages_BL.flatten(),
+        weights_N=rows.weights_BL.flatten(),
+        mask_N=rows.mask_BL.flatten(),
+        sequence_N=rows.sequence_N,
+    )
+
+
 def new_optimizer(model: PolicyModel) -> OptimizersContainer:
-    """torchtitan's AdamW over the model's parameters; the real hyper-parameters come with each step."""
-    return default_adamw().build(model_parts=[model.module])
+    """torchtitan's AdamW over the trainable parameters; the real hyper-parameters come with each step."""
+    fused = model.device.type in ("cpu", "cuda")  # torch-npu has no fused AdamW for sharded parameters
+    return replace(default_adamw(), implementation="fused" if fused else "foreach").build(model_parts=[model.module])

@@ -1,0 +1,145 @@
+"""What ranks are asked to do. Every function runs on all ranks of a world; what it returns must survive pickling."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+from titanrl.algorithms.losses import LossMetrics, ppo_clip, weighted_sum
+from titanrl.algorithms.packing import balance, pack
+from titanrl.config.sections import AlgorithmConfig, TrainerConfig
+from titanrl.device import DEVICES
+from titanrl.models.qwen3 import qwen3_spec
+from titanrl.trainer.collate import PackedRows, collate
+from titanrl.trainer.learner import Learner
+from titanrl.trainer.model import build_model
+from titanrl.types import AdamParams, Handle, Rollout, Row, SequencePlan
+
+ROW_TOKENS = 32
+VOCAB = 112
+ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def make_learner(model_dir: Path, **trainer: Any) -> Learner:
+    """A fresh learner with the model of a directory; `trainer` holds keys of the section."""
+    config = TrainerConfig.model_validate({"row_tokens": ROW_TOKENS, **trainer})
+    device = DEVICES["cpu"]
+    model = build_model(qwen3_spec(model_dir, device), model_dir, config, device)
+    return Learner(model, AlgorithmConfig(), temperature=1.0)
+
+
+@functools.cache
+def shared_learner(model_dir: Path, plan: tuple[tuple[str, int], ...]) -> Learner:
+    """A learner that nobody steps."""
+    return make_learner(model_dir, parallelism=dict(plan))
+
+
+@functools.cache
+def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[Handle, Mapping[int, Rollout]]]:
+    """13 made-up rollouts of 3 to 24 tokens, with advantages of both signs and uneven loss weights."""
+    random = np.random.default_rng(0)
+    plans, payload = [], {}
+    for index in range(13):
+        length = int(random.integers(3, 25))
+        prompt = int(random.integers(1, length - 1))
+        handle = Handle(shard=0, slot=index, generation=1)
+        mask = np.arange(length) >= prompt
+        logprobs = np.where(mask, random.uniform(-6.0, -3.0, length), 0.0).astype(np.float32)
+        payload[handle] = {
+            0: Rollout(
+                token_ids=random.integers(1, VOCAB, length),
+                mask=mask,
+                logprobs=logprobs,
+                versions=np.where(mask, 0, -1),
+                reward=0.0,
+                reward_parts={},
+                finish_reason="stop",
+            )
+        }
+        advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
+        plans.append(SequencePlan(handle=handle, rollout=0, length=length, advantage=advantage, weight=weight))
+    return tuple(plans), payload
+
+
+def plan_rows(order: Sequence[SequencePlan], *, packed: bool) -> list[Row]:
+    """Rows of sequences, packed or one a row."""
+    if not packed:
+        return [(sequence,) for sequence in order]
+    return [tuple(order[i] for i in row) for row in pack([sequence.length for sequence in order], ROW_TOKENS)]
+
+
+def microbatches(learner: Learner, rows: Sequence[Row], rows_per_microbatch: int) -> list[PackedRows]:
+    """This rank's micro-batches, as many as on every other rank."""
+    shares = balance([1.0] * len(rows), learner.model.dp_size)
+    own = [rows[i] for i in shares[learner.model.dp_rank]]
+    starts = range(0, max(map(len, shares)), rows_per_microbatch)
+    return [collate(own[start : start + rows_per_microbatch], sequences()[1], ROW_TOKENS) for start in starts]
+
+
+def everything(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
+    """A loss with a ratio, a KL and an entropy term."""
+    mask_N, old_N = rows.mask_BL.flatten(), rows.logprobs_BL.flatten()
+    loss_N, _ = ppo_clip(logprobs_N, old_N, rows.advantages_BL.flatten(), clip_low=0.9, clip_high=50.0, mask=mask_N)
+    kl_N = torch.where(mask_N, 0.5 * (logprobs_N - old_N) ** 2, 0.0)
+    loss = weighted_sum(loss_N + 0.1 * kl_N - 0.3 * entropy_N, rows.weights_BL.flatten(), mask=mask_N)
+    return loss, LossMetrics(sums={"loss/policy": loss.detach()}, maxima={})
+
+
+def gradients(learner: Learner) -> Arrays:
+    """The whole gradient by parameter, gathered; a collective."""
+    learner.model.reshard()
+    return {
+        canonical_fqn(name): whole(parameter.grad)
+        for name, parameter in learner.model.module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def parameters(learner: Learner) -> Arrays:
+    """The whole parameters, gathered; a collective."""
+    learner.model.reshard()
+    return {canonical_fqn(name): whole(parameter) for name, parameter in learner.model.module.named_parameters()}
+
+
+def local_bytes(learner: Learner) -> dict[str, bytes]:
+    """This rank's part of every parameter."""
+    learner.model.reshard()
+    return {
+        name: (value.to_local() if isinstance(value, DTensor) else value).detach().numpy().tobytes()
+        for name, value in learner.model.module.named_parameters()
+    }
+
+
+def whole(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor gathered from all ranks."""
+    full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full.float().numpy().copy()
+
+
+def gradient_of(
+    model_dir: Path,
+    plan: tuple[tuple[str, int], ...],
+    rows_per_microbatch: int,
+    packed: bool,
+    order: Sequence[int] | None = None,
+) -> tuple[Arrays, float] | None:
+    """Gradient and loss of the made-up batch under a layout; from rank 0."""
+    learner = shared_learner(model_dir, plan)
+    plans = sequences()[0]
+    rows = plan_rows([plans[i] for i in order] if order else plans, packed=packed)
+    loss = 0.0
+    for batch in microbatches(learner, rows, rows_per_microbatch):
+        loss += learner.run(batch, everything).sums.sums.get("loss/policy", 0.0)
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    found = gradients(learner)
+    learner.zero_grad()
+    return (found, float(total)) if dist.get_rank() == 0 else None

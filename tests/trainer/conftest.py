@@ -1,0 +1,52 @@
+"""Tiny models, made-up batches, and worlds of 1, 2 and 4 ranks that all tests of the folder share."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.trainer.ranks import World
+from titanrl.config.sections import RecipeConfig
+from titanrl.data.recipe import create_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory with tied embeddings."""
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    recipe = RecipeConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96)
+    create_model(folder, recipe, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def untied_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with an output layer of its own."""
+    folder = tmp_path_factory.mktemp("models") / "untied"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    head = np.random.default_rng(5).normal(0.0, 0.05, embedding.shape).astype(np.float32)
+    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
+    """The world of a given size."""
+    worlds: dict[int, World] = {}
+    with ExitStack() as stack:
+
+        def of_size(size: int) -> World:
+            if size not in worlds:
+                worlds[size] = stack.enter_context(World(size, tmp_path_factory.mktemp(f"world{size}")))
+            return worlds[size]
+
+        yield of_size

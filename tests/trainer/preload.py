@@ -1,0 +1,14 @@
+"""What every rank needs, imported once before they are forked."""
+
+import importlib
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # set before torch is imported, or forked ranks inherit a thread pool without threads
+
+from titanrl.device import DEVICES
+from titanrl.models.titan import prepare_torchtitan
+
+prepare_torchtitan(DEVICES["cpu"])
+
+for module in ("titanrl.trainer.checkpoint", "titanrl.trainer.datums", "tests.trainer.swaps", "tests.trainer.variants"):
+    importlib.import_module(module)

@@ -1,0 +1,156 @@
+"""What ranks do with snapshots of the weights; see `checks`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer import checks
+from titanrl.trainer.learner import Learner, PhaseError
+from titanrl.trainer.snapshots import (
+    GatheredParameterError,
+    SnapshotMismatchError,
+    changing_tensors,
+    check_recoverable,
+    layout_of,
+    write,
+)
+
+Plan = dict[str, object]
+
+
+def make(model_dir: Path, plan: Plan) -> tuple[Learner, list[checks.PackedRows]]:
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    return learner, checks.microbatches(learner, checks.plan_rows(checks.sequences()[0], packed=True), 2)
+
+
+def step(learner: Learner, batches: list[checks.PackedRows]) -> None:
+    for batch in batches:
+        learner.run(batch, checks.everything)
+    assert not learner.optim_step(checks.ADAM).skipped
+
+
+def scores(learner: Learner, batches: list[checks.PackedRows]) -> list[bytes]:
+    return [learner.logprobs(batch).numpy().tobytes() for batch in batches]
+
+
+def swap_and_come_back(model_dir: Path, plan: Plan) -> bool:
+    """Log-probabilities of an old version are those it gave, the live weights return, and training takes no notice."""
+    learner, batches = make(model_dir, plan)
+    learner.check_snapshots(checks.ROW_TOKENS)
+    at_0 = scores(learner, batches)  # leaves parameters gathered
+    assert learner.keep_weights() == 0
+    step(learner, batches)
+    step(learner, batches)
+    live, at_2 = checks.local_bytes(learner), scores(learner, batches)
+    assert at_2 != at_0
+    with learner.weights_at(0):
+        assert learner.version_in_use == 0
+        assert scores(learner, batches) == at_0
+    assert learner.version_in_use == 2
+    assert checks.local_bytes(learner) == live
+    assert scores(learner, batches) == at_2
+    step(learner, batches)
+    if "fsdp_reshard_after_forward" not in plan:
+        undisturbed, batches = make(model_dir, plan)
+        for _ in range(3):
+            step(undisturbed, batches)
+        assert checks.local_bytes(learner) == checks.local_bytes(undisturbed)
+    return True
+
+
+def what_is_refused(model_dir: Path, plan: Plan) -> bool:
+    """Every use that would mix versions is refused, and nothing is touched by the attempt."""
+    learner, batches = make(model_dir, plan)
+    learner.keep_weights()
+    step(learner, batches)
+    live = checks.local_bytes(learner)
+
+    def untouched() -> None:
+        assert checks.local_bytes(learner) == live
+        assert learner.version_in_use == 1
+
+    with pytest.raises(KeyError, match=r"no snapshot of version 7; held are \[0\]"), learner.weights_at(7):
+        pass
+    untouched()
+    with learner.weights_at(0):
+        for refused in (
+            lambda: learner.weights_at(0).__enter__(),
+            lambda: learner.optim_step(checks.ADAM),
+            lambda: learner.run(batches[0], checks.everything),
+            learner.weights,
+            learner.keep_weights,
+            learner.start_over,
+        ):
+            with pytest.raises(PhaseError, match="version 0 stands in"):
+                refused()
+    untouched()
+    with pytest.raises(RuntimeError, match="the caller's"), learner.weights_at(0):
+        raise RuntimeError("the caller's own error")
+    untouched()
+    learner.run(batches[0], checks.everything)
+    with pytest.raises(PhaseError, match="gradients of 1 backward passes are pending"), learner.weights_at(0):
+        pass
+    learner.zero_grad()
+    untouched()
+    with learner.weights_at(1):  # the live version: nothing needs to be swapped
+        assert scores(learner, batches[:1])
+    return True
+
+
+def a_changed_snapshot_is_refused(model_dir: Path, plan: Plan) -> bool:
+    """Another type, shape, placement or set of names: nothing is written, the tensor is named."""
+    learner, _ = make(model_dir, plan)
+    learner.keep_weights()
+    entries = dict(learner.snapshots._held[0])
+    live = checks.local_bytes(learner)
+    entry = entries["norm.weight"]
+    other = layout_of(torch.zeros(entry.layout.shape, dtype=torch.float16))
+    wrong = {
+        "type": {**entries, "norm.weight": type(entry)(other, entry.data)},
+        "missing": {name: value for name, value in entries.items() if name != "norm.weight"},
+        "extra": {**entries, "norm.weight2": entry},
+    }
+    for name, value in wrong.items():
+        with pytest.raises(SnapshotMismatchError, match=r"norm\.weight"):
+            write(learner.model.module, {key: type(part)(part.layout, part.data + 1) for key, part in value.items()})
+        assert checks.local_bytes(learner) == live, name
+    return True
+
+
+def a_gathered_parameter_is_named(model_dir: Path) -> bool:
+    """After a forward pass the last norm is gathered; whoever would copy it without resharding is told."""
+    learner, batches = make(model_dir, {"dp_shard": 2})
+    learner.logprobs(batches[0])
+    with pytest.raises(GatheredParameterError, match=r"norm\.weight is gathered, with shape \(64,\)"):
+        changing_tensors(learner.model.module)
+    learner.model.reshard()
+    assert "norm.weight" in changing_tensors(learner.model.module)
+    return True
+
+
+def a_torch_that_does_not_reshard_is_found_out(model_dir: Path) -> bool:
+    """If parameters lie elsewhere after a forward pass, set-up fails and names one."""
+    learner, _ = make(model_dir, {"dp_shard": 2})
+    norm = learner.model.module.norm
+
+    def forward() -> None:
+        norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+
+    with pytest.raises(RuntimeError, match=rf"norm\.weight .* torch {torch.__version__.split('+')[0]}"):
+        check_recoverable(learner.model.module, forward)
+    return True
+
+
+def proximal_logprobs_of_an_interval(model_dir: Path, plan: Plan) -> bool:
+    """With three steps an interval, each batch's log-probabilities at its start are those computed before the first step."""
+    learner, batches = make(model_dir, plan)
+    plans, payload = checks.sequences()
+    rows = [checks.collate([row], payload, checks.ROW_TOKENS) for row in checks.plan_rows(plans[:3], packed=False)]
+    before = scores(learner, rows)
+    start = learner.keep_weights()
+    for k in range(3):
+        with learner.weights_at(start):
+            assert learner.logprobs(rows[k]).numpy().tobytes() == before[k]
+        step(learner, batches)
+    return True

@@ -1,0 +1,58 @@
+"""Loss and gradient do not depend on how the batch is cut, packed, ordered or spread over ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.trainer import checks
+from tests.trainer.ranks import World
+
+Worlds = Callable[[int], World]
+LAYOUTS = {
+    "one rank": (1, ()),
+    "fsdp 2": (2, (("dp_shard", 2),)),
+    "tp 2": (2, (("tp", 2),)),
+    "fsdp 4": (4, (("dp_shard", 4),)),
+    "fsdp 2 x tp 2": (4, (("dp_shard", 2), ("tp", 2))),
+    "hsdp 2 x 2": (4, (("dp_replicate", 2), ("dp_shard", 2))),
+}
+TOLERANCE = 1e-6
+
+
+def gradient(world: Worlds, model: Path, layout: str, *cut: object) -> tuple[checks.Arrays, float]:
+    size, plan = LAYOUTS[layout]
+    return world(size).run(checks.gradient_of, model, plan, *cut)[0]
+
+
+def largest_difference(one: checks.Arrays, other: checks.Arrays) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def reference(world: Worlds, tiny_model: Path) -> tuple[checks.Arrays, float]:
+    return gradient(world, tiny_model, "one rank", 100, False)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one a row"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_is_the_same_for_every_layout_and_micro_batch(
+    layout: str, packed: bool, world: Worlds, tiny_model: Path, reference: tuple[checks.Arrays, float]
+) -> None:
+    size = max(float(np.abs(part).max()) for part in reference[0].values())
+    assert size > 1e-2, "a gradient this small would be equal to anything"
+    for rows_per_microbatch in (1, 2, 4, 8):
+        found, loss = gradient(world, tiny_model, layout, rows_per_microbatch, packed)
+        assert largest_difference(found, reference[0]) <= TOLERANCE, rows_per_microbatch
+        assert loss == pytest.approx(reference[1], abs=TOLERANCE)
+
+
+def test_the_order_of_sequences_does_not_matter(
+    world: Worlds, tiny_model: Path, reference: tuple[checks.Arrays, float]
+) -> None:
+    order = np.random.default_rng(1).permutation(13).tolist()
+    for layout in ("one rank", "fsdp 4"):
+        found, _ = gradient(world, tiny_model, layout, 2, True, order)
+        assert largest_difference(found, reference[0]) <= TOLERANCE

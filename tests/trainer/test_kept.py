@@ -1,0 +1,33 @@
+"""Log-probabilities that a rank keeps for a loss to come."""
+
+import pytest
+import torch
+
+from titanrl.trainer.kept import KeptLogprobs
+from titanrl.types import Handle, SequencePlan
+
+
+def sequence(slot: int, length: int, generation: int = 1) -> SequencePlan:
+    handle = Handle(shard=0, slot=slot, generation=generation)
+    return SequencePlan(handle=handle, rollout=2, length=length, advantage=1.0, weight=1.0)
+
+
+def test_they_are_laid_out_as_the_rows_are_that_ask() -> None:
+    kept = KeptLogprobs()
+    kept.put(3, [(sequence(0, 2), sequence(1, 3))], torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -9.0]]))
+    assert kept.get(3, [(sequence(1, 3),), (sequence(0, 2),)], 4).tolist() == [[-3, -4, -5, 0], [-1, -2, 0, 0]]
+    assert kept.get(3, [], 4).tolist() == [[0, 0, 0, 0]]
+
+
+def test_another_version_or_another_use_of_the_slot_has_none() -> None:
+    kept = KeptLogprobs()
+    kept.put(3, [(sequence(0, 2),)], torch.zeros(1, 2))
+    with pytest.raises(KeyError, match="no log-probabilities of version 4"):
+        kept.get(4, [(sequence(0, 2),)], 2)
+    with pytest.raises(KeyError, match="no log-probabilities of version 3"):
+        kept.get(3, [(sequence(0, 2, generation=2),)], 2)
+    kept.put(3, [(sequence(0, 1, generation=2),)], torch.ones(1, 1))
+    assert kept.get(3, [(sequence(0, 1, generation=2),)], 1).tolist() == [[1]]
+    kept.drop(3)
+    with pytest.raises(KeyError):
+        kept.get(3, [(sequence(0, 1, generation=2),)], 1)

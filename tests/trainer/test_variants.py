@@ -1,0 +1,200 @@
+"""Models of every kind on every layout: against transformers, through files, with adapters, and when losses go wrong."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from tests.trainer import checks, variants
+from tests.trainer.ranks import World
+
+Worlds = Callable[[int], World]
+FSDP, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}
+LAYOUTS = {"one rank": (1, {}), "fsdp": (2, FSDP), "fsdp x tp": (4, BOTH)}
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(params=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tiny_model: Path, untied_model: Path) -> Path:
+    return {"tied": tiny_model, "untied": untied_model}[request.param]
+
+
+@functools.cache
+def expected_logprobs(model: Path) -> list[np.ndarray]:
+    """By transformers, one sequence at a time."""
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    plans, payload = checks.sequences()
+    found = []
+    for plan in plans:
+        tokens = torch.from_numpy(payload[plan.handle][0].token_ids)
+        with torch.no_grad():
+            logprobs = policy(tokens[None]).logits[0].log_softmax(-1)
+        found.append(logprobs[:-1].gather(-1, tokens[1:, None])[:, 0].numpy())
+    return found
+
+
+def assert_close(found: list[np.ndarray], expected: list[np.ndarray], atol: float = 1e-5) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_are_those_of_transformers(layout: str, world: Worlds, model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    for found in world(size).run(variants.logprobs_one_by_one, model, {"parallelism": plan}):
+        assert_close(found, expected_logprobs(model))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_for_hugging_face_is_read_back_bit_for_bit(
+    layout: str, world: Worlds, model: Path, tmp_path: Path
+) -> None:
+    size, plan = LAYOUTS[layout]
+    written = world(size).run(variants.export, model, {"parallelism": plan}, tmp_path / "out", 1)
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "tokenizer.json"}
+    assert_close(written[0][0], expected_logprobs(tmp_path / "out"))
+    assert world(size).run(variants.loaded_bytes, tmp_path / "out", {"parallelism": plan}) == [own for _, own in written]
+    assert ("lm_head.weight" in load_file(next((tmp_path / "out").glob("*.safetensors")))) == (model.name == "untied")
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
+def test_recomputing_activations_changes_no_gradient(kind: str, layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    plain, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
+    section = {"parallelism": plan, "activation_checkpointing": kind}
+    found, same_loss = world(size).run(variants.gradient_and_loss, tiny_model, section)[0]
+    assert same_loss == pytest.approx(loss, abs=1e-6)
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, plain[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+def test_computing_in_bfloat16_stays_close(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    _, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
+    _, found = world(size).run(variants.gradient_and_loss, tiny_model, {"parallelism": plan, "compute_dtype": "bfloat16"})[0]
+    assert found != loss
+    assert found == pytest.approx(loss, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
+def test_scoring_in_chunks_changes_no_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    for section in ({"parallelism": plan}, {"parallelism": {**plan, "fsdp_reshard_after_forward": "always"}}):
+        assert all(world(size).run(variants.chunks_change_nothing, tiny_model, section))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_lora_only_adapters_are_trained_and_the_sum_is_what_others_get(
+    layout: str, world: Worlds, tiny_model: Path
+) -> None:
+    size, plan = LAYOUTS[layout]
+    alone = world(1).run(variants.train_adapters, tiny_model, {"lora": LORA})[0]
+    found = world(size).run(variants.train_adapters, tiny_model, {"lora": LORA, "parallelism": plan})[0]
+    for name, value in found["after"].items():
+        assert np.array_equal(value, found["before"][name]) == (".lora_" not in name), name
+        np.testing.assert_allclose(found["before"][name], alone["before"][name], atol=0)
+        np.testing.assert_allclose(value, alone["after"][name], atol=1e-5)
+    stem = "layers.0.attention.qkv_linear.wq"
+    product = found["after"][f"{stem}.lora_b.weight"] @ found["after"][f"{stem}.lora_a.weight"]
+    assert np.abs(product).max() > 1e-3
+    by_hand = found["before"][f"{stem}.weight"] + 2.0 * product
+    np.testing.assert_allclose(found["merged"][f"{stem}.weight"], by_hand, atol=1e-6)
+    assert not [name for name in found["merged"] if "lora" in name]
+
+
+def test_a_model_trained_with_lora_is_exported_merged(world: Worlds, untied_model: Path, tmp_path: Path) -> None:
+    section = {"lora": {**LORA, "targets": ["mlp"]}, "parallelism": BOTH}
+    found = world(4).run(variants.export, untied_model, section, tmp_path / "out", 2)
+    assert_close(found[0][0], expected_logprobs(tmp_path / "out"))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="float8 needs the package torchao")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float8_emulated_on_cpu_stays_close(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    plain, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
+    section = {"parallelism": plan, "float8": "rowwise"}
+    gradient, found = world(size).run(variants.gradient_and_loss, tiny_model, section)[0]
+    assert found != loss
+    assert found == pytest.approx(loss, rel=0.05)
+    assert gradient.keys() == plain.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiled_model_has_the_same_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    plain, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
+    found, same_loss = world(size).run(variants.gradient_and_loss, tiny_model, {"parallelism": plan, "compile": True})[0]
+    assert same_loss == pytest.approx(loss, abs=1e-5)
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, plain[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", [FSDP, TP], ids=["fsdp", "tp"])
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: Worlds, tiny_model: Path, plan: dict) -> None:
+    assert world(2).run(variants.one_bad_loss_stops_all, tiny_model, plan) == [[(0, True), (1, False)]] * 2
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: Worlds, tiny_model: Path) -> None:
+    assert world(2).run(variants.one_bad_gradient_stops_all, tiny_model, FSDP) == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
+def test_a_step_without_a_token_that_counts_is_a_step_of_nothing(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    assert world(size).run(variants.nothing_to_learn, tiny_model, plan) == [0.0] * size
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+def test_a_forward_pass_between_backward_and_step_changes_nothing(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    assert all(world(size).run(variants.a_forward_in_between_changes_nothing, tiny_model, plan))
+
+
+def test_clipping_sees_the_same_norm_for_every_split(world: Worlds, tiny_model: Path) -> None:
+    norms = [
+        norm
+        for size, plan in LAYOUTS.values()
+        for rows in (1, 8)
+        for norm in world(size).run(variants.norm_of_the_gradient, tiny_model, plan, rows)
+    ]
+    assert min(norms) > 0.1
+    assert max(norms) - min(norms) <= 1e-6 * max(norms)
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
+def test_a_resumed_run_goes_on_bit_for_bit_and_on_another_layout_too(
+    in_background: bool, world: Worlds, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    uninterrupted = world(2).run(variants.save_and_go_on, tiny_model, FSDP, folder, in_background)
+    kept = sorted(path.name for path in folder.iterdir())
+    # What is written in the background may fail yet, so one more is kept until the next one.
+    assert kept[-2:] == ["step-2", "step-3"]
+    assert len(kept) == (3 if in_background else 2)
+    resumed = world(2).run(variants.load_and_go_on, tiny_model, FSDP, folder, 3)
+    assert [version for version, _, _ in resumed] == [3, 3]
+    assert [own for _, own, _ in resumed] == uninterrupted
+    if not in_background:
+        for size, plan in ((1, {}), (2, TP), (4, BOTH)):
+            version, _, parameters = world(size).run(variants.load_and_go_on, tiny_model, plan, folder, 3)[0]
+            assert version == 3
+            for name, value in parameters.items():
+                np.testing.assert_allclose(value, resumed[0][2][name], atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+def test_the_reference_of_a_divergence_is_a_snapshot_of_the_start(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    before, after = world(size).run(variants.divergence_from_the_start, tiny_model, plan)[0]
+    assert before == 0.0
+    assert after > 1e-6

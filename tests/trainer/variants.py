@@ -1,0 +1,205 @@
+"""What ranks do with models of several kinds, with checkpoints and with losses that go wrong; see `checks`."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.trainer import checks
+from titanrl.algorithms.losses import LossMetrics
+from titanrl.config.objective import KLConfig
+from titanrl.config.sections import AlgorithmConfig
+from titanrl.trainer import head
+from titanrl.trainer.checkpoint import Checkpoints
+from titanrl.trainer.collate import PackedRows, collate, empty_rows
+from titanrl.trainer.hf import export_hf
+from titanrl.trainer.learner import Learner
+
+Plan = dict[str, Any]
+
+
+def batches_of(learner: Learner, rows_per_microbatch: int = 2) -> list[PackedRows]:
+    return checks.microbatches(learner, checks.plan_rows(checks.sequences()[0], packed=True), rows_per_microbatch)
+
+
+def train(learner: Learner, num_steps: int = 1) -> None:
+    for _ in range(num_steps):
+        for batch in batches_of(learner):
+            learner.run(batch, checks.everything)
+        assert not learner.optim_step(checks.ADAM).skipped
+
+
+def gradient_and_loss(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, float] | None:
+    """Gradient and loss of the made-up batch with any trainer section; from rank 0."""
+    learner = checks.make_learner(model_dir, **trainer)
+    loss = torch.zeros((), dtype=torch.float64)
+    for batch in batches_of(learner):
+        loss += learner.run(batch, checks.everything).sums.sums.get("loss/policy", 0.0)
+    dist.all_reduce(loss)
+    found = checks.gradients(learner)
+    return (found, float(loss)) if dist.get_rank() == 0 else None
+
+
+def logprobs_one_by_one(model_dir: Path, trainer: Plan) -> list[np.ndarray]:
+    """Log-probabilities of each sequence's tokens but the first, packed with the others."""
+    learner = checks.make_learner(model_dir, **trainer)
+    return scores(learner)
+
+
+def scores(learner: Learner) -> list[np.ndarray]:
+    plans, payload = checks.sequences()
+    rows = checks.plan_rows(plans, packed=True)
+    logprobs_BL = learner.logprobs(collate(rows, payload, checks.ROW_TOKENS)).numpy()
+    found = {}
+    for index, row in enumerate(rows):
+        start = 0
+        for sequence in row:
+            found[sequence.handle.slot] = logprobs_BL[index, start : start + sequence.length - 1]
+            start += sequence.length
+    return [found[slot] for slot in range(len(plans))]
+
+
+def export(model_dir: Path, trainer: Plan, target: Path, num_steps: int) -> tuple[list[np.ndarray], dict[str, bytes]]:
+    """Train a little and write the result; log-probabilities and local bytes it had."""
+    learner = checks.make_learner(model_dir, **trainer)
+    train(learner, num_steps)
+    export_hf(learner.model, model_dir, target)
+    return scores(learner), checks.local_bytes(learner)
+
+
+def loaded_bytes(model_dir: Path, trainer: Plan) -> dict[str, bytes]:
+    return checks.local_bytes(checks.make_learner(model_dir, **trainer))
+
+
+def train_adapters(model_dir: Path, trainer: Plan) -> dict[str, checks.Arrays]:
+    """Whole parameters before and after two steps; with LoRA a snapshot holds what was trained and nothing else."""
+    learner = checks.make_learner(model_dir, **trainer)
+    before = checks.parameters(learner)
+    learner.keep_weights()
+    at_0 = scores(learner)
+    train(learner, 2)
+    with learner.weights_at(0):
+        assert all(np.array_equal(one, other) for one, other in zip(scores(learner), at_0, strict=True))
+    assert all(".lora_" in name for name in learner.snapshots._held[0])
+    merged = {name: checks.whole(value) for name, value in learner.weights().items()}
+    return {"before": before, "after": checks.parameters(learner), "merged": merged}
+
+
+def chunks_change_nothing(model_dir: Path, trainer: Plan) -> bool:
+    """Scoring a few tokens at a time gives the same gradient as all at once."""
+    learner = checks.make_learner(model_dir, **trainer)
+    batch = batches_of(learner, 8)[0]
+    learner.run(batch, checks.everything)
+    at_once = checks.gradients(learner)
+    learner.zero_grad()
+    limit, head.LOGITS_AT_ONCE = head.LOGITS_AT_ONCE, 5 * batch.tokens_BL.shape[0] * checks.VOCAB
+    logprobs_BL = learner.run(batch, checks.everything).logprobs_BL
+    head.LOGITS_AT_ONCE = limit
+    assert torch.equal(logprobs_BL, learner.logprobs(batch))
+    for name, value in checks.gradients(learner).items():
+        np.testing.assert_allclose(value, at_once[name], atol=1e-6)
+    return True
+
+
+def one_bad_loss_stops_all(model_dir: Path, plan: Plan) -> list[tuple[int, bool]]:
+    """The last rank's loss is not a number, its gradient is zero; then a good step."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    live = checks.local_bytes(learner)
+
+    def bad(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
+        loss, metrics = checks.everything(rows, logprobs_N, entropy_N)
+        return loss + (float("nan") if dist.get_rank() == dist.get_world_size() - 1 else 0.0), metrics
+
+    learner.run(batches_of(learner)[0], bad)
+    skipped = learner.optim_step(checks.ADAM)
+    assert checks.local_bytes(learner) == live
+    train(learner)
+    return [(skipped.version, skipped.skipped), (learner.version, checks.local_bytes(learner) == live)]
+
+
+def one_bad_gradient_stops_all(model_dir: Path, plan: Plan) -> tuple[int, bool]:
+    """The last rank's gradient is infinite."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    live = checks.local_bytes(learner)
+
+    def bad(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            logprobs_N.register_hook(lambda gradient_N: gradient_N * float("inf"))
+        return checks.everything(rows, logprobs_N, entropy_N)
+
+    learner.run(batches_of(learner)[0], bad)
+    update = learner.optim_step(checks.ADAM)
+    assert checks.local_bytes(learner) == live
+    return update.version, update.skipped
+
+
+def nothing_to_learn(model_dir: Path, plan: Plan) -> float:
+    """A step in which no rank has a token that counts; the norm of its gradient."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    result = learner.run(empty_rows(2, checks.ROW_TOKENS), checks.everything)
+    assert result.sums.sums.get("loss/policy", 0.0) == 0.0
+    return learner.optim_step(checks.ADAM).grad_norm
+
+
+def a_forward_in_between_changes_nothing(model_dir: Path, plan: Plan) -> bool:
+    """Log-probabilities asked for between backward and step leave the step as it would have been."""
+    plain = checks.make_learner(model_dir, parallelism=plan)
+    train(plain)
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    for batch in batches_of(learner):
+        learner.run(batch, checks.everything)
+        learner.logprobs(batch)
+    learner.optim_step(checks.ADAM)
+    return checks.local_bytes(learner) == checks.local_bytes(plain)
+
+
+def norm_of_the_gradient(model_dir: Path, plan: Plan, rows_per_microbatch: int) -> float:
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    for batch in batches_of(learner, rows_per_microbatch):
+        learner.run(batch, checks.everything)
+    return learner.optim_step(checks.ADAM).grad_norm
+
+
+def save_and_go_on(model_dir: Path, plan: Plan, folder: Path, in_background: bool) -> dict[str, bytes]:
+    """Two steps, a checkpoint at each, then three more; local bytes at the end."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    checkpoints = Checkpoints(learner, folder, 2, in_background=in_background)
+    for step in (1, 2, 3):
+        train(learner)
+        checkpoints.save(step)
+    checkpoints.close()
+    train(learner, 3)
+    return checks.local_bytes(learner)
+
+
+def load_and_go_on(model_dir: Path, plan: Plan, folder: Path, step: int) -> tuple[int, dict[str, bytes], checks.Arrays]:
+    """Take up a checkpoint and do three steps; version before, local bytes and whole parameters after."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    torch.rand(3)  # random numbers drawn here must not matter
+    checkpoints = Checkpoints(learner, folder, 2)
+    checkpoints.load(step)
+    version = learner.version
+    train(learner, 3)
+    checkpoints.close()
+    return version, checks.local_bytes(learner), checks.parameters(learner)
+
+
+def divergence_from_the_start(model_dir: Path, plan: Plan) -> list[float]:
+    """The divergence term before and after a step, with the reference held as a snapshot; from rank 0."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    learner = Learner(learner.model, AlgorithmConfig(kl=KLConfig(coef=0.5)), temperature=1.0)
+    learner.keep_weights()
+    terms = []
+    for _ in range(2):
+        reference = []
+        for batch in batches_of(learner):
+            with learner.weights_at(0):
+                reference.append(learner.logprobs(batch))
+        for batch, reference_BL in zip(batches_of(learner), reference, strict=True):
+            sums = learner.forward_backward(replace(batch, reference_BL=reference_BL), "policy")
+        learner.optim_step(checks.ADAM)
+        terms.append(sums.sums.get("loss/kl", 0.0))
+    return terms

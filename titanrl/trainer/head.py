@@ -1,0 +1,83 @@
+"""The output layer as a scorer: log-probabilities straight from hidden states, so that all logits never exist at once.
+
+Shapes: B rows, L tokens of a row, C tokens of a chunk, D width of the model, V vocabulary entries on this rank, N tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from titanrl.algorithms.logprobs import logprobs_and_entropy
+
+LOGITS_AT_ONCE = 1 << 27
+"""Logits that may exist at a time (256 MiB in bfloat16, and their gradient again); 883 tokens of Qwen3's vocabulary."""
+
+
+class ScoringHead:
+    """Takes the place of `lm_head.forward`, inside torchtitan's model: FSDP's and TP's hooks see one call as ever.
+
+    While it is given targets, the model returns their log-probabilities and the entropies, `[B, L]` each, instead of logits.
+    Rows longer than a chunk are scored chunk by chunk; the backward pass computes each chunk's logits again instead of
+    keeping them. Only the log-probabilities are asked for gradients where an entropy term has no weight.
+    """
+
+    def __init__(self, lm_head: nn.Module, vocab_size: int) -> None:
+        """Wrap the forward pass that the head has now, tensor parallelism included."""
+        self._logits: Callable[[Tensor], Tensor] = lm_head.forward
+        self._vocab_size = vocab_size
+        self._targets_BL: Tensor | None = None
+        self._temperature = 1.0
+        lm_head.forward = self
+
+    @contextmanager
+    def scoring(self, targets_BL: Tensor, temperature: float) -> Iterator[None]:
+        """Score these targets instead of returning logits, as long as the context lasts."""
+        self._targets_BL, self._temperature = targets_BL, temperature
+        try:
+            yield
+        finally:
+            self._targets_BL = None
+
+    def __call__(self, hidden_BLD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits `[B, L, V]`, or while scoring two times `[B, L]`."""
+        if self._targets_BL is None:
+            return self._logits(hidden_BLD)
+        targets_BL, temperature = self._targets_BL, self._temperature
+        num_rows, length = targets_BL.shape
+        width = max(1, LOGITS_AT_ONCE // (num_rows * self._vocab_size))
+        if length <= width:
+            return self._score(hidden_BLD, targets_BL, temperature)
+        chunks = [
+            checkpoint(
+                self._score,
+                hidden_BLD[:, start : start + width],
+                targets_BL[:, start : start + width],
+                temperature,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for start in range(0, length, width)
+        ]
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs, dim=1), torch.cat(entropies, dim=1)
+
+    def _score(self, hidden_BCD: Tensor, targets_BC: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logits_BCV, vocab_start, group = local_logits(self._logits(hidden_BCD), self._vocab_size)
+        logprobs_N, entropy_N = logprobs_and_entropy(
+            logits_BCV.flatten(0, 1), targets_BC.flatten(), group=group, vocab_start=vocab_start, temperature=temperature
+        )
+        return logprobs_N.view(targets_BC.shape), entropy_N.view(targets_BC.shape)
+
+
+def local_logits(logits_BLV: Tensor, vocab_size: int) -> tuple[Tensor, int, Any]:
+    """This rank's columns of the logits, the first vocabulary id they stand for, and the group that holds the rest."""
+    if not isinstance(logits_BLV, DTensor):
+        return logits_BLV, 0, None
+    mesh = logits_BLV.device_mesh
+    width = -(-vocab_size // mesh.size())
+    return logits_BLV.to_local(), min(vocab_size, width * mesh.get_local_rank()), mesh.get_group()

@@ -1,0 +1,53 @@
+"""Hugging Face directories: each rank reads and writes its own shards."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+from titanrl.trainer.lora import is_adapter
+
+if TYPE_CHECKING:
+    from titanrl.trainer.model import PolicyModel
+
+
+def load_hf(model: "PolicyModel", model_dir: Path) -> None:
+    """Read the safetensors of a directory into the parameters; each rank reads only its shards. Adapters stay as they are.
+
+    Raises:
+        ValueError: the checkpoint and the model do not have the same tensors.
+    """
+    model.reshard()
+    state = {name: value for name, value in model.module.state_dict().items() if not is_adapter(name)}
+    hf_state = model.adapter.to_hf(state)
+    reader = model.adapter.get_hf_storage_reader(str(model_dir))
+    stored = set(reader.read_metadata().state_dict_metadata)
+    missing = sorted(set(hf_state) - stored)
+    if missing:
+        raise ValueError(f"model.path={model_dir}: the checkpoint has no tensor {missing[0]!r} ({len(missing)} missing)")
+    dcp.load(hf_state, storage_reader=reader)
+    loaded = model.adapter.from_hf(hf_state)
+    untied = {name for name in state if name not in loaded}
+    assert untied <= {"lm_head.weight", "tok_embeddings.weight"}, f"not loaded: {untied}"
+    model.module.load_state_dict(loaded, strict=False)
+
+
+def export_hf(model: "PolicyModel", model_dir: Path, target: Path) -> None:
+    """Write the policy as a Hugging Face directory: safetensors, adapters merged, config and tokenizer of `model_dir`.
+
+    A collective: every rank calls it. The directory appears under its name only when it is whole.
+    """
+    partial = target.with_name(target.name + ".partial")
+    writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)
+    dcp.save(model.adapter.to_hf(model.weights()), storage_writer=writer)
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(partial / "sharded", ignore_errors=True)
+        for path in model_dir.iterdir():
+            if path.is_file() and ".safetensors" not in path.name:
+                shutil.copy2(path, partial / path.name)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    torch.distributed.barrier()

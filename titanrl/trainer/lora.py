@@ -1,0 +1,85 @@
+"""LoRA adapters of a sharded model: the same start on every layout, and merged weights for everybody else.
+
+Source: LoRA (arXiv:2106.09685). Shapes: O outputs and I inputs of a projection, R rank of its adapter.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+A, B = ".lora_a.weight", ".lora_b.weight"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return name.endswith((A, B))
+
+
+@torch.no_grad()
+def init_adapters(module: nn.Module) -> None:
+    """Draw each A by its name, and set each B to zero, so that layout and number of ranks do not change the start.
+
+    On sharded tensors torch would draw each rank's part for itself.
+    """
+    for wrapped, parameter in module.named_parameters():
+        name = canonical_fqn(wrapped)
+        if name.endswith(B):
+            parameter.zero_()
+        elif name.endswith(A):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform_ with a = sqrt(5), as torchtitan initializes it
+            values_RI = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            rows, columns = local_block(parameter)
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(values_RI[rows, columns])
+
+
+@torch.no_grad()
+def merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Tensor]:
+    """The state without adapters, W + alpha / rank * B A in place of each W that has one; W itself is not touched.
+
+    A collective: the adapters, which are small, are gathered; each rank adds its own block of the product.
+    """
+    plain = {}
+    for name, value in state.items():
+        stem = name.removesuffix(".weight")
+        if is_adapter(name):
+            continue
+        if stem + A not in state:
+            plain[name] = value
+            continue
+        a_RI, b_OR = full(state[stem + A]), full(state[stem + B])
+        rows, columns = local_block(value)
+        local_OI = value.to_local() if isinstance(value, DTensor) else value
+        sum_OI = torch.addmm(local_OI, b_OR[rows], a_RI[:, columns], alpha=alpha / rank)
+        plain[name] = like(sum_OI, value)
+    return plain
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered if it is spread."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_block(matrix: Tensor) -> tuple[slice, slice]:
+    """Rows and columns of a matrix that this rank holds."""
+    shape: tuple[int, ...] = tuple(matrix.shape)
+    offset: tuple[int, ...] = (0, 0)
+    if isinstance(matrix, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(matrix.shape, matrix.device_mesh, matrix.placements)
+    return slice(offset[0], offset[0] + shape[0]), slice(offset[1], offset[1] + shape[1])
+
+
+def like(local: Tensor, spread: Tensor) -> Tensor:
+    """A tensor spread as another one is, from this rank's part."""
+    if not isinstance(spread, DTensor):
+        return local
+    return DTensor.from_local(
+        local, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
+    )

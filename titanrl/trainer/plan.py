@@ -1,0 +1,80 @@
+"""Our trainer section as torchtitan's own configuration objects: parallel plan, checkpointing, compilation, converters."""
+
+import torchtitan.config as titan_config
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, FullAC, SelectiveAC
+from torchtitan.protocols.module import Module
+
+from titanrl.config.sections import TrainerConfig
+from titanrl.device import Device
+
+# torchtitan's default, `spmd_types`, needs a newer torch than 2.13 as soon as FSDP has more than one rank.
+SPMD_BACKEND = "partial_dtensor"
+
+LORA_TARGETS = {"attention": ["wq", "wkv", "wo"], "mlp": ["w1", "w2", "w3"]}
+"""torchtitan's names of the projections that get adapters."""
+
+
+def titan_parallelism(config: TrainerConfig) -> titan_config.ParallelismConfig:
+    """Our degrees as torchtitan's config."""
+    plan = config.parallelism
+    return titan_config.ParallelismConfig(
+        data_parallel_replicate_degree=plan.dp_replicate,
+        data_parallel_shard_degree=plan.dp_shard,
+        tensor_parallel_degree=plan.tp,
+        fsdp_reshard_after_forward=plan.fsdp_reshard_after_forward,
+        spmd_backend=SPMD_BACKEND,
+    )
+
+
+def titan_training(config: TrainerConfig) -> titan_config.TrainingConfig:
+    """Row length and types; gradients are reduced in float32 by torchtitan's default."""
+    return titan_config.TrainingConfig(
+        seq_len=config.row_tokens, dtype=config.dtype, mixed_precision_param=config.compute_dtype
+    )
+
+
+def activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointingConfig | None:
+    """torchtitan's activation checkpointing for our setting."""
+    choices = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
+    chosen = choices[config.activation_checkpointing]
+    return None if chosen is None else chosen()
+
+
+def converted(model: Module.Config, config: TrainerConfig, device: Device) -> Module.Config:
+    """The model with float8 projections and LoRA adapters where the config asks for them.
+
+    The output layer stays as it is: its logits are what the loss is most sensitive to, and it may share the embedding's weight.
+    torchtitan's float8 recipes scale row by row at each use, so the optimizer needs no hook for them.
+    """
+    if config.float8 is not None:
+        from torchtitan.components.quantization import Float8LinearConverter
+
+        model = (
+            Float8LinearConverter.Config(
+                recipe_name=config.float8,
+                filter_fqns=["lm_head"],
+                emulate=device.kind == "cpu",
+                model_compile_enabled=config.compile,
+            )
+            .build()
+            .convert(model)
+        )
+    if config.lora is not None:
+        from torchtitan.components.lora import LoRAConverter
+
+        names = [name for target in config.lora.targets for name in LORA_TARGETS[target]]
+        adapters = LoRAConverter.Config(rank=config.lora.rank, alpha=config.lora.alpha, target_modules=names)
+        model = adapters.build().convert(model)
+    return model
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Make FSDP sum gradients over ranks, by plain sums: the loss weights already carry the global counts.
+
+    torchtitan sets the divide factor to 1, which FSDP2 turns into PREMUL_SUM, an operation gloo does not have.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
