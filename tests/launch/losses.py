@@ -1,0 +1,23 @@
+"""A caller's own losses, as the trainer imports them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from titanrl.types import Datum
+
+
+def ppo(data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+    """Clipped surrogate with the thresholds 0.8 and 1.2, summed over all tokens."""
+    total = torch.zeros(())
+    for datum, current in zip(data, logprobs, strict=True):
+        old, advantages = (torch.as_tensor(datum.loss_fn_inputs[name]) for name in ("logprobs", "advantages"))
+        ratio = (current - old).exp()
+        total = total - torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+    return total, {"num_data:sum": float(len(data))}
+
+
+def broken(data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+    """Raises."""
+    raise RuntimeError("the loss itself is broken")

@@ -1,0 +1,294 @@
+"""Tinker's verbs on two real trainer ranks."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from monarch.actor import this_host
+
+from tests.launch import losses
+from titanrl.config import load_config
+from titanrl.config.sections import RecipeConfig
+from titanrl.data.recipe import create_model
+from titanrl.device import DEVICES
+from titanrl.launch.clients import TrainerClient
+from titanrl.launch.environment import trainer_environment, worker_environment
+from titanrl.launch.fleet import Fleet, join_process_group
+from titanrl.launch.supervision import Supervisor
+from titanrl.launch.training import PoisonedError, TrainingClient
+from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
+from titanrl.types import AdamParams, Datum, ForwardBackwardOutput
+from titanrl.weights.store import spawn_store
+
+ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
+
+
+@dataclass
+class Lab:
+    """A trainer of two ranks whose weights every test finds as they were made."""
+
+    runner: asyncio.Runner
+    trainer: TrainerClient
+    client: TrainingClient
+    start: Path
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
+
+    def ask(self, request: Callable[[], asyncio.Task[Any]]) -> Any:
+        async def asked() -> Any:
+            return await request()
+
+        return self.do(asked())
+
+
+def make_data() -> list[Datum]:
+    random = np.random.default_rng(0)
+    data = []
+    for length in (5, 30, 3, 17, 9, 31, 12):
+        tokens = random.integers(1, 100, length + 1)
+        inputs = {
+            "target_tokens": tokens[1:],
+            "logprobs": random.uniform(-5.2, -4.2, length).astype(np.float32),
+            "advantages": random.normal(size=length).astype(np.float32),
+        }
+        data.append(Datum(model_input=tokens[:-1], loss_fn_inputs=inputs))
+    return data
+
+
+DATA = make_data()
+SUPERVISED = [
+    replace(
+        datum,
+        loss_fn_inputs={"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": np.float32(datum.model_input % 3)},
+    )
+    for datum in DATA
+]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("training")
+    model = folder / "model"
+    create_model(model, RecipeConfig(hidden_size=64, head_dim=32, num_heads=2, num_kv_heads=2, intermediate_size=96), seed=3)
+    config = load_config("configs/quickstart.yaml", ["trainer.parallelism.dp_shard=2", "trainer.rows_per_microbatch=2"])
+    section = config.trainer.model_copy(update={"row_tokens": 32})
+    with asyncio.Runner() as runner:
+
+        async def start() -> tuple[Lab, Fleet]:
+            supervisor = Supervisor()
+            (folder / "logs").mkdir()
+            fleet = Fleet(folder / "logs", supervisor)
+            device = DEVICES["cpu"]
+            environment = trainer_environment(config, device)
+            procs = fleet.spawn("trainer", this_host(), 2, environment, ("titanrl.trainer.actor", "tests.launch.losses"))
+            store_procs = fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",))
+            await join_process_group(procs, one_machine=True)
+            setup = TrainerSetup(
+                run="lab",
+                config=section,
+                algorithm=config.algorithm,
+                temperature=1.0,
+                generator_dtype="float32",
+                transport="arena",
+                device=device,
+                checkpoint_dir=folder / "checkpoints",
+                keep_checkpoints=2,
+                store=await spawn_store(store_procs),
+                shards=None,
+            )
+            trainer = TrainerClient(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
+            await trainer.start()
+            await trainer.load_model(model)
+            client = TrainingClient(trainer, folder / "states")
+            return Lab(runner, trainer, client, await client.save_state("start")), fleet
+
+        lab, fleet = runner.run(start())
+        yield lab
+        runner.run(lab.trainer.close())
+        runner.run(fleet.stop(60.0))
+
+
+@pytest.fixture
+def lab(running: Lab) -> Lab:
+    async def start_again() -> None:
+        await running.client.recover()
+        await running.client.load_state_with_optimizer(running.start)
+
+    running.do(start_again())
+    return running
+
+
+def logprobs(lab: Lab) -> list[np.ndarray]:
+    return lab.ask(lambda: lab.client.compute_logprobs(DATA))
+
+
+def arrays(output: ForwardBackwardOutput) -> list[np.ndarray]:
+    return [values["logprobs"] for values in output.loss_fn_outputs]
+
+
+def all_equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_sum_and_the_log_probs_are_those_of_the_data_in_its_order(lab: Lab) -> None:
+    output = lab.ask(lambda: lab.client.forward(SUPERVISED, "cross_entropy"))
+    assert [len(values) for values in arrays(output)] == [len(datum.model_input) for datum in DATA]
+    by_hand = -sum(
+        float((datum.loss_fn_inputs["weights"] * values).sum())
+        for datum, values in zip(SUPERVISED, arrays(output), strict=True)
+    )
+    assert output.metrics["loss:sum"] == pytest.approx(by_hand, rel=1e-5)
+    order = [4, 2, 6, 0, 1, 5, 3]
+    shuffled = arrays(lab.ask(lambda: lab.client.forward([SUPERVISED[i] for i in order], "cross_entropy")))
+    for place, index in enumerate(order):
+        np.testing.assert_allclose(shuffled[place], arrays(output)[index], atol=2e-6)
+    twice = lab.ask(lambda: lab.client.forward([*SUPERVISED, *SUPERVISED], "cross_entropy"))
+    assert twice.metrics["loss:sum"] == pytest.approx(2 * output.metrics["loss:sum"], rel=1e-5)
+
+
+def test_requests_submitted_together_run_as_if_each_were_awaited(lab: Lab) -> None:
+    async def together() -> list[np.ndarray]:
+        requests = []
+        for _ in range(2):
+            requests += [lab.client.forward_backward(DATA, "ppo"), lab.client.optim_step(ADAM)]
+        last = lab.client.compute_logprobs(DATA)
+        assert [update.version for update in (await requests[1], await requests[3])] == [1, 2]
+        return await last
+
+    async def one_by_one() -> list[np.ndarray]:
+        await lab.client.load_state_with_optimizer(lab.start)
+        for _ in range(2):
+            await lab.client.forward_backward(DATA, "ppo")
+            await lab.client.optim_step(ADAM)
+        return await lab.client.compute_logprobs(DATA)
+
+    assert all_equal(lab.do(together()), lab.do(one_by_one()))
+
+
+def test_every_option_of_a_step_holds_for_that_step(lab: Lab) -> None:
+    before = logprobs(lab)
+
+    async def step(**options: float) -> Any:
+        await lab.client.forward_backward(DATA, "ppo")
+        return await lab.client.optim_step(replace(ADAM, **options))
+
+    lab.do(step(learning_rate=0.0))
+    assert all_equal(logprobs(lab), before)
+    unclipped = lab.do(step(learning_rate=0.0, max_grad_norm=0.0))
+    assert unclipped.grad_norm > 1.0
+    lab.do(step(learning_rate=1e-3))
+    assert not all_equal(logprobs(lab), before)
+
+
+@pytest.mark.parametrize("way", ["imported by the trainer", "computed by the caller"])
+def test_a_loss_of_the_callers_own_has_the_gradient_of_the_built_in_one(lab: Lab, way: str) -> None:
+    async def train(custom: bool) -> tuple[ForwardBackwardOutput, float, list[np.ndarray]]:
+        await lab.client.load_state_with_optimizer(lab.start)
+        if not custom:
+            output = await lab.client.forward_backward(DATA, "ppo")
+        elif way == "computed by the caller":
+            output = await lab.client.forward_backward_custom(DATA, losses.ppo)
+        else:
+            output = await lab.client.forward_backward(DATA, "tests.launch.losses:ppo")
+        # The state starts at zero, so a step of Adam says little about the size of a gradient: its norm does.
+        update = await lab.client.optim_step(replace(ADAM, eps=1.0))
+        return output, update.grad_norm, await lab.client.compute_logprobs(DATA)
+
+    built_in, norm, after = lab.do(train(custom=False))
+    own, own_norm, own_after = lab.do(train(custom=True))
+    assert own.metrics["loss:sum"] == pytest.approx(built_in.metrics["loss:sum"], abs=1e-5)
+    assert own.metrics["num_data:sum"] == len(DATA)
+    assert own_norm == pytest.approx(norm, rel=1e-6)
+    for one, other in zip(own_after, after, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_gradients_add_up_until_the_step(lab: Lab) -> None:
+    async def norm(*parts: list[Datum]) -> float:
+        for part in parts:
+            await lab.client.forward_backward(part, "ppo")
+        return float((await lab.client.optim_step(replace(ADAM, learning_rate=0.0))).grad_norm)
+
+    whole = lab.do(norm(DATA))
+    assert lab.do(norm(DATA[:3], DATA[3:])) == pytest.approx(whole, rel=1e-6)
+    assert lab.do(norm(DATA, DATA)) == pytest.approx(2 * whole, rel=1e-6)
+
+
+def test_a_state_comes_back_with_and_without_the_optimizer(lab: Lab) -> None:
+    async def step() -> list[np.ndarray]:
+        await lab.client.forward_backward(DATA, "ppo")
+        await lab.client.optim_step(ADAM)
+        return await lab.client.compute_logprobs(DATA)
+
+    async def scenario() -> None:
+        first = await step()
+        path = await lab.client.save_state("one")
+        second = await step()
+        assert await lab.client.load_state_with_optimizer(path) == 1
+        assert all_equal(await lab.client.compute_logprobs(DATA), first)
+        assert all_equal(await step(), second)
+        await lab.client.load_state(path)
+        assert all_equal(await lab.client.compute_logprobs(DATA), first)
+        assert not all_equal(await step(), second)  # the moments start at zero again
+
+    lab.do(scenario())
+
+
+def test_saving_a_state_before_the_first_step_changes_nothing(lab: Lab) -> None:
+    async def step() -> list[np.ndarray]:
+        await lab.client.forward_backward(DATA, "ppo")
+        await lab.client.optim_step(ADAM)
+        return await lab.client.compute_logprobs(DATA)
+
+    async def scenario() -> None:
+        await lab.trainer.start_over()  # an optimizer without any state
+        plain = await step()
+        await lab.client.load_state_with_optimizer(lab.start)
+        await lab.trainer.start_over()
+        await lab.client.save_state("early")
+        assert all_equal(await step(), plain)
+
+    lab.do(scenario())
+
+
+def test_log_probs_of_an_older_version_are_those_it_gave(lab: Lab) -> None:
+    async def scenario() -> None:
+        before = await lab.client.compute_logprobs(DATA)
+        held = await lab.client.keep_weights()
+        await lab.client.forward_backward(DATA, "ppo")
+        await lab.client.optim_step(ADAM)
+        assert not all_equal(await lab.client.compute_logprobs(DATA), before)
+        assert all_equal(await lab.client.compute_logprobs(DATA, held), before)
+
+    lab.do(scenario())
+
+
+def test_a_failed_request_stops_those_behind_it_until_the_caller_recovers(lab: Lab) -> None:
+    async def scenario() -> None:
+        failing = lab.client.forward_backward_custom(DATA, losses.broken)
+        behind = lab.client.optim_step(ADAM)
+        with pytest.raises(RuntimeError, match="the loss itself is broken"):
+            await failing
+        with pytest.raises(PoisonedError, match="the loss itself is broken"):
+            await behind
+        await lab.client.recover()
+        for loss, config, text in (
+            ("nonsense", {}, "loss_fn=nonsense: must be one of"),
+            ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),
+            ("tests.launch.losses:absent", {}, "cannot be imported"),
+            ("tests.launch.losses:broken", {}, "the loss itself is broken"),
+        ):
+            with pytest.raises(Exception, match=text):
+                await lab.client.forward_backward(DATA, loss, config)
+            await lab.client.recover()
+        with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs has no 'logprobs'"):
+            await lab.client.forward_backward(SUPERVISED, "ppo")
+        await lab.client.recover()
+        assert (await lab.client.optim_step(ADAM)).grad_norm == 0.0
+
+    lab.do(scenario())
