@@ -42,7 +42,8 @@ lint: $(DEV) ## ruff, mypy, floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(RUNTIME) ## time the quick start, as JSON in runs/bench
+bench: $(RUNTIME) ## time a trainer step and the quick start, as JSON in runs/bench
+	$(BIN)/python -m benchmarks.trainer_step --json runs/bench/trainer_step.json
 	$(BIN)/python -m benchmarks.quickstart --json runs/bench/quickstart.json $(ARGS)
 
 requirements: ## resolve requirements/*.in again (ARGS=--upgrade for newer versions); needs uv

@@ -1,0 +1,302 @@
+"""What does RL cost over plain training? `python -m benchmarks.trainer_step --json FILE`.
+
+Our `forward_backward` and `optim_step` on packed rollouts of uneven length, against a bare loop over the same torchtitan
+model with torch's cross-entropy on full rows; both counted in real tokens a second, their steps measured by turns. Beside it:
+how full the rows are, how much memory the loss takes, and how long reading the weights takes. On a CUDA device the models
+have the shapes of Qwen3-0.6B and 1.7B, and the share of the device's peak FLOPs (MFU) is given.
+"""
+
+# ruff: noqa: E402 - torchtitan must be told the device before it is imported
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+
+from benchmarks.machine import describe_machine
+from titanrl.device import DEVICES, missing_for
+from titanrl.models.titan import prepare_torchtitan
+
+DEVICE = DEVICES["cpu" if missing_for("cuda") else "cuda"]
+prepare_torchtitan(DEVICE)  # before anything else of torchtitan is imported
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torchtitan.config import CommConfig
+from torchtitan.distributed.utils import clip_grad_norm_, init_distributed
+from torchtitan.tools.utils import get_peak_flops
+
+from benchmarks.memory import peak_bytes
+from titanrl.algorithms.packing import pack
+from titanrl.config.sections import AlgorithmConfig, TrainerConfig
+from titanrl.config.shapes import PUBLISHED, ModelShape
+from titanrl.models.qwen3 import qwen3_spec
+from titanrl.trainer import head
+from titanrl.trainer.collate import PackedRows, collate
+from titanrl.trainer.learner import Learner, new_optimizer
+from titanrl.trainer.model import PolicyModel, build_model
+from titanrl.types import AdamParams, Handle, Rollout, SequencePlan
+
+ADAM = AdamParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and its batch."""
+
+    shape: ModelShape
+    trainer: TrainerConfig
+    num_microbatches: int
+    """In each optimizer step."""
+    median_tokens: int
+    """Of a sequence; lengths are log-normal with a spread (sigma) of 0.8, cut at a row."""
+
+
+SMALL = ModelShape(
+    hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, vocab_size=1024,
+    tied_embeddings=True, max_positions=4096,
+)  # fmt: skip
+ON_CUDA = TrainerConfig(
+    compute_dtype="bfloat16", row_tokens=8192, rows_per_microbatch=1, activation_checkpointing="selective", compile=True
+)
+ON_CPU = TrainerConfig(row_tokens=256, rows_per_microbatch=8)
+CASES = {
+    "cpu": {"small": Case(shape=SMALL, trainer=ON_CPU, num_microbatches=2, median_tokens=50)},
+    "cuda": {
+        name: Case(shape=PUBLISHED[name], trainer=ON_CUDA, num_microbatches=4, median_tokens=1000)
+        for name in ("Qwen3-0.6B", "Qwen3-1.7B")
+    },
+}
+
+
+def main() -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each kind that are measured")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
+        init_distributed(CommConfig(), base_folder=folder)
+        result = {
+            "benchmark": "trainer_step",
+            "machine": describe_machine(),
+            "device": DEVICE.kind,
+            "packing": packing_figures(),
+            "loss": loss_figures(),
+            "state_dict": state_dict_figures(Path(folder)),
+            "steps": {name: step_figures(case, Path(folder), arguments.steps) for name, case in CASES[DEVICE.kind].items()},
+        }
+    torch.distributed.destroy_process_group()
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({name: result[name] for name in ("packing", "loss", "state_dict", "steps")}, indent=2))
+
+
+def step_figures(case: Case, folder: Path, num_steps: int) -> dict[str, Any]:
+    """Tokens a second of both loops, and their ratio."""
+    rows, num_tokens, efficiency = rl_batches(case)
+    learner = Learner(model_of(case, folder), AlgorithmConfig(), temperature=1.0)
+    bare = BareLoop(model_of(case, folder), case)
+
+    def rl_step() -> None:
+        for batch in rows:
+            learner.forward_backward(batch, "policy")
+        learner.optim_step(ADAM)
+
+    seconds = by_turns({"rl": rl_step, "bare": bare.step}, num_steps)
+    full_tokens = case.num_microbatches * case.trainer.rows_per_microbatch * case.trainer.row_tokens
+    rl_rate, bare_rate = num_tokens / seconds["rl"], full_tokens / seconds["bare"]
+    figures = {
+        "rl_step_s": seconds["rl"],
+        "bare_step_s": seconds["bare"],
+        "rl_tokens_per_s": rl_rate,
+        "bare_tokens_per_s": bare_rate,
+        "packing_efficiency": efficiency,
+        "relative_throughput": rl_rate / bare_rate,
+    }
+    if DEVICE.kind == "cuda":
+        module = learner.model.module
+        _, flops_per_token = module.config.get_nparams_and_flops(module, case.trainer.row_tokens)
+        peak = get_peak_flops(torch.cuda.get_device_name())
+        figures |= {"mfu": rl_rate * flops_per_token / peak, "bare_mfu": bare_rate * flops_per_token / peak}
+    return figures
+
+
+class BareLoop:
+    """torchtitan's model, torch's cross-entropy, full rows of one sequence each."""
+
+    def __init__(self, model: PolicyModel, case: Case) -> None:
+        self._model, self._case = model, case
+        self._optimizers = new_optimizer(model)
+        config = case.trainer
+        shape = (config.rows_per_microbatch, config.row_tokens + 1)
+        self._tokens_BL = torch.randint(0, case.shape.vocab_size, shape, device=model.device)
+        self._positions_BL = torch.arange(config.row_tokens, device=model.device).repeat(shape[0], 1)
+
+    def step(self) -> None:
+        """One optimizer step."""
+        module, tokens_BL = self._model.module, self._tokens_BL
+        num_tokens = self._case.num_microbatches * self._positions_BL.numel()
+        for _ in range(self._case.num_microbatches):
+            mask = module.get_attention_masks(self._positions_BL) if DEVICE.attention == "flex" else self._dense_mask()
+            logits_BLV = module(tokens_BL[:, :-1], positions=self._positions_BL, attention_masks=mask)
+            loss = F.cross_entropy(logits_BLV.flatten(0, 1).float(), tokens_BL[:, 1:].flatten(), reduction="sum") / num_tokens
+            loss.backward()
+        clip_grad_norm_(list(module.parameters()), 1.0, foreach=True).item()
+        self._optimizers.step()
+        self._optimizers.zero_grad()
+
+    def _dense_mask(self) -> torch.Tensor:
+        from titanrl.models.attention import packed_mask
+
+        return packed_mask(self._positions_BL)
+
+
+def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
+    """Micro-batches of made-up rollouts that fill a step's rows as well as packing can, and their real tokens."""
+    config = case.trainer
+    num_rows = case.num_microbatches * config.rows_per_microbatch
+    lengths = long_tailed(num_rows * config.row_tokens, case.median_tokens, config.row_tokens, seed=1)
+    while len(packed := pack(lengths, config.row_tokens)) > num_rows:
+        lengths.pop()
+    payload = {}
+    random = np.random.default_rng(2)
+    plans = []
+    for slot, length in enumerate(lengths):
+        mask = np.arange(length) >= max(1, length // 4)
+        rollout = Rollout(
+            token_ids=random.integers(0, case.shape.vocab_size, length),
+            mask=mask,
+            logprobs=np.where(mask, -np.log(case.shape.vocab_size), 0.0).astype(np.float32),
+            versions=np.where(mask, 0, -1),
+            reward=1.0,
+            reward_parts={},
+            finish_reason="stop",
+        )
+        handle = Handle(shard=0, slot=slot, generation=0)
+        payload[handle] = {0: rollout}
+        plans.append(SequencePlan(handle=handle, rollout=0, length=length, advantage=float(random.normal()), weight=1e-4))
+    rows = [tuple(plans[i] for i in row) for row in packed]
+    step = config.rows_per_microbatch
+    batches = [collate(rows[start : start + step], payload, config.row_tokens) for start in range(0, len(rows), step)]
+    return batches, sum(lengths), sum(lengths) / (len(rows) * config.row_tokens)
+
+
+def long_tailed(total: int, median: int, longest: int, seed: int) -> list[int]:
+    """Lengths that add up to about `total` tokens: log-normal, cut at the longest."""
+    random = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        lengths.append(int(np.clip(random.lognormal(np.log(median), 0.8), 4, longest)))
+    return lengths
+
+
+def packing_figures() -> dict[str, Mapping[str, float]]:
+    """Share of the places of all rows that hold a token, for ours and for next-fit, by median length and row."""
+    figures: dict[str, Mapping[str, float]] = {}
+    for median, row_tokens in ((300, 2048), (1000, 8192), (1500, 4096)):
+        lengths = long_tailed(256 * median, median, row_tokens, seed=0)
+        rows = {"packing_efficiency": len(pack(lengths, row_tokens)), "next_fit": next_fit(lengths, row_tokens)}
+        figures[f"median {median} in rows of {row_tokens}"] = {
+            name: sum(lengths) / (count * row_tokens) for name, count in rows.items()
+        }
+    return figures
+
+
+def next_fit(lengths: Sequence[int], row_tokens: int) -> int:
+    """Rows that are needed if each sequence goes into the last row or a new one."""
+    rows, free = 0, 0
+    for length in lengths:
+        if length > free:
+            rows, free = rows + 1, row_tokens
+        free -= length
+    return rows
+
+
+def loss_figures() -> dict[str, float]:
+    """Peak bytes of output layer and loss, forward and backward, in chunks and at once."""
+    num_tokens, dim, vocab = 4096, 64, 32_768
+    device = torch.device(DEVICE.kind)
+    lm_head = torch.nn.Linear(dim, vocab, bias=False, device=device)
+    scorer = head.ScoringHead(lm_head, vocab)
+    hidden_BLD = torch.randn(1, num_tokens, dim, device=device)
+    targets_BL = torch.randint(0, vocab, (1, num_tokens), device=device)
+
+    def score() -> None:
+        with scorer.scoring(targets_BL, 1.0):
+            logprobs_BL, _ = lm_head(hidden_BLD.requires_grad_())
+        logprobs_BL.sum().backward()
+        lm_head.weight.grad = hidden_BLD.grad = None
+
+    def plain() -> None:
+        logits_NV = F.linear(hidden_BLD.requires_grad_(), lm_head.weight)[0]
+        logits_NV.float().log_softmax(-1).gather(-1, targets_BL[0, :, None]).sum().backward()
+        lm_head.weight.grad = hidden_BLD.grad = None
+
+    limit = head.LOGITS_AT_ONCE
+    head.LOGITS_AT_ONCE = num_tokens * vocab // 8
+    chunked = peak_bytes(score, device)
+    head.LOGITS_AT_ONCE = num_tokens * vocab
+    at_once = peak_bytes(score, device)
+    head.LOGITS_AT_ONCE = limit
+    return {
+        "chunked_peak_bytes": chunked,
+        "unchunked_peak_bytes": at_once,
+        "log_softmax_peak_bytes": peak_bytes(plain, device),
+        "loss_peak_ratio": chunked / at_once,
+    }
+
+
+def state_dict_figures(folder: Path) -> dict[str, float]:
+    """Time to read the weights of 28 sharded layers, by the model's own state_dict() and by torch's helper."""
+    shape = ModelShape(
+        hidden_size=64, num_layers=28, num_heads=2, num_kv_heads=2, head_dim=32, intermediate_size=96, vocab_size=256,
+        tied_embeddings=True, max_positions=512,
+    )  # fmt: skip
+    trainer = TrainerConfig(compute_dtype="bfloat16")  # which brings FSDP even on one rank
+    model = model_of(Case(shape=shape, trainer=trainer, num_microbatches=1, median_tokens=1), folder)
+    seconds = by_turns({"state_dict": model.weights, "get_model_state_dict": lambda: get_model_state_dict(model.module)}, 20)
+    return {f"{name}_s": value for name, value in seconds.items()} | {
+        "ratio": seconds["state_dict"] / seconds["get_model_state_dict"]
+    }
+
+
+def model_of(case: Case, folder: Path) -> PolicyModel:
+    """A model of a shape, with random weights."""
+    shape = case.shape
+    hf = {
+        "model_type": "qwen3", "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "head_dim": shape.head_dim,
+        "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads, "intermediate_size": shape.intermediate_size,
+        "tie_word_embeddings": shape.tied_embeddings, "max_position_embeddings": shape.max_positions,
+        "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(hf))
+    return build_model(qwen3_spec(folder, DEVICE), folder, case.trainer, DEVICE, load=False)
+
+
+def by_turns(works: Mapping[str, Callable[[], object]], num_times: int) -> dict[str, float]:
+    """Median seconds of each, after two turns that are not counted; taking turns lets them share what the machine does."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(num_times + 2):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            if DEVICE.kind == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values[2:]) for name, values in seconds.items()}
+
+
+if __name__ == "__main__":
+    main()
