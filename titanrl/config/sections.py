@@ -344,7 +344,7 @@ class TrainerConfig(Section):
                     "activation_checkpointing": self.activation_checkpointing,
                 },
                 rule="torch 2.13 cannot compile activation checkpointing under tensor parallelism",
-                fix="set compile to false, activation_checkpointing to none, or parallelism.tp to 1",
+                fix="set trainer.compile to false, trainer.activation_checkpointing to none, or trainer.parallelism.tp to 1",
             )
 
 
