@@ -18,8 +18,8 @@ from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, Prompt
 
 LAYOUTS = {
-    "fsdp": ("trainer.parallelism.dp_shard=2", "generator.model_impl=native", "rollout.num_workers=2"),
-    "tp": ("trainer.parallelism.tp=2", "generator.replicas=2"),
+    "fsdp": ("trainer.parallelism.dp_shard=2", "generator.model_impl=native", "rollout.num_workers=2", "algorithm.kl.coef=0.1"),
+    "tp": ("trainer.parallelism.tp=2", "generator.replicas=2", "trainer.lora={rank: 8}"),
 }
 
 
@@ -47,6 +47,8 @@ def test_two_trainer_ranks_train_and_export_what_the_generator_runs(
             for step in metrics:
                 assert step.values["mismatch/logprob_abs_max"] < 1e-4
                 assert step.values["staleness/max"] == 0
+            if layout == "fsdp":  # the reference is the policy as it was at the start
+                assert [step.values["policy/kl_ref"] > 0 for step in metrics] == [False, True]
             exported = await run.export()
             prompts = make_stream(config.data, load_tokenizer(exported), config.seed).heldout(24)
             requests = [greedy_request(prompt, config.rollout.max_new_tokens) for prompt in prompts]

@@ -8,6 +8,8 @@ import pytest
 
 from tests.trainer import checks
 from tests.trainer.ranks import World
+from titanrl.config.sections import RecipeConfig
+from titanrl.data.recipe import create_model
 
 Worlds = Callable[[int], World]
 LAYOUTS = {
@@ -56,3 +58,13 @@ def test_the_order_of_sequences_does_not_matter(
     for layout in ("one rank", "fsdp 4"):
         found, _ = gradient(world, tiny_model, layout, 2, True, order)
         assert largest_difference(found, reference[0]) <= TOLERANCE
+
+
+def test_four_tensor_parallel_ranks_give_the_gradient_of_one(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = tmp_path_factory.mktemp("models") / "four_heads"
+    recipe = RecipeConfig(hidden_size=64, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=96)
+    create_model(model, recipe, seed=3)
+    alone, loss = world(1).run(checks.gradient_of, model, (), 2, True)[0]
+    found, same_loss = world(4).run(checks.gradient_of, model, (("tp", 4),), 2, True)[0]
+    assert largest_difference(found, alone) <= TOLERANCE
+    assert same_loss == pytest.approx(loss, abs=TOLERANCE)

@@ -59,7 +59,7 @@ class RowSizes:
 
 
 def run_data(
-    learner: Learner, data: Sequence[Datum], sizes: RowSizes, loss: "str | None", config: Mapping[str, float], *, backward: bool
+    learner: Learner, data: Sequence[Datum], sizes: RowSizes, loss: str | None, config: Mapping[str, float], *, backward: bool
 ) -> DataAnswer:
     """Run this rank's share of the data under a loss, or without one only for the log-probabilities.
 
