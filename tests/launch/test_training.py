@@ -274,9 +274,10 @@ def test_a_failed_request_stops_those_behind_it_until_the_caller_recovers(lab: L
         behind = lab.client.optim_step(ADAM)
         with pytest.raises(RuntimeError, match="the loss itself is broken"):
             await failing
+        recovered = lab.client.recover()
         with pytest.raises(PoisonedError, match="the loss itself is broken"):
             await behind
-        await lab.client.recover()
+        await recovered
         for loss, config, text in (
             ("nonsense", {}, "loss_fn=nonsense: must be one of"),
             ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),

@@ -98,22 +98,23 @@ class TrainingClient:
 
     def recover(self) -> asyncio.Task[None]:
         """After a failed request: throw away the gradient added so far and accept requests again."""
-        self._failure = None
-        return self._submit(self._trainer.zero_grad)
+        return self._submit(self._trainer.zero_grad, recovers=True)
 
-    def _submit(self, request: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
-        task = asyncio.create_task(self._in_order(self._last, request))
+    def _submit(self, request: Callable[[], Awaitable[T]], *, recovers: bool = False) -> asyncio.Task[T]:
+        task = asyncio.create_task(self._in_order(self._last, request, recovers=recovers))
         self._last = task
         return task
 
-    async def _in_order(self, previous: asyncio.Task[Any] | None, request: Callable[[], Awaitable[T]]) -> T:
+    async def _in_order(self, previous: asyncio.Task[Any] | None, request: Callable[[], Awaitable[T]], *, recovers: bool) -> T:
         if previous is not None:
             await asyncio.wait({previous})
+        if recovers:  # only now: what was asked for before it still fails
+            self._failure = None
         if self._failure is not None:
             raise PoisonedError(f"not done, because an earlier request failed: {self._failure!r}; call recover() first")
         try:
             return await request()
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, a cancellation too, the gradient may be half of what was meant
             self._failure = error
             raise
 
