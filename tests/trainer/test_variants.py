@@ -178,9 +178,9 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_on_another_layout_too(
     folder = tmp_path / "checkpoints"
     uninterrupted = world(2).run(variants.save_and_go_on, tiny_model, FSDP, folder, in_background)
     kept = sorted(path.name for path in folder.iterdir())
-    # What is written in the background may fail yet, so one more is kept until the next one.
     assert kept[-2:] == ["step-2", "step-3"]
-    assert len(kept) == (3 if in_background else 2)
+    # What is written in the background may fail yet, so one more may be kept until the next one.
+    assert len(kept) <= (3 if in_background else 2)
     resumed = world(2).run(variants.load_and_go_on, tiny_model, FSDP, folder, 3)
     assert [version for version, _, _ in resumed] == [3, 3]
     assert [own for _, own, _ in resumed] == uninterrupted
