@@ -83,8 +83,9 @@ class Command:
         return Finished(self.process.returncode, output, self.run_dir)
 
     def leftovers(self) -> list[str]:
-        """Noted processes that still run."""
-        return [process.name() for process in self.descendants if process.is_running()]
+        """Noted processes that still run; a resource tracker needs a moment to see that its parent is gone."""
+        _, alive = psutil.wait_procs(self.descendants, timeout=3)
+        return [str(process) for process in alive]
 
     def process_of(self, role: str) -> psutil.Process:
         """The first process of a role; a child of it, such as a resource tracker, writes to the same log."""

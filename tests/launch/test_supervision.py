@@ -100,6 +100,20 @@ def test_a_death_ends_every_wait_and_names_the_mesh(tmp_path: Path) -> None:
     with_patient(tmp_path, scenario)
 
 
+def test_a_process_that_does_not_end_is_killed_and_named() -> None:
+    async def run() -> None:
+        supervisor = Supervisor()
+        with subprocess.Popen(["sleep", "600"]) as stubborn, subprocess.Popen(["true"]) as willing:
+            supervisor.watch("stubborn_0", stubborn.pid)
+            supervisor.watch("willing_0", willing.pid)
+            supervisor.expect_deaths()
+            assert await supervisor.reap(1.0) == [f"stubborn_0 (process {stubborn.pid})"]
+            assert stubborn.wait() == -signal.SIGKILL
+            assert await supervisor.reap(1.0) == []
+
+    asyncio.run(run())
+
+
 def test_a_process_that_is_gone_before_it_is_watched_counts_as_dead() -> None:
     async def run() -> None:
         ended = subprocess.Popen([sys.executable, "-c", ""])

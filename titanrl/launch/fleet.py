@@ -21,7 +21,7 @@ class Fleet:
         self._log_dir = log_dir
         self._supervisor = supervisor
         self._meshes: list[ProcMesh] = []
-        self._watches: list[asyncio.Task[None]] = []
+        self._watches: dict[str, asyncio.Task[None]] = {}
 
     def spawn(
         self, role: str, host: HostMesh, num_procs: int, environment: Mapping[str, str], imports: Sequence[str]
@@ -44,12 +44,15 @@ class Fleet:
             name=role,
         )
         self._meshes.append(mesh)
-        self._watches.append(asyncio.create_task(self._watch(role, mesh)))
+        self._watches[role] = asyncio.create_task(self._watch_started(role, mesh))
         return mesh
 
-    async def _watch(self, role: str, mesh: ProcMesh) -> None:
-        """Have the supervisor watch a mesh's processes, once `set_up_process` has told who they are."""
+    async def _watch_started(self, role: str, mesh: ProcMesh) -> None:
         await mesh.initialized
+        self._watch(role)
+
+    def _watch(self, role: str) -> None:
+        """Have the supervisor watch a mesh's processes, as far as `set_up_process` has told who they are."""
         for file in sorted(self._log_dir.glob(f"{role}_*.pid")):
             pid, host = file.read_text().split()
             if host == socket.gethostname():
@@ -57,9 +60,10 @@ class Fleet:
 
     async def stop(self, timeout_s: float) -> None:
         """Stop every process; torchmonarch kills those that do not end by themselves."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)  # what failed there fails every call, too
+        for role, watch in self._watches.items():
+            if watch.cancel():  # it was still starting; what there is of it must end, too
+                self._watch(role)
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)  # what failed there fails every call, too
         meshes, self._meshes = self._meshes, []
         stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes]
         results = await asyncio.gather(*stops, return_exceptions=True)

@@ -1,7 +1,9 @@
 """Waiting with a name and a deadline, and learning at once that a process has died."""
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ class Supervisor:
         """Install the fault hook; belongs to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._pidfds: dict[int, str] = {}
+        self._none_left = asyncio.Event()
         self._death: asyncio.Future[str] = self._loop.create_future()
         self._closing = False
         monarch.actor.unhandled_fault_hook = self._on_fault
@@ -64,7 +67,8 @@ class Supervisor:
         except ProcessLookupError:
             self._note_death(f"{name} (process {pid}) has ended")
             return
-        self._pidfds[pidfd] = f"{name} (process {pid}) has ended"
+        self._pidfds[pidfd] = f"{name} (process {pid})"
+        self._none_left.clear()
         self._loop.add_reader(pidfd, self._on_end, pidfd)
 
     def expect_deaths(self) -> None:
@@ -73,17 +77,27 @@ class Supervisor:
         The hook stays: faults are still reported after the last process has ended, and must not interrupt the program.
         """
         self._closing = True
-        for pidfd in list(self._pidfds):
-            self._forget(pidfd)
+
+    async def reap(self, timeout_s: float) -> list[str]:
+        """Wait until every watched process has ended; kill those that have not in time, and return their names."""
+        if self._pidfds:
+            with contextlib.suppress(TimeoutError):  # then there is somebody to kill
+                await asyncio.wait_for(self._none_left.wait(), timeout_s)
+        killed = list(self._pidfds.values())
+        for pidfd in self._pidfds:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if killed:
+            await self._none_left.wait()
+        return killed
 
     def _on_end(self, pidfd: int) -> None:
-        self._note_death(self._pidfds[pidfd])
-        self._forget(pidfd)
-
-    def _forget(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
-        del self._pidfds[pidfd]
+        name = self._pidfds.pop(pidfd)
         os.close(pidfd)
+        if not self._pidfds:
+            self._none_left.set()
+        if not self._closing:
+            self._note_death(f"{name} has ended")
 
     def _on_fault(self, failure: Any) -> None:
         """Called by torchmonarch on a thread of its own."""
