@@ -42,9 +42,10 @@ lint: $(DEV) ## ruff, mypy, floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(RUNTIME) ## time a trainer step and the quick start, as JSON in runs/bench
-	$(BIN)/python -m benchmarks.trainer_step --json runs/bench/trainer_step.json
-	$(BIN)/python -m benchmarks.quickstart --json runs/bench/quickstart.json $(ARGS)
+BENCHMARKS ?= quickstart weight_sync trainer_step generator controller async_speedup
+
+bench: $(RUNTIME) ## every benchmark, one after another, as JSON in runs/bench (BENCHMARKS="quickstart" for one)
+	$(foreach name,$(BENCHMARKS),$(BIN)/python -m benchmarks.$(name) --json runs/bench/$(name).json $(ARGS) &&) true
 
 requirements: ## resolve requirements/*.in again (ARGS=--upgrade for newer versions); needs uv
 	$(call compile,cpu,--override requirements/overrides-cpu.txt)
