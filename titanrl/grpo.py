@@ -9,6 +9,7 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from titanrl.metrics.record import Recorder
 from titanrl.metrics.sinks import RunDirectory
 from titanrl.metrics.trackers import make_trackers
 from titanrl.replay.buffer import Batch
-from titanrl.types import AdamParams, BatchPlan, EvaluationResult, LossSums, MicroBatch, OptimUpdate, StepMetrics
+from titanrl.types import AdamParams, BatchPlan, EvaluationResult, Handle, LossSums, MicroBatch, OptimUpdate, StepMetrics
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -70,6 +71,9 @@ class GRPO:
         self._resuming = resume is not None
         self._timer = PhaseTimer(on_change=self.console.current_phase)
         self._num_skipped_in_a_row = 0
+        self._published: list[int] = []
+        self._unpublished: list[Handle] = []
+        self._held: int | None = None
         self._parts: Parts | None = None
         self._recorder: Recorder | None = None
 
@@ -80,19 +84,20 @@ class GRPO:
         started, config, parts = time.perf_counter(), self.config, self.parts
         with self._timer.phase("rollout"):  # waits; raises what stopped a worker; metadata only
             batch = await parts.buffer.take_batch(config.rollout.groups_per_step)
+        ages = self._ages(batch)
         plan = self._plan(batch)
         with self._timer.phase("train"):
-            microbatches = await self._measured(plan.microbatches)
-            reference = await self._reference(microbatches)
-            losses = [
-                await parts.trainer.forward_backward(microbatch, reference_version=reference) for microbatch in microbatches
-            ]
+            proximal = await self._proximal(plan.microbatches)
+            reference = await self._reference(plan.microbatches)
+            microbatches = await self._measured(plan.microbatches, proximal)
+            run = partial(parts.trainer.forward_backward, proximal_version=proximal, reference_version=reference)
+            losses = await asyncio.gather(*map(run, microbatches))  # in this order
         with self._timer.phase("sync"):  # the last push and pull are done: weights may change
             await parts.weights.ready()
         with self._timer.phase("optim"):
             update = await parts.trainer.optim_step(self._adam_params())
         await self._publish(batch, update)
-        return await self._report(batch, plan, merge_losses(losses), update, time.perf_counter() - started)
+        return await self._report(batch, ages, plan, merge_losses(losses), update, time.perf_counter() - started)
 
     async def train(self, num_steps: int | None = None) -> None:
         """Step until the policy has `num_steps` versions (default: the config's), with evaluations and checkpoints."""
@@ -135,6 +140,7 @@ class GRPO:
         self._recorder = Recorder(directory, trackers, console)
         base = prepare_base(config)
         files = RunFiles(run_dir=self.run_dir, model_dir=base.initial, stop_ids=load_tokenizer(base.initial).eos_ids)
+        console.note(describe_staleness(config))
         console.phase("start", f"trainer x{config.trainer.parallelism.world_size}, generator x{config.generator.replicas}")
         self._parts = parts = await assemble(config, self.device, files, self.state.next_index)
         generators = asyncio.create_task(parts.generators.start())
@@ -147,6 +153,7 @@ class GRPO:
         if self._resuming:
             await parts.trainer.load_checkpoint(self.state.step)
         await generators
+        self._published.append(self.state.version)
         parts.weights.publish(self.state.version, then=parts.workers.run)
         await parts.weights.ready()
         return self
@@ -192,11 +199,8 @@ class GRPO:
     # Details of a step
 
     def _plan(self, batch: Batch) -> BatchPlan:
-        """Advantages, loss weights and packing of a batch; asserts the staleness bound."""
+        """Advantages, loss weights and packing of a batch."""
         config = self.config
-        oldest = min(record.min_version for record in batch.records)
-        age = self.state.version - oldest
-        assert 0 <= age <= config.max_staleness, f"a token of version {oldest} reached step v{self.state.version}"
         return plan_batch(
             batch.records,
             algorithm=config.algorithm,
@@ -206,11 +210,38 @@ class GRPO:
             dp_size=config.trainer.parallelism.dp_size,
         )
 
-    async def _measured(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def _ages(self, batch: Batch) -> list[int]:
+        """Versions published since the oldest token of each group was sampled; asserts the staleness bound."""
+        ages = [len(self._published) - bisect_right(self._published, record.min_version) for record in batch.records]
+        bound = self.config.worst_staleness
+        assert max(ages) <= bound, f"step {self.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
+        return ages
+
+    async def _proximal(self, microbatches: Sequence[MicroBatch]) -> int | None:
+        """Have log-probabilities computed with the weights of the last publication, where the ratio starts from these.
+
+        None where no pass is needed: at the first step after it these are the current weights, which `policy_loss` takes then.
+        """
+        algorithm, trainer, start = self.config.algorithm, self.parts.trainer, self._published[-1]
+        if algorithm.proximal != "interval_start" or algorithm.updates_per_publish == 1:
+            return None
+        if self.state.version > start:
+            for microbatch in microbatches:
+                await trainer.compute_logprobs(microbatch, at_version=start)
+            return start
+        await trainer.keep_weights()
+        is_reference = self._held == 0 and algorithm.kl.coef > 0
+        if self._held is not None and self._held != start and not is_reference:
+            await trainer.drop_weights(self._held)
+        self._held = start
+        return None
+
+    async def _measured(self, microbatches: Sequence[MicroBatch], proximal: int | None) -> Sequence[MicroBatch]:
         """The micro-batches, with what the off-policy correction does over all of them where the config asks for it."""
         if not self.config.algorithm.correction.is_measured:
             return microbatches
-        parts = [await self.parts.trainer.measure_correction(microbatch) for microbatch in microbatches]
+        measure = partial(self.parts.trainer.measure_correction, proximal_version=proximal)
+        parts = [await measure(microbatch) for microbatch in microbatches]
         totals = correction_totals(merge_losses(parts).sums)
         return [replace(microbatch, correction=totals) for microbatch in microbatches]
 
@@ -218,6 +249,7 @@ class GRPO:
         """Have log-probabilities computed with the weights the run began with, where a divergence from these counts."""
         if not self.config.algorithm.kl.coef:
             return None
+        await self.parts.weights.ready()  # a push must not read weights while others stand in for them
         for microbatch in microbatches:
             await self.parts.trainer.compute_logprobs(microbatch, at_version=0)
         return 0
@@ -241,11 +273,15 @@ class GRPO:
         )
 
     async def _publish(self, batch: Batch, update: OptimUpdate) -> None:
-        """Start to publish the new version and free the batch's slots after it; a skipped step frees them at once."""
-        release = partial(self.parts.buffer.release, [record.handle for record in batch.records])
+        """After `updates_per_publish` updates start to publish, and free their slots after it; a skipped step frees its own."""
+        handles = [record.handle for record in batch.records]
         if not update.skipped:
             self._num_skipped_in_a_row = 0
-            self.parts.weights.publish(update.version, then=release)
+            self._unpublished += handles
+            if update.version - self._published[-1] >= self.config.algorithm.updates_per_publish:
+                self._published.append(update.version)
+                release, self._unpublished = partial(self.parts.buffer.release, self._unpublished), []
+                self.parts.weights.publish(update.version, then=release)
             return
         self._num_skipped_in_a_row += 1
         self.recorder.directory.event("skipped_step", step=self.state.step + 1, grad_norm=update.grad_norm)
@@ -254,16 +290,24 @@ class GRPO:
                 f"{self._num_skipped_in_a_row} steps in a row had a non-finite gradient; lower algorithm.learning_rate, "
                 "or look at grad/norm and mismatch/logprob_abs_max in metrics.jsonl"
             )
-        await release()
+        await self.parts.buffer.release(handles)
 
-    async def _report(self, batch: Batch, plan: BatchPlan, losses: LossSums, update: OptimUpdate, step_s: float) -> StepMetrics:
-        rate, trained_version = self._adam_params().learning_rate, self.state.version
+    async def _report(
+        self, batch: Batch, ages: Sequence[int], plan: BatchPlan, losses: LossSums, update: OptimUpdate, step_s: float
+    ) -> StepMetrics:
+        rate = self._adam_params().learning_rate
         self.state = RunState(step=self.state.step + 1, version=update.version, next_index=batch.next_index)
         generated_tokens, idle_frac = await self.parts.generators.take_stats()
         seconds = self._timer.take()
         values = {
             **measured.rollout_metrics(batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal),
-            **measured.staleness_metrics(batch.records, trained_version),
+            **measured.staleness_metrics(ages, losses),
+            **measured.buffer_metrics(
+                num_in_flight=batch.num_in_flight,
+                num_ready=batch.num_ready,
+                num_held=batch.num_held,
+                num_tried=batch.num_tried,
+            ),
             **measured.loss_metrics(losses),
             **measured.optimizer_metrics(update, rate),
             **measured.speed_metrics(seconds, trained_tokens=plan.num_tokens, generated_tokens=generated_tokens, step_s=step_s),
@@ -275,6 +319,16 @@ class GRPO:
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
         self.recorder.step(metrics)
         return metrics
+
+
+def describe_staleness(config: Config) -> str:
+    """The bound on staleness, with the numbers it follows from."""
+    if config.max_staleness == 0 and config.algorithm.updates_per_publish == 1:
+        return f"synchronous: {config.num_slots} groups at a time, trained on by the weights that sampled them"
+    return (
+        f"B={config.num_slots} slots, window W={config.window_groups}, P={config.groups_per_publish} groups per publication: "
+        f"no token older than (B + W - 2) // P = {config.worst_staleness} published versions"
+    )
 
 
 class NonFiniteGradientError(Exception):

@@ -91,7 +91,7 @@ def test_a_cache_too_small_on_cpu_is_pointed_out() -> None:
 
 def test_a_model_too_large_for_this_machine_is_pointed_out() -> None:
     (text,) = misfits(device="cpu", model={"path": "nowhere/Qwen3-32B"}, generator={"kv_cache_bytes": 10**15})
-    # 32 762 123 264 parameters: 16 bytes each in the trainer, 4 in the generator, twice 4 between them; 171 GB of activations;
+    # 32 762 123 264 parameters: 16 bytes each in the trainer, 4 in the generator, twice 4 between them, 171 GB of activations,
     # and the cache.
     assert "trainer and generators need 1001088.5 GB" in text
 

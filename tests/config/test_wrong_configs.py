@@ -28,7 +28,7 @@ def test_unknown_key(tmp_path: Path) -> None:
         "configs/run.yaml:4: rollout.group_sise=8\n"
         "  rule: no such key in rollout\n"
         "  fix:  did you mean rollout.group_size? Keys of rollout: groups_per_step, group_size, max_new_tokens, temperature, "
-        "top_p, top_k, min_p, dynamic_sampling, num_workers, starvation_timeout_s"
+        "top_p, top_k, min_p, dynamic_sampling, window, num_spare_completions, num_workers, starvation_timeout_s"
     )
 
 
@@ -287,6 +287,18 @@ def test_no_value_of_any_key_ends_in_anything_but_a_config_error(tmp_path: Path,
     for overrides in ([], [f"{key}.more=1"]):
         with suppress(ConfigError):
             load_config(path, overrides)
+
+
+def test_a_window_needs_staleness_to_be_allowed(tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD, "rollout.window=0.5")
+    assert "synchronous training takes groups in order" in text
+    assert "set max_staleness to 1" in text
+
+
+def test_the_last_version_must_be_one_that_is_published(tmp_path: Path) -> None:
+    text = complaint(tmp_path, "name: a\nnum_steps: 100\n", "algorithm.updates_per_publish=3")
+    assert "the last version must be one that is published" in text
+    assert "set num_steps to 102" in text
 
 
 @pytest.mark.parametrize(

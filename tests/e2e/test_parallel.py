@@ -52,7 +52,9 @@ def test_two_trainer_ranks_train_and_export_what_the_generator_runs(
             exported = await run.export()
             prompts = make_stream(config.data, load_tokenizer(exported), config.seed).heldout(24)
             requests = [greedy_request(prompt, config.rollout.max_new_tokens) for prompt in prompts]
-            completions = await GeneratorPool(run.parts.generators.actors[-1:]).generate(requests)
+            completions = await GeneratorPool(run.parts.generators.actors[-1:], config.generator.max_num_seqs).generate(
+                requests
+            )
             return prompts, completions, exported
         finally:
             await run.close()

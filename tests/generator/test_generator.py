@@ -54,7 +54,7 @@ class Lab:
         self, impl: str, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS
     ) -> list[Completion]:
         requests = [GenerationRequest(token_ids=prompt, sampling=sampling) for prompt in prompts]
-        return await GeneratorPool([self.generators[impl]]).generate(requests)
+        return await GeneratorPool([self.generators[impl]], max_num_seqs=256).generate(requests)
 
 
 def titan_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -97,12 +97,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             procs = fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",))
             store = await spawn_store(procs)
             generators = {}
-            for impl in ("titan", "native"):
+            for impl, on_update in (("titan", "continue"), ("native", "restart")):
                 environment = generator_environment(config, DEVICES["cpu"], 0)
                 procs = fleet.spawn(impl, this_host(), 1, environment, ("titanrl.generator.actor",))
                 setup = GeneratorSetup(
                     model_dir=models[1],
-                    config=config.generator.model_copy(update={"model_impl": impl}),
+                    config=config.generator.model_copy(update={"model_impl": impl, "on_update": on_update}),
                     device=DEVICES["cpu"],
                     max_len=256,
                     stop_ids=(1,),
@@ -223,20 +223,65 @@ def test_the_same_seed_draws_the_same_completion_and_another_seed_another(lab: L
     assert [c.token_ids.tolist() for c in first] != [c.token_ids.tolist() for c in other]
 
 
-def test_an_update_in_mid_generation_leaves_tokens_of_both_versions_in_order(lab: Lab, impl: str) -> None:
+def scored_by(model_dir: Path, prompt: tuple[int, ...], completion: Completion, temperature: float) -> np.ndarray:
+    """Log-probability of each token of a completion after all tokens before it."""
+    tokens = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        logits = reference(model_dir)(tokens).logits[0, len(prompt) - 1 : -1] / temperature
+    scores: np.ndarray = logits.log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0].numpy()
+    return scores
+
+
+def update_in_mid_generation(lab: Lab, impl: str, sampling: SamplingParams) -> list[Completion]:
+    """Version 2 arrives while long completions of version 1 are under way."""
+
     async def scenario() -> list[Completion]:
         await pull(lab, impl, 1)
-        long = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3)
-        generating = asyncio.create_task(lab.generate(impl, long, PROMPTS[:2]))
-        await asyncio.sleep(0.05)
+        generating = asyncio.create_task(lab.generate(impl, sampling, PROMPTS))
+        await asyncio.sleep(0)
+        # Requests decode in step with each other: when short ones that came later have ended, the long ones are under way.
+        await lab.generate(impl, SamplingParams(max_new_tokens=8, temperature=1.0, seed=9), PROMPTS[:1])
         await pull(lab, impl, 2)
         return await generating
 
-    completions = lab.do(scenario())
-    for completion in completions:
+    completions: list[Completion] = lab.do(scenario())
+    return completions
+
+
+def test_an_update_in_mid_generation_leaves_tokens_of_both_versions_each_with_its_own_log_probability(lab: Lab) -> None:
+    sampling = SamplingParams(max_new_tokens=200, temperature=0.7, seed=3)
+    completions = update_in_mid_generation(lab, "titan", sampling)
+    assert any(set(completion.versions.tolist()) == {1, 2} for completion in completions)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert len(completion.versions) == len(completion.token_ids) == len(completion.logprobs)
         assert (np.diff(completion.versions) >= 0).all()
-    assert any(set(completion.versions.tolist()) == {1, 2} for completion in completions)
+        for version, model_dir in lab.models.items():
+            made = completion.versions == version
+            expected = scored_by(model_dir, prompt, completion, sampling.temperature)
+            np.testing.assert_allclose(completion.logprobs[made], expected[made], atol=5e-5)
+
+
+def test_restarted_completions_are_those_of_the_new_version_alone(lab: Lab) -> None:
+    sampling = SamplingParams(max_new_tokens=200, temperature=0.7, seed=3)
+    restarted = update_in_mid_generation(lab, "native", sampling)
+    fresh = lab.do(lab.generate("native", sampling))
+    assert [set(completion.versions.tolist()) for completion in restarted] == [{2}] * len(PROMPTS)
+    assert [completion.token_ids.tolist() for completion in restarted] == [c.token_ids.tolist() for c in fresh]
+
+
+def test_of_spare_completions_only_the_first_to_end_are_kept(lab: Lab, impl: str) -> None:
+    async def scenario() -> list[Completion]:
+        await pull(lab, impl, 1)
+        lengths = (40, 3, 60, 5)
+        requests = [
+            GenerationRequest(
+                token_ids=PROMPTS[0], sampling=SamplingParams(max_new_tokens=length, temperature=1.0, seed=length)
+            )
+            for length in lengths
+        ]
+        return await GeneratorPool([lab.generators[impl]], max_num_seqs=256).generate(requests, num_kept=2)
+
+    assert all(len(completion.token_ids) <= 5 for completion in lab.do(scenario()))
 
 
 def test_cached_prompts_are_forgotten_with_the_weights_that_made_them(lab: Lab, impl: str) -> None:

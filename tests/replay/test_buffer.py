@@ -1,14 +1,16 @@
 """Slots, records and starvation of the group buffer, without actors."""
 
 import asyncio
+import random
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from titanrl.config import Config, load_config
 from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError, StarvationError
-from titanrl.types import GroupRecord
+from titanrl.types import GroupRecord, Handle
 
 
 def record(reservation: Reservation, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupRecord:
@@ -33,8 +35,8 @@ def record(reservation: Reservation, rewards: tuple[float, ...] = (0.0, 1.0)) ->
     )
 
 
-def buffer(num_slots: int = 2, *, dynamic_sampling: bool = False) -> GroupBuffer:
-    return GroupBuffer(num_slots=num_slots, num_shards=1, dynamic_sampling=dynamic_sampling)
+def buffer(num_slots: int = 2, *, dynamic_sampling: bool = False, window: int = 1) -> GroupBuffer:
+    return GroupBuffer(num_slots=num_slots, num_shards=1, dynamic_sampling=dynamic_sampling, window=window)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -46,7 +48,7 @@ def test_a_batch_comes_in_prompt_order_whatever_finished_first() -> None:
         groups = buffer(3)
         first, second, third = await groups.reserve(3)
         for reservation in (third, first, second):
-            await groups.commit(record(reservation))
+            await groups.commit([record(reservation)])
         batch = await groups.take_batch(3, timeout_s=1)
         assert [taken.index for taken in batch.records] == [0, 1, 2]
         assert batch.next_index == 3
@@ -60,7 +62,7 @@ def test_no_prompt_is_admitted_until_a_batch_is_released() -> None:
         reservations = await groups.reserve(2)
         waiting = asyncio.create_task(groups.reserve(2))
         for reservation in reservations:
-            await groups.commit(record(reservation))
+            await groups.commit([record(reservation)])
         batch = await groups.take_batch(2, timeout_s=1)
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -74,8 +76,8 @@ def test_a_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         first, second = await groups.reserve(2)
-        await groups.commit(record(first, (1.0, 1.0)))
-        await groups.commit(record(second))
+        await groups.commit([record(first, (1.0, 1.0))])
+        await groups.commit([record(second)])
         batch = await groups.take_batch(2, timeout_s=1)
         assert [taken.has_payload for taken in batch.records] == [False, True]
         assert (batch.num_tried, batch.num_without_signal) == (2, 1)
@@ -87,10 +89,10 @@ def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
     async def scenario() -> None:
         groups = buffer(2, dynamic_sampling=True)
         first, second = await groups.reserve(2)
-        await groups.commit(record(first, (0.0, 0.0)))
-        await groups.commit(record(second))
+        await groups.commit([record(first, (0.0, 0.0))])
+        await groups.commit([record(second)])
         (third,) = await groups.reserve(2)
-        await groups.commit(record(third))
+        await groups.commit([record(third)])
         batch = await groups.take_batch(2, timeout_s=1)
         assert [taken.index for taken in batch.records] == [1, 2]
         assert (batch.num_tried, batch.num_without_signal) == (3, 1)
@@ -102,10 +104,10 @@ def test_a_batch_without_any_signal_is_tried_again_with_other_prompts() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         for reservation in await groups.reserve(2):
-            await groups.commit(record(reservation, (1.0, 1.0)))
+            await groups.commit([record(reservation, (1.0, 1.0))])
         taking = asyncio.create_task(groups.take_batch(2, timeout_s=5))
         for reservation in await groups.reserve(2):
-            await groups.commit(record(reservation))
+            await groups.commit([record(reservation)])
         batch = await taking
         assert [taken.index for taken in batch.records] == [2, 3]
         assert (batch.num_tried, batch.num_without_signal) == (4, 2)
@@ -117,7 +119,7 @@ def test_starvation_says_how_many_groups_were_tried_and_why_none_served() -> Non
     async def scenario() -> None:
         groups = buffer(2)
         for reservation, reward in zip(await groups.reserve(2), (0.0, 1.0), strict=True):
-            await groups.commit(record(reservation, (reward, reward)))
+            await groups.commit([record(reservation, (reward, reward))])
         with pytest.raises(
             StarvationError, match=r"2 groups finished, 0 with a signal.*1 with every reward 0, 1 with every reward 1"
         ):
@@ -152,9 +154,9 @@ def test_a_group_cannot_be_committed_twice() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         (reservation,) = await groups.reserve(1)
-        await groups.commit(record(reservation))
+        await groups.commit([record(reservation)])
         with pytest.raises(RuntimeError, match="without a reservation, or twice"):
-            await groups.commit(record(reservation))
+            await groups.commit([record(reservation)])
 
     run(scenario())
 
@@ -163,7 +165,7 @@ def test_a_reused_slot_has_a_new_generation() -> None:
     async def scenario() -> None:
         groups = buffer(1)
         (first,) = await groups.reserve(1)
-        await groups.commit(record(first))
+        await groups.commit([record(first)])
         batch = await groups.take_batch(1, timeout_s=1)
         await groups.release([taken.handle for taken in batch.records])
         (second,) = await groups.reserve(1)
@@ -172,12 +174,127 @@ def test_a_reused_slot_has_a_new_generation() -> None:
     run(scenario())
 
 
+def test_finished_groups_overtake_a_straggler_within_the_window_and_no_further() -> None:
+    async def scenario() -> None:
+        groups = buffer(8, window=3)
+        straggler, *others = await groups.reserve(8)
+        await groups.commit([record(reservation) for reservation in others])
+        batch = await groups.take_batch(2, timeout_s=1)
+        assert [taken.index for taken in batch.records] == [1, 2]
+        with pytest.raises(StarvationError):
+            await groups.take_batch(2, timeout_s=0.05)
+        await groups.commit([record(straggler)])
+        batch = await groups.take_batch(2, timeout_s=1)
+        assert [taken.index for taken in batch.records] == [0, 3]
+
+    run(scenario())
+
+
+def test_a_resumed_run_begins_with_the_oldest_prompt_no_batch_has_gone_past() -> None:
+    async def scenario() -> None:
+        groups = buffer(4, window=4)
+        first, second, third, fourth = await groups.reserve(4)
+        await groups.commit([record(second), record(third)])
+        assert (await groups.take_batch(2, timeout_s=1)).next_index == 0
+        await groups.commit([record(first), record(fourth)])
+        assert (await groups.take_batch(2, timeout_s=1)).next_index == 4
+
+    run(scenario())
+
+
+def test_a_batch_tells_where_all_slots_are() -> None:
+    async def scenario() -> None:
+        groups = buffer(8)
+        reservations = await groups.reserve(7)
+        await groups.commit([record(reservation) for reservation in reservations[:5]])
+        await groups.take_batch(2, timeout_s=1)
+        batch = await groups.take_batch(2, timeout_s=1)
+        assert (batch.num_in_flight, batch.num_ready, batch.num_held) == (2, 1, 2)
+
+    run(scenario())
+
+
+@dataclass(frozen=True)
+class Oldest:
+    """What a simulated run saw."""
+
+    ages: list[int]
+    """Age of the oldest token of each batch, in published versions."""
+    bound: int
+
+
+async def simulate(config: Config, seed: int, *, num_steps: int) -> Oldest:
+    """Generation, training and publication with random latencies; every tenth group takes very long."""
+    rng, num_groups = random.Random(seed), config.rollout.groups_per_step
+    groups = GroupBuffer(
+        num_slots=config.num_slots,
+        num_shards=1,
+        dynamic_sampling=config.rollout.dynamic_sampling,
+        window=config.window_groups,
+    )
+    generators = trained = 0
+    ages = []
+
+    async def generate(reservation: Reservation) -> None:
+        version = generators
+        await asyncio.sleep(rng.expovariate(1.0) * (0.01 if rng.random() < 0.1 else 0.001))
+        rewards = (1.0, 1.0) if rng.random() < 0.3 else (0.0, 1.0)
+        await groups.commit([replace(record(reservation, rewards), min_version=version)])
+
+    async def admit() -> None:
+        async with asyncio.TaskGroup() as rolling:
+            while True:
+                for reservation in await groups.reserve(rng.randint(1, 4)):
+                    rolling.create_task(generate(reservation))
+
+    async def publish(version: int, handles: list[Handle]) -> None:
+        nonlocal generators
+        await asyncio.sleep(rng.random() * 0.002)
+        generators = version
+        await groups.release(handles)
+
+    admitting, publishing, held = asyncio.create_task(admit()), asyncio.create_task(asyncio.sleep(0)), []
+    for step in range(1, num_steps + 1):
+        batch = await groups.take_batch(num_groups, timeout_s=10)
+        ages.append(trained - min(taken.min_version for taken in batch.records))
+        await asyncio.sleep(rng.random() * 0.002)
+        held += [taken.handle for taken in batch.records]
+        if step % config.algorithm.updates_per_publish == 0:
+            await publishing
+            trained += 1
+            publishing, held = asyncio.create_task(publish(trained, held)), []
+    admitting.cancel()
+    await asyncio.gather(admitting, publishing, return_exceptions=True)
+    return Oldest(ages, config.worst_staleness)
+
+
+def simulated(max_staleness: int, *overrides: str, seed: int = 0) -> Oldest:
+    settings = ["num_steps=60", "rollout.groups_per_step=4", f"max_staleness={max_staleness}", *overrides]
+    return asyncio.run(simulate(load_config("configs/quickstart.yaml", settings), seed, num_steps=60))
+
+
+@pytest.mark.parametrize("dynamic_sampling", ["false", "true"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_the_oldest_token_is_exactly_as_old_as_allowed(max_staleness: int, dynamic_sampling: str) -> None:
+    seen = [simulated(max_staleness, f"rollout.dynamic_sampling={dynamic_sampling}", seed=seed) for seed in range(3)]
+    assert {oldest.bound for oldest in seen} == {max_staleness}
+    assert max(max(oldest.ages) for oldest in seen) == max_staleness
+    assert min(min(oldest.ages) for oldest in seen) >= 0
+
+
+@pytest.mark.parametrize("overrides", [("rollout.window=0.5",), ("rollout.window=1.0",), ("algorithm.updates_per_publish=3",)])
+def test_the_bound_holds_with_a_window_and_with_several_updates_a_publication(overrides: tuple[str, ...]) -> None:
+    for seed in range(3):
+        oldest = simulated(3, *overrides, seed=seed)
+        assert 0 < max(oldest.ages) <= oldest.bound
+
+
 def test_groups_of_equal_rewards_that_are_trained_on_still_count_as_without_signal() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         first, second = await groups.reserve(2)
-        await groups.commit(record(first))
-        await groups.commit(replace(record(second, (1.0, 1.0)), has_payload=True))
+        await groups.commit([record(first)])
+        await groups.commit([replace(record(second, (1.0, 1.0)), has_payload=True)])
         batch = await groups.take_batch(2, timeout_s=1)
         assert (batch.num_tried, batch.num_without_signal) == (2, 1)
 

@@ -8,24 +8,32 @@ import pytest
 from monarch.actor import Port
 
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.types import GenerationRequest, SamplingParams
+from titanrl.types import EngineLoad, GenerationRequest, SamplingParams
 
 
 class Replica:
     """Stands for a generator actor: answers with its name, and notes the size of each message."""
 
-    def __init__(self, name: str, error: Exception | None = None) -> None:
-        self.name, self.error = name, error
+    def __init__(self, name: str, error: Exception | None = None, *, latency_s: float = 0.01, num_queued: int = 0) -> None:
+        self.name, self.error, self.latency_s = name, error, latency_s
+        self.held_message: int | None = None
+        self.release = asyncio.Event()
+        self.load = EngineLoad(num_requests=8, num_queued=num_queued)
         self.messages: list[int] = []
         self.generate = self
 
-    async def call_one(self, groups: Sequence[Sequence[GenerationRequest]], answers: Port[Any]) -> None:
+    async def call_one(
+        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], answers: Port[Any]
+    ) -> None:
         self.messages.append(sum(map(len, groups)))
-        await asyncio.sleep(0.01)
+        if len(self.messages) == self.held_message:
+            await self.release.wait()
+        await asyncio.sleep(self.latency_s)
         for place in reversed(range(len(groups))):
             if self.error is not None and place == 0:
                 raise self.error
-            answers.send((place, [(self.name, request.token_ids) for request in groups[place]]))
+            kept = groups[place][: num_kept[place]]
+            answers.send((place, [(self.name, request.token_ids) for request in kept], self.load))
 
 
 def requests(*prompts: int) -> list[GenerationRequest]:
@@ -36,7 +44,7 @@ def requests(*prompts: int) -> list[GenerationRequest]:
 def test_calls_of_one_tick_are_one_message_and_answers_go_back_to_their_callers() -> None:
     async def scenario() -> None:
         replica = Replica("a")
-        pool = GeneratorPool([replica])
+        pool = GeneratorPool([replica], max_num_seqs=64)
         first, second = await asyncio.gather(pool.generate(requests(1, 2)), pool.generate(requests(3)))
         assert replica.messages == [3]
         assert first == [("a", (1,)), ("a", (2,))]
@@ -48,7 +56,7 @@ def test_calls_of_one_tick_are_one_message_and_answers_go_back_to_their_callers(
 def test_groups_go_to_the_replica_with_the_least_work() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
-        pool = GeneratorPool(replicas)
+        pool = GeneratorPool(replicas, max_num_seqs=64)
         await asyncio.gather(*(pool.generate(requests(group, group)) for group in range(4)))
         assert [sum(replica.messages) for replica in replicas] == [4, 4]
 
@@ -57,11 +65,71 @@ def test_groups_go_to_the_replica_with_the_least_work() -> None:
 
 def test_an_error_of_a_replica_reaches_every_caller_that_has_no_answer_yet() -> None:
     async def scenario() -> None:
-        pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone"))])
+        pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone"))], max_num_seqs=64)
         first, second = await asyncio.gather(pool.generate(requests(1)), pool.generate(requests(2)), return_exceptions=True)
         assert str(first) == "engine gone"
         assert second == [("a", (2,))] or str(second) == "engine gone"
         with pytest.raises(RuntimeError, match="engine gone"):
             await pool.generate(requests(3))
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_replica_gets_fewer_groups_and_neither_is_ever_idle() -> None:
+    async def scenario() -> None:
+        slow, fast = Replica("slow", latency_s=0.05), Replica("fast", latency_s=0.01)
+        pool = GeneratorPool([slow, fast], max_num_seqs=8)
+
+        async def one_after_another(first: int) -> None:
+            for group in range(8):
+                await pool.generate(requests(first + group, first + group))
+
+        await asyncio.gather(*(one_after_another(100 * lane) for lane in range(4)))
+        assert sum(fast.messages) > sum(slow.messages) > 0
+
+    asyncio.run(scenario())
+
+
+def test_there_is_room_until_the_engines_limit_and_again_after_an_answer() -> None:
+    async def scenario() -> None:
+        pool = GeneratorPool([Replica("a")], max_num_seqs=4)
+        assert await pool.room(group_size=2) == 2
+        running = [asyncio.create_task(pool.generate(requests(1, 2))) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(pool.room(group_size=2))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await asyncio.gather(*running)
+        assert await waiting >= 1
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_whose_requests_queue_is_given_no_more_than_it_decodes() -> None:
+    async def scenario() -> None:
+        replica = Replica("a", num_queued=4)
+        replica.held_message = 2
+        pool = GeneratorPool([replica], max_num_seqs=64)
+        first = asyncio.create_task(pool.generate(requests(*range(2))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the first group has left in a message of its own
+        second = asyncio.create_task(pool.generate(requests(*range(12))))
+        await first
+        # It said that half of its requests queue: of this worker's 12 it decodes 6, so nothing has room until they end.
+        waiting = asyncio.create_task(pool.room(group_size=1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        replica.release.set()
+        await second
+        assert await waiting == 1
+
+    asyncio.run(scenario())
+
+
+def test_spare_requests_are_sent_and_only_those_kept_come_back() -> None:
+    async def scenario() -> None:
+        replica = Replica("a")
+        kept = await GeneratorPool([replica], max_num_seqs=64).generate(requests(1, 2, 3), num_kept=2)
+        assert (replica.messages, len(kept)) == ([3], 2)
 
     asyncio.run(scenario())

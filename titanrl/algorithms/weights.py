@@ -32,6 +32,7 @@ def sequence_weights(
     prompt_tokens: Counter[int] = Counter()
     for prompt, count in zip(prompt_of, num_sampled, strict=True):
         prompt_tokens[prompt] += count
+    num_tokens = prompt_tokens.total()
     num_sequences = sum(count > 0 for count in num_sampled)
     num_prompts = sum(count > 0 for count in prompt_tokens.values())
 
@@ -40,7 +41,7 @@ def sequence_weights(
             case "sum":
                 return 1
             case "token_mean":
-                return prompt_tokens.total()
+                return num_tokens
             case "sequence_mean":
                 return num_sequences * count
             case "sequence_mean_token_sum":

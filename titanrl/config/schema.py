@@ -38,8 +38,9 @@ class Config(Section):
     """Optimizer steps of GRPO."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Device of trainer and generators; `auto` takes the first that is there: NPU, CUDA, CPU."""
-    max_staleness: Literal[0] = 0
-    """Versions a token may be older than the weights trained with it; 0 is synchronous, on-policy training."""
+    max_staleness: NonNegativeInt = 0
+    """Published versions a token may be older than the weights trained with it, `rollout.window` aside; 0 is synchronous,
+    on-policy training."""
     output_dir: FilePath = Path("runs")
     """Folder of run directories."""
     cache_dir: FilePath = Path("cache")
@@ -74,6 +75,7 @@ class Config(Section):
     """Machines."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
+        yield from self._broken_by_staleness()
         yield from self._broken_by_rows()
         yield from self._broken_by_sampling()
         yield from self._broken_by_device()
@@ -82,6 +84,28 @@ class Config(Section):
         yield from self._broken_by_hosts()
         if self.device in ("cuda", "npu"):
             yield from self.device_shortage()
+
+    def _broken_by_staleness(self) -> Iterator[BrokenRule]:
+        updates = self.algorithm.updates_per_publish
+        if self.num_steps % updates:
+            yield BrokenRule(
+                values={"num_steps": self.num_steps, "algorithm.updates_per_publish": updates},
+                rule="the last version must be one that is published",
+                fix=f"set num_steps to {self.num_steps + updates - self.num_steps % updates}",
+            )
+        algorithm = self.algorithm
+        if self.max_staleness > 0 and not (algorithm.ratio_starts_at_sampler or algorithm.correction.is_on):
+            yield BrokenRule(
+                values={"max_staleness": self.max_staleness, "algorithm.loss": algorithm.loss},
+                rule="tokens of older versions bias a loss that does not compare the policy with the one that sampled them",
+                fix="set algorithm.correction, or algorithm.proximal to sampler with a loss that has a ratio, such as ppo",
+            )
+        if self.max_staleness == 0 and self.window_groups > 1:
+            yield BrokenRule(
+                values={"rollout.window": self.rollout.window, "max_staleness": self.max_staleness},
+                rule="synchronous training takes groups in order: whatever overtakes another makes that one stale",
+                fix="remove rollout.window, or set max_staleness to 1",
+            )
 
     def _broken_by_rows(self) -> Iterator[BrokenRule]:
         row_tokens, tp = self.trainer.row_tokens, self.trainer.parallelism.tp
@@ -263,4 +287,19 @@ class Config(Section):
     @property
     def num_slots(self) -> int:
         """Groups that may be under way or waiting at once."""
-        return (self.max_staleness + 1) * self.rollout.groups_per_step
+        return (self.max_staleness + 1) * self.groups_per_publish
+
+    @property
+    def groups_per_publish(self) -> int:
+        """Groups trained on between two versions that reach the generators."""
+        return self.rollout.groups_per_step * self.algorithm.updates_per_publish
+
+    @property
+    def window_groups(self) -> int:
+        """A group may be trained on before an unfinished older one if fewer groups than this then have been."""
+        return max(1, int(self.rollout.window * self.num_slots))
+
+    @property
+    def worst_staleness(self) -> int:
+        """Published versions the oldest token of a batch can lag behind; `replay/buffer.py` has the argument."""
+        return (self.num_slots + self.window_groups - 2) // self.groups_per_publish

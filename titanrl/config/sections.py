@@ -131,10 +131,21 @@ class RolloutConfig(Section):
     """Draw only tokens with this share of the likeliest token's probability; 0: all. The trainer cannot follow it."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by fresh ones until the batch has `groups_per_step` with a signal (DAPO)."""
+    window: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the buffer's slots that may be trained on before an older group that is not finished, so that a straggler does
+    not hold up the rest; it may then be older than `max_staleness`, by the bound printed at the start. 0 keeps the order."""
+    num_spare_completions: NonNegativeInt = 0
+    """Completions started per prompt beyond `group_size`; the first `group_size` to end are kept and the others aborted.
+    Saves the wait for the longest, at the price of a bias towards short ones."""
     num_workers: PositiveInt = 1
     """Rollout worker processes."""
     starvation_timeout_s: PositiveFloat = 300.0
     """Longest wait for a batch with any signal, while groups keep finishing; then the run ends with the reasons."""
+
+    @property
+    def num_requests(self) -> int:
+        """Completions started per prompt."""
+        return self.group_size + self.num_spare_completions
 
 
 class SandboxConfig(Section):
@@ -166,9 +177,9 @@ class AlgorithmConfig(Section):
     """Answers that `advantage: pass_at_k` takes the best of."""
     loss: Literal["ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sapo"] = "ppo"
     """Loss of a token (docs/algorithms.md)."""
-    proximal: Literal["sampler", "step_start"] = "sampler"
-    """The policy that the ratio of `ppo`, `gspo`, `cispo` and `sapo` starts from: the one that sampled, or the one at the
-    start of the optimizer step, which leaves the way from the sampler to there to `correction` (decoupled PPO)."""
+    proximal: Literal["sampler", "step_start", "interval_start"] = "sampler"
+    """The policy that the ratio of `ppo`, `gspo`, `cispo` and `sapo` starts from: the one that sampled, the one at the start of
+    the optimizer step, or the last one published; the way from the sampler to there is `correction`'s (decoupled PPO)."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """Clip: the ratio counts no lower than 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
@@ -205,6 +216,8 @@ class AlgorithmConfig(Section):
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients with a larger global norm are scaled down to it."""
+    updates_per_publish: PositiveInt = 1
+    """Optimizer steps, each on `rollout.groups_per_step` groups, between two versions that reach the generators."""
     max_skipped_steps: PositiveInt = 10
     """Steps in a row that may be skipped for a non-finite gradient before the run ends."""
 
@@ -357,6 +370,9 @@ class GeneratorConfig(Section):
     """`titan` runs the trainer's model definition inside vLLM, `native` vLLM's own Qwen3."""
     dtype: Dtype = "float32"
     """Type the generator holds weights in; the trainer casts to it when it pushes."""
+    on_update: Literal["continue", "restart", "drain"] = "continue"
+    """What becomes of running requests when new weights arrive: `continue` goes on with them, each token marked with the
+    version that made it; `restart` begins them again; `drain` ends them with the old weights, and admits none meanwhile."""
     max_num_seqs: PositiveInt = 256
     """Completions one engine decodes at the same time."""
     kv_cache_bytes: PositiveInt = 64 << 20

@@ -97,7 +97,7 @@ def derive(config: Config) -> Sizes:
         sequences_per_step=sequences,
         max_tokens_per_step=sequences * config.max_sequence_tokens,
         buffer_slots=config.num_slots,
-        worst_staleness=_worst_staleness(config),
+        worst_staleness=config.worst_staleness,
         max_microbatches=_max_microbatches(config, sequences),
         memory=memory,
         misfits=tuple(_misfits(config, memory)),
@@ -115,12 +115,6 @@ def notes(config: Config) -> Iterator[str]:
             f"{tokens:,}; for the same step of plain SGD divide learning_rate by as much. AdamW cancels the factor (but for "
             f"eps={algorithm.eps:g}), except where max_grad_norm={algorithm.max_grad_norm:g} cuts some gradients and others not"
         )
-
-
-def _worst_staleness(config: Config) -> int:
-    """torchtitan's bound (B + W - 2) // P: B slots, P groups per step, a batch is taken from the W oldest groups."""
-    slots, window = config.num_slots, 1
-    return (slots + window - 2) // config.rollout.groups_per_step
 
 
 def _max_microbatches(config: Config, sequences: int) -> int:

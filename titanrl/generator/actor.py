@@ -11,7 +11,7 @@ from titanrl.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.loop import EngineLoop, GeneratorStats
-from titanrl.types import Completion, GenerationRequest
+from titanrl.types import Completion, EngineLoad, GenerationRequest
 from titanrl.weights.manifest import Commit
 from titanrl.weights.pull import WeightReader
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     import torch
     from monarch.actor import Port
 
-Answer = tuple[int, list[Completion]]
-"""Place of a group in a call, and its completions."""
+    from titanrl.generator.engine import Engine
+
+Answer = tuple[int, list[Completion], EngineLoad]
+"""Place of a group in a call, its completions, and what the engine has left to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +69,20 @@ class Generator(Actor):
         await self._loop.call(lambda engine: None)
 
     @concurrent_endpoint
-    async def generate(self, groups: Sequence[Sequence[GenerationRequest]], answers: "Port[Answer]") -> None:
+    async def generate(
+        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], answers: "Port[Answer]"
+    ) -> None:
         """Sample completions; many calls are served at once.
 
-        All requests of a call join the batch at the same decoding step. Each group is sent to `answers`, as its place in
-        the call and its completions, as soon as it is done; the call returns when all are sent.
+        All requests of a call join the batch at the same decoding step. Each group is sent to `answers` as soon as
+        `num_kept` of its requests have ended, the rest of which are aborted; the call returns when all are sent.
         """
 
         async def answer(place: int, result: Future[list[Completion]]) -> None:
-            answers.send((place, await asyncio.wrap_future(result)))
+            answers.send((place, await asyncio.wrap_future(result), self._loop.load))
 
         await self._settled.wait()
-        results = await self._loop.submit(groups)
+        results = await self._loop.submit(groups, num_kept)
         await asyncio.gather(*(answer(place, result) for place, result in enumerate(results)))
 
     @concurrent_endpoint
@@ -90,7 +94,7 @@ class Generator(Actor):
 
     @endpoint
     async def pull_weights(self, commit: Commit) -> None:
-        """Take over a committed version between two decoding steps; running requests go on with it.
+        """Take over a committed version between two decoding steps; `on_update` says what becomes of running requests.
 
         However the pull fails, the generator serves nothing until a later one succeeds. Pulls run one after another, and
         each answers its own caller.
@@ -98,13 +102,16 @@ class Generator(Actor):
         Raises:
             WeightMismatchError: the version is not there, or not what this model needs.
         """
+        on_update = self._setup.config.on_update
+
+        def update(engine: "Engine") -> None:
+            engine.update_weights(commit.version, lambda model: fetched.copy_into(self._weight_targets(model)))
+            if on_update == "restart":
+                engine.restart()
+
         try:
             fetched = await self._setup.reader.fetch(commit)
-            await self._loop.call(
-                lambda engine: engine.update_weights(
-                    commit.version, lambda model: fetched.copy_into(self._weight_targets(model))
-                )
-            )
+            await self._loop.call(update, when_drained=on_update == "drain")
         except Exception as error:  # whatever it is, the engine may hold a mixture; the caller gets it too
             reason = f"the pull of version {commit.version} failed: {error}"
             await self._loop.call(lambda engine: engine.invalidate(reason))

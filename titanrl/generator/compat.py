@@ -45,6 +45,13 @@ def reset_prefix_cache(engine: LLMEngine) -> None:
 
 
 def num_generated_tokens(engine: LLMEngine) -> dict[str, int]:
-    """Tokens each unfinished request has so far, by the id `add_request` returned."""
+    """Tokens each unfinished request has so far, by the id `add_request` was given."""
     requests = engine_core(engine).scheduler.requests
-    return {request_id: request.num_output_tokens for request_id, request in requests.items()}
+    states = engine.output_processor.request_states
+    return {states[request_id].external_req_id: request.num_output_tokens for request_id, request in requests.items()}
+
+
+def num_queued(engine: LLMEngine) -> int:
+    """Requests that wait for room in the batch or in the KV cache, preempted ones included."""
+    waiting: int = engine_core(engine).scheduler.get_request_counts()[1]
+    return waiting

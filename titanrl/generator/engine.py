@@ -15,11 +15,13 @@ from vllm.sampling_params import RequestOutputKind
 
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
-from titanrl.generator.compat import engine_model, num_generated_tokens, prepare_vllm, reset_prefix_cache
-from titanrl.types import Completion, FinishReason, GenerationRequest
+from titanrl.generator.compat import engine_model, num_generated_tokens, num_queued, prepare_vllm, reset_prefix_cache
+from titanrl.types import Completion, EngineLoad, FinishReason, GenerationRequest, SamplingParams
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's words for how a completion that was not aborted ended."""
+MIN_PREFILL_TOKENS = 4096
+"""Tokens of prompts, or of completions computed again after an update, that a CPU runs through the model at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class _Running:
     """A request in the engine. `switches` holds (tokens so far, version from there on), oldest first."""
 
     ticket: int
+    request: GenerationRequest
     switches: list[tuple[int, int]] = field(default_factory=list)
 
     def versions(self, num_tokens: int) -> np.ndarray:
@@ -60,8 +63,9 @@ class Engine:
             stop_ids: tokens that end a completion; they stay in it.
         """
         self._engine = build_engine(model_dir, config, device, max_len)
-        self._stop_ids = list(stop_ids)
+        self._stop_ids = tuple(stop_ids)
         self._tickets = itertools.count()
+        self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}
         self.version: int | None = None
         self._no_weights = "none have been pulled yet"
@@ -76,32 +80,36 @@ class Engine:
         """Requests not finished."""
         return len(self._running)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether there is something to decode, and weights to do it with."""
+        return self.num_running > 0 and self.version is not None
+
+    @property
+    def load(self) -> EngineLoad:
+        """How much there is to do."""
+        return EngineLoad(num_requests=self.num_running, num_queued=num_queued(self._engine))
+
     def add(self, request: GenerationRequest) -> int:
         """Queue a request; it joins the batch at the next step. Returns its ticket."""
-        if self.version is None:
-            raise RuntimeError(f"the generator has no valid weights: {self._no_weights}")
         ticket = next(self._tickets)
-        sampling = request.sampling
-        request_id = self._engine.add_request(
-            str(ticket),
-            {"prompt_token_ids": list(request.token_ids)},
-            VllmSamplingParams(
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_new_tokens,
-                seed=sampling.seed,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                stop_token_ids=self._stop_ids,
-                ignore_eos=True,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
-        )
-        self._running[request_id] = _Running(ticket, [(0, self.version)])
+        self._start(ticket, request)
         return ticket
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        """Take requests back; nothing is returned for them."""
+        wanted = set(tickets)
+        request_ids = [request_id for request_id, running in self._running.items() if running.ticket in wanted]
+        for request_id in request_ids:
+            del self._running[request_id]
+        self._engine.abort_request(request_ids)
+
+    def restart(self) -> None:
+        """Begin every running request again, with the weights as they are now."""
+        running = list(self._running.values())
+        self.abort(request.ticket for request in running)
+        for again in running:
+            self._start(again.ticket, again.request)
 
     def step(self) -> list[Finished]:
         """Decode one token for every running request; returns those that ended."""
@@ -115,6 +123,9 @@ class Engine:
     def update_weights(self, version: int, fill: Callable[[nn.Module], None]) -> None:
         """Let `fill` write the weights of `version` into the model; running requests go on with them.
 
+        Their keys and values are computed again, so that each token after the update has the probability that `version`
+        gives it after all tokens before. With the old ones kept, it would come from a mixture that no version can reproduce.
+
         If `fill` fails the weights are undefined: the engine refuses requests until an update succeeds.
         """
         self.invalidate(f"version {version} was not written to its end")
@@ -124,9 +135,16 @@ class Engine:
             self._running[request_id].switches.append((num_tokens, version))
         self.version = version
 
+    def _start(self, ticket: int, request: GenerationRequest) -> None:
+        if self.version is None:
+            raise RuntimeError(f"the generator has no valid weights: {self._no_weights}")
+        request_id = str(next(self._request_ids))
+        prompt: Any = {"prompt_token_ids": list(request.token_ids)}
+        self._engine.add_request(request_id, prompt, sampling_params(request.sampling, self._stop_ids))
+        self._running[request_id] = _Running(ticket, request, [(0, self.version)])
+
     def _finish(self, output: RequestOutput) -> Finished:
-        request_id = next(key for key in self._running if key.startswith(f"{output.request_id}-"))
-        running = self._running.pop(request_id)
+        running = self._running.pop(output.request_id)
         return Finished(running.ticket, completion_of(output.outputs[0], running.versions))
 
 
@@ -161,11 +179,31 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
     if device.kind == "cpu":
         # Compiling takes half a minute and gains nothing at these sizes; the smallest block lets short prompts share.
         args |= {"enforce_eager": True, "kv_cache_memory_bytes": config.kv_cache_bytes, "block_size": 32}
+        # A prompt cut in two makes vLLM 0.32.0 rewind the request's random generator, which those of a CPU cannot do.
+        args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(MIN_PREFILL_TOKENS, max_len)}
     if config.model_impl == "titan":
         from titanrl.generator.titan import CONFIG_FORMAT
 
         args |= {"config_format": CONFIG_FORMAT, "trust_remote_code": True}
     return args | config.vllm
+
+
+def sampling_params(sampling: SamplingParams, stop_ids: Sequence[int]) -> VllmSamplingParams:
+    """vLLM's sampling parameters; each token comes with its log-probability, and all of a completion at its end."""
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_new_tokens,
+        seed=sampling.seed,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def completion_of(output: CompletionOutput, versions: Callable[[int], np.ndarray]) -> Completion:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.types import Completion, GenerationRequest
+from titanrl.types import Completion, EngineLoad, GenerationRequest
 
 if TYPE_CHECKING:
     from titanrl.generator.engine import Engine, Finished
@@ -40,6 +40,7 @@ class _Group:
     result: Future[list[Completion]]
     completions: list[Completion | None]
     num_missing: int
+    """Completions still to come; spare requests may be left when there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class _Command:
 
     run: Callable[["Engine"], Any]
     result: Future[Any]
+    when_drained: bool
+    """Wait until no request is running, and let nothing in until then."""
 
 
 class EngineLoop:
@@ -56,25 +59,33 @@ class EngineLoop:
     def __init__(self, build: Callable[[], "Engine"]) -> None:
         """Start the thread, which first builds the engine; `call` waits for that."""
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._draining: _Command | None = None
+        self._closing = False
         self._waiting: dict[int, tuple[_Group, int]] = {}
+        self.load = EngineLoad(num_requests=0, num_queued=0)
         self._stopped: str | None = None
         self._num_tokens, self._busy_s, self._since = 0, 0.0, time.perf_counter()
         self._thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
         self._thread.start()
 
-    async def submit(self, groups: Sequence[Sequence[GenerationRequest]]) -> list[Future[list[Completion]]]:
-        """Let all requests join the batch at the same step; a group's completions come together, in their order."""
-        return await self.call(lambda engine: [self._admit(engine, group) for group in groups])
+    async def submit(
+        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int]
+    ) -> list[Future[list[Completion]]]:
+        """Let all requests join the batch at the same step; a group's completions come together, in their order.
 
-    async def call(self, run: Callable[["Engine"], T]) -> T:
-        """Run something on the engine between two steps.
+        Once `num_kept` requests of a group have ended, the rest of it is aborted.
+        """
+        return await self.call(lambda engine: [self._admit(engine, *group) for group in zip(groups, num_kept, strict=True)])
+
+    async def call(self, run: Callable[["Engine"], T], *, when_drained: bool = False) -> T:
+        """Run something on the engine between two steps, or when all requests that came before have ended.
 
         Raises:
             EngineStoppedError: the engine could not be built, broke, or was closed.
         """
         if self._stopped is not None:
             raise EngineStoppedError(self._stopped)
-        command = _Command(run, Future())
+        command = _Command(run, Future(), when_drained)
         self._inbox.put(command)
         return await asyncio.wrap_future(command.result)
 
@@ -87,7 +98,8 @@ class EngineLoop:
 
     async def close(self) -> None:
         """Stop after the current step; what is unfinished fails with `EngineStoppedError`."""
-        self._inbox.put(None)
+        self._closing = True
+        self._inbox.put(None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
 
     def _run(self, build: Callable[[], "Engine"]) -> None:
@@ -104,43 +116,59 @@ class EngineLoop:
             self._stop(reason)
 
     def _serve(self, engine: "Engine") -> bool:
-        """Run the commands that have come in; without running requests wait for one. False when told to stop."""
-        while engine.num_running == 0 or not self._inbox.empty():
-            command = self._inbox.get()
+        """Run the commands that have come in; without anything to decode wait for one. False when told to stop."""
+        while not engine.can_step or not self._inbox.empty() or self._draining is not None:
+            command, self._draining = self._draining or self._inbox.get(), None
             if command is None:
-                return False
+                break
+            if command.when_drained and engine.can_step:
+                self._draining = command
+                break
             try:
                 command.result.set_result(command.run(engine))
             except Exception as error:  # belongs to whoever gave the command; the engine goes on
                 command.result.set_exception(error)
-        return True
+        return not self._closing
 
     def _step(self, engine: "Engine") -> None:
         started = time.perf_counter()
         for finished in engine.step():
             self._num_tokens += len(finished.completion.token_ids)
-            self._deliver(finished)
+            self._deliver(engine, finished)
+        self.load = engine.load
         self._busy_s += time.perf_counter() - started
 
-    def _admit(self, engine: "Engine", requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
-        group = _Group(Future(), [None] * len(requests), len(requests))
+    def _admit(self, engine: "Engine", requests: Sequence[GenerationRequest], num_kept: int) -> Future[list[Completion]]:
+        group = _Group(Future(), [None] * len(requests), num_kept)
         for place, request in enumerate(requests):
             self._waiting[engine.add(request)] = (group, place)
         return group.result
 
-    def _deliver(self, finished: "Finished") -> None:
+    def _deliver(self, engine: "Engine", finished: "Finished") -> None:
         """Put a completion into its group; the last one answers it, so that the event loop is woken once a group."""
+        if finished.ticket not in self._waiting:
+            return  # a spare that ended at the very step that completed its group
         group, place = self._waiting.pop(finished.ticket)
         group.completions[place] = finished.completion
         group.num_missing -= 1
         if group.num_missing == 0:
+            self._abort_spares(engine, group)
             group.result.set_result([completion for completion in group.completions if completion is not None])
+
+    def _abort_spares(self, engine: "Engine", group: _Group) -> None:
+        if None in group.completions:
+            spares = [ticket for ticket, (of, _) in self._waiting.items() if of is group]
+            for ticket in spares:
+                del self._waiting[ticket]
+            engine.abort(spares)
 
     def _stop(self, reason: str) -> None:
         self._stopped = reason
         for result in {id(group): group.result for group, _ in self._waiting.values()}.values():
             result.set_exception(EngineStoppedError(reason))
+        commands = [self._draining]
         while not self._inbox.empty():
-            command = self._inbox.get()
+            commands.append(self._inbox.get())
+        for command in commands:
             if command is not None:
                 command.result.set_exception(EngineStoppedError(reason))

@@ -25,6 +25,9 @@ from titanrl.weights.transport import TransportName
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 2.0
+"""Time for stopped processes to disappear before they are killed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
@@ -58,19 +61,39 @@ class Parts:
         results = await asyncio.gather(*closing, return_exceptions=True)
         troubles = [str(result) for result in results if isinstance(result, BaseException)]
         logger.info("parts closed; stopping processes")
-        try:
-            await self.fleet.stop(timeout_s / 2)
-        except ExceptionGroup as error:
-            troubles.append(str(error))
-        logger.info("processes stopped")
-        self.hosts.close()
-        return troubles
+        return troubles + await stop_processes(self.fleet, self.supervisor, self.hosts, timeout_s / 2)
+
+
+async def stop_processes(fleet: Fleet, supervisor: Supervisor, hosts: Hosts, timeout_s: float) -> list[str]:
+    """Stop every process in order, kill what is left, give the machines back; returns what did not go in order."""
+    troubles = []
+    try:
+        await fleet.stop(timeout_s)
+    except ExceptionGroup as error:
+        troubles.append(str(error))
+    killed = await supervisor.reap(GRACE_S)
+    if killed:
+        troubles.append(f"killed, as they did not end by themselves: {', '.join(killed)}")
+    hosts.close()
+    logger.info("processes stopped")
+    return troubles
 
 
 async def assemble(config: Config, device: Device, files: RunFiles, first_index: int) -> Parts:
     """Spawn every mesh and actor of a run. Nothing is loaded yet: `start` of each part does that."""
     supervisor, hosts = Supervisor(), acquire_hosts(config)
     fleet = Fleet(files.run_dir / "logs", supervisor)
+    try:
+        return await _assemble(config, device, files, first_index, supervisor=supervisor, hosts=hosts, fleet=fleet)
+    except BaseException:  # an interrupt, too: nothing may be left of a start
+        supervisor.expect_deaths()
+        await stop_processes(fleet, supervisor, hosts, config.timeouts.close_s / 2)
+        raise
+
+
+async def _assemble(
+    config: Config, device: Device, files: RunFiles, first_index: int, *, supervisor: Supervisor, hosts: Hosts, fleet: Fleet
+) -> Parts:
     trainer_procs = fleet.spawn(
         "trainer",
         hosts.trainer,
@@ -98,7 +121,9 @@ async def assemble(config: Config, device: Device, files: RunFiles, first_index:
     await join_process_group(trainer_procs, one_machine=config.hosts.kind != "slurm")
     store = await spawn_store(store_procs)
     shards = store_procs.spawn("shards", StorageShard)
-    buffer = store_procs.spawn("buffer", ReplayBuffer, config.num_slots, 1, config.rollout.dynamic_sampling, first_index)
+    buffer = store_procs.spawn(
+        "buffer", ReplayBuffer, config.num_slots, 1, config.window_groups, config.rollout.dynamic_sampling, first_index
+    )
     generator_setup = GeneratorSetup(
         model_dir=files.model_dir,
         config=config.generator,

@@ -100,9 +100,9 @@ class TrainerClient:
         call = self.mesh.forward_backward.call(microbatch, loss, proximal_version, reference_version)
         return merge_losses(await self._all("trainer.forward_backward", call))
 
-    async def measure_correction(self, microbatch: MicroBatch) -> LossSums:
+    async def measure_correction(self, microbatch: MicroBatch, *, proximal_version: int | None = None) -> LossSums:
         """What the off-policy correction does over a micro-batch, summed over all ranks."""
-        call = self.mesh.measure_correction.call(microbatch)
+        call = self.mesh.measure_correction.call(microbatch, proximal_version)
         return merge_losses(await self._all("trainer.measure_correction", call))
 
     async def compute_logprobs(self, microbatch: MicroBatch, *, at_version: int) -> None:
@@ -206,7 +206,8 @@ class GeneratorsClient:
         """Tokens of completions since the last call, and the share of the time that was spent idle."""
         stats = await self._each("generator.stats", [actor.stats.call_one() for actor in self.actors], self.timeouts.step_s)
         wall_s = sum(stat.wall_s for stat in stats)
-        return sum(stat.num_tokens for stat in stats), 1.0 - sum(stat.busy_s for stat in stats) / wall_s
+        # A step counts when it ends, so it may have begun before the time it is counted in.
+        return sum(stat.num_tokens for stat in stats), max(0.0, 1.0 - sum(stat.busy_s for stat in stats) / wall_s)
 
     async def close(self) -> None:
         """End the engines."""

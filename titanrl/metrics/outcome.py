@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanrl.metrics.balance import balance_line
 from titanrl.metrics.report import write_report
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, series
 from titanrl.metrics.sinks import read_metrics
@@ -23,6 +24,8 @@ class Outcome:
     """Whether the trained model was written."""
     resumable: bool
     """Whether there is a checkpoint to go on from."""
+    idle: str
+    """How long trainer and generators waited, and what to change."""
 
 
 def summarize(run_dir: Path, *, code: int, cause: str) -> Outcome:
@@ -39,6 +42,7 @@ def summarize(run_dir: Path, *, code: int, cause: str) -> Outcome:
         report=report,
         exported=(run_dir / "checkpoints" / "final" / "config.json").exists(),
         resumable=any((run_dir / "checkpoints").glob("step-*/controller.json")),
+        idle=balance_line(rows),
     )
 
 
@@ -58,6 +62,8 @@ def last_lines(run_dir: Path, outcome: Outcome) -> list[str]:
     """What the console ends with."""
     where = relative(run_dir)
     lines = [outcome.sentence] if outcome.sentence else []
+    if outcome.idle:
+        lines.append(f"idle     {outcome.idle}")
     lines.append(f"run      {where}")
     if outcome.report is not None:
         lines.append(f"report   {relative(outcome.report)}")

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from titanrl.types import GroupRecord, LossSums, OptimUpdate
 
+LAG = "lag/"
+"""Prefix of the trainer's sums by age of the token; `algorithms/staleness.py` makes them."""
+
 
 def rollout_metrics(records: Sequence[GroupRecord], *, num_tried: int, num_without_signal: int) -> dict[str, float]:
     """What the batch looks like: rewards, lengths, groups without signal."""
@@ -31,15 +34,41 @@ def rollout_metrics(records: Sequence[GroupRecord], *, num_tried: int, num_witho
     }
 
 
-def staleness_metrics(records: Sequence[GroupRecord], version: int) -> dict[str, float]:
-    """Age of the batch: trained version minus the oldest version among a group's tokens."""
-    ages = [version - record.min_version for record in records]
-    return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}
+def staleness_metrics(ages: Sequence[int], losses: LossSums) -> dict[str, float]:
+    """Age of a batch, and the disagreement of sampler and trainer split into numerics and staleness.
+
+    Args:
+        ages: of the oldest token of each group, in published versions.
+        losses: sums over the trained tokens, by lag in optimizer steps.
+    """
+    counts = {int(name.removeprefix(LAG)): count for name, count in losses.sums.items() if name.removeprefix(LAG).isdigit()}
+    sums = {lag: losses.sums[f"{LAG}{lag}/logprob_abs"] for lag in counts}
+    num_tokens, num_stale = max(sum(counts.values()), 1.0), sum(counts.values()) - counts[0]
+    values = {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}
+    values |= {f"staleness/lag_{lag}_frac": count / num_tokens for lag, count in counts.items()}
+    if counts[0]:
+        values["mismatch/numeric/logprob_abs_mean"] = sums[0] / counts[0]
+    if num_stale:
+        values["mismatch/stale/logprob_abs_mean"] = (sum(sums.values()) - sums[0]) / num_stale
+    values |= {
+        f"mismatch/stale/logprob_abs_mean_lag_{lag}": sums[lag] / count for lag, count in counts.items() if lag and count
+    }
+    return values
+
+
+def buffer_metrics(*, num_in_flight: int, num_ready: int, num_held: int, num_tried: int) -> dict[str, float]:
+    """Where the groups were when the batch was taken."""
+    return {
+        "buffer/inflight": float(num_in_flight),
+        "buffer/ready": float(num_ready),
+        "buffer/waiting": float(num_held),
+        "buffer/tried": float(num_tried),
+    }
 
 
 def loss_metrics(losses: LossSums) -> dict[str, float]:
     """Sums over ranks and micro-batches as metrics: the terms of the loss are complete, the rest are means over tokens."""
-    sums = dict(losses.sums)
+    sums = {name: value for name, value in losses.sums.items() if not name.startswith(LAG)}
     num_tokens = max(sums.pop("num_tokens"), 1.0)
     values = {name: value if name.startswith("loss/") else value / num_tokens for name, value in sums.items()}
     if "correction_weight" in values:

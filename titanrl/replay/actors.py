@@ -1,6 +1,8 @@
 """The buffer and its storage shards as actors."""
 
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from titanrl.actors import Actor, concurrent_endpoint
 from titanrl.replay.buffer import Batch, GroupBuffer, Reservation
@@ -10,10 +12,14 @@ from titanrl.types import GroupRecord, Handle, Rollout
 class ReplayBuffer(Actor):
     """Owner of slots and records; it never sees a token."""
 
-    def __init__(self, num_slots: int, num_shards: int, dynamic_sampling: bool, first_index: int) -> None:
+    def __init__(self, num_slots: int, num_shards: int, window: int, dynamic_sampling: bool, first_index: int) -> None:
         """Start empty; see `GroupBuffer`."""
         self._buffer = GroupBuffer(
-            num_slots=num_slots, num_shards=num_shards, dynamic_sampling=dynamic_sampling, first_index=first_index
+            num_slots=num_slots,
+            num_shards=num_shards,
+            window=window,
+            dynamic_sampling=dynamic_sampling,
+            first_index=first_index,
         )
 
     @concurrent_endpoint
@@ -22,9 +28,9 @@ class ReplayBuffer(Actor):
         return await self._buffer.reserve(limit)
 
     @concurrent_endpoint
-    async def commit(self, record: GroupRecord) -> None:
-        """Take up a finished group, whose payload is already in its shard."""
-        await self._buffer.commit(record)
+    async def commit(self, records: Sequence[GroupRecord]) -> None:
+        """Take up finished groups, whose payloads are already in their shards."""
+        await self._buffer.commit(records)
 
     @concurrent_endpoint
     async def fail(self, error: str) -> None:
@@ -42,25 +48,45 @@ class ReplayBuffer(Actor):
         await self._buffer.release(handles)
 
 
+def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
+    """Rollouts as a shard keeps them: only who made them and who trains on them pays for taking them apart."""
+    return tuple(pickle.dumps(rollout, pickle.HIGHEST_PROTOCOL) for rollout in rollouts)
+
+
+async def fetch(shard: Any, wanted: Sequence[tuple[Handle, int]]) -> list[Rollout]:
+    """Single rollouts of a shard, by handle and place in the group.
+
+    Raises:
+        KeyError: a slot has been used again since.
+    """
+    answer: list[bytes] = await shard.get.call_one(wanted)
+    return [pickle.loads(rollout) for rollout in answer]
+
+
 class StorageShard(Actor):
-    """Holder of payloads: tokens, log-probabilities, masks and versions of groups with a signal."""
+    """Holder of payloads: tokens, log-probabilities, masks and versions of groups with a signal, packed."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._groups: dict[Handle, tuple[Rollout, ...]] = {}
+        self._groups: dict[int, tuple[Handle, tuple[bytes, ...]]] = {}
 
     @concurrent_endpoint
-    async def put(self, handle: Handle, rollouts: tuple[Rollout, ...]) -> None:
-        """Keep a group's rollouts; whatever the slot held before is gone."""
-        for old in [held for held in self._groups if held.slot == handle.slot]:
-            del self._groups[old]
-        self._groups[handle] = rollouts
+    async def put(self, groups: Mapping[Handle, tuple[bytes, ...]]) -> None:
+        """Keep the rollouts of groups; whatever their slots held before is gone."""
+        for handle, rollouts in groups.items():
+            self._groups[handle.slot] = (handle, rollouts)
 
     @concurrent_endpoint
-    async def get(self, wanted: Iterable[tuple[Handle, int]]) -> list[Rollout]:
+    async def get(self, wanted: Sequence[tuple[Handle, int]]) -> list[bytes]:
         """Single rollouts, by handle and place in the group.
 
         Raises:
             KeyError: the slot has been used again since.
         """
-        return [self._groups[handle][rollout] for handle, rollout in wanted]
+        return [self._group(handle)[rollout] for handle, rollout in wanted]
+
+    def _group(self, handle: Handle) -> tuple[bytes, ...]:
+        held, rollouts = self._groups[handle.slot]
+        if held != handle:
+            raise KeyError(handle)
+        return rollouts

@@ -1,12 +1,14 @@
 """The buffer's bookkeeping, free of actors: who may generate, which groups are finished, which make the next batch.
 
-A slot is charged when a prompt is admitted and freed only after the generators have pulled the weights trained on it, so
-with `(max_staleness + 1) * groups_per_step` slots nothing can become staler than `max_staleness`.
+A slot is charged when a prompt is admitted and freed only after the generators have pulled the weights trained on it. With B
+slots, P groups between two publications and a window of W, no token is trained on more than (B + W - 2) // P publications
+after it was sampled; docs/async.md has the argument. Nothing is evicted for its age, so long completions are as likely to be
+trained on as short ones.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from titanrl.types import GroupRecord, Handle
@@ -37,33 +39,46 @@ class Batch:
     records: tuple[GroupRecord, ...]
     """Groups without signal included, unless they were replaced (`dynamic_sampling`)."""
     num_tried: int
-    """Groups finished since the last batch."""
+    """Groups of the batch, and those freed without being trained on since the last one."""
     num_without_signal: int
     """Those of them whose rewards were all equal."""
     next_index: int
-    """Position of the prompt stream that has not been admitted yet."""
+    """First position of the prompt stream that no batch has gone past: what a resumed run begins with."""
+    num_in_flight: int
+    """Groups being generated or scored when the batch was taken."""
+    num_ready: int
+    """Finished groups that were left for a later batch."""
+    num_held: int
+    """Slots of groups trained on earlier, whose weights the generators had not pulled yet."""
 
 
 class GroupBuffer:
     """Slots and records. All methods run on one event loop."""
 
-    def __init__(self, *, num_slots: int, num_shards: int, dynamic_sampling: bool, first_index: int = 0) -> None:
+    def __init__(
+        self, *, num_slots: int, num_shards: int, dynamic_sampling: bool, window: int = 1, first_index: int = 0
+    ) -> None:
         """Start empty.
 
         Args:
             num_slots: groups under way or waiting at once.
             num_shards: storage shards payloads are spread over.
             dynamic_sampling: free the slot of a group without signal at once, so that another prompt takes its place.
+            window: a group may go into a batch before an older one that is not finished, if fewer than `window` groups then
+                have; 1 keeps the order of prompts.
             first_index: first position of the prompt stream; later than 0 after a resume.
         """
-        self._free = list(range(num_slots))
+        self._free = deque(range(num_slots))
+        self._charged: dict[int, Handle] = {}
         self._generations = [0] * num_slots
         self._num_shards = num_shards
         self._dynamic_sampling = dynamic_sampling
+        self._window = window
         self._next_index = first_index
-        self._in_flight: set[Handle] = set()
+        self._in_flight: dict[int, Handle] = {}  # by prompt index, in order of admission
         self._ready: dict[int, GroupRecord] = {}
-        self._tried: list[GroupRecord] = []
+        self._overtakers: set[int] = set()  # taken although an older group was still in flight
+        self._dropped: list[GroupRecord] = []  # without signal, freed since the last batch
         self._failure: str | None = None
         self._changed = asyncio.Condition()
 
@@ -73,17 +88,11 @@ class GroupBuffer:
             await self._changed.wait_for(lambda: self._free)
             return [self._charge() for _ in range(min(limit, len(self._free)))]
 
-    async def commit(self, record: GroupRecord) -> None:
-        """Take up a finished group."""
+    async def commit(self, records: Sequence[GroupRecord]) -> None:
+        """Take up finished groups."""
         async with self._changed:
-            if record.handle not in self._in_flight:
-                raise RuntimeError(f"group {record.index} was committed without a reservation, or twice")
-            self._in_flight.remove(record.handle)
-            self._tried.append(record)
-            if self._dynamic_sampling and not record.has_payload:
-                self._free_slot(record.handle)
-            else:
-                self._ready[record.index] = record
+            for record in records:
+                self._take_up(record)
             self._changed.notify_all()
 
     async def fail(self, error: str) -> None:
@@ -95,22 +104,21 @@ class GroupBuffer:
     async def take_batch(self, num_groups: int, timeout_s: float) -> Batch:
         """The `num_groups` finished groups that come first in prompt order, at least one of them with a signal.
 
+        A group in flight is overtaken by at most `window - 1` younger ones.
+
         Raises:
             StarvationError: none came together within `timeout_s`.
             RolloutError: a worker failed.
         """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                while not self._batch_is_ready(num_groups):
-                    self._recycle_signal_free(num_groups)
+                while len(picked := self._pick(num_groups)) < num_groups and self._failure is None:
                     await self._changed.wait()
         except TimeoutError:
             raise StarvationError(self._why_starved(num_groups, timeout_s)) from None
         if self._failure is not None:
             raise RolloutError(self._failure)
-        records = tuple(self._ready.pop(index) for index in sorted(self._ready)[:num_groups])
-        tried, self._tried = self._tried, []
-        return Batch(records, len(tried), sum(not record.has_signal for record in tried), self._next_index)
+        return self._take(picked)
 
     async def release(self, handles: Iterable[Handle]) -> None:
         """Free the slots of groups that were trained on."""
@@ -120,41 +128,77 @@ class GroupBuffer:
             self._changed.notify_all()
 
     def _charge(self) -> Reservation:
-        slot, index = self._free.pop(0), self._next_index
+        slot, index = self._free.popleft(), self._next_index
         self._next_index += 1
         self._generations[slot] += 1
         handle = Handle(shard=slot % self._num_shards, slot=slot, generation=self._generations[slot])
-        self._in_flight.add(handle)
+        self._charged[slot] = handle
+        self._in_flight[index] = handle
         return Reservation(index, handle)
 
     def _free_slot(self, handle: Handle) -> None:
-        assert self._generations[handle.slot] == handle.generation, "slot freed after it was charged again"
-        assert handle.slot not in self._free, "slot freed twice"
+        assert self._charged.pop(handle.slot, None) == handle, "slot freed twice, or after it was charged again"
         self._free.append(handle.slot)
 
-    def _batch_is_ready(self, num_groups: int) -> bool:
-        first = [self._ready[index] for index in sorted(self._ready)[:num_groups]]
-        return self._failure is not None or (len(first) == num_groups and any(record.has_payload for record in first))
+    def _take_up(self, record: GroupRecord) -> None:
+        if self._in_flight.pop(record.index, None) != record.handle:
+            raise RuntimeError(f"group {record.index} was committed without a reservation, or twice")
+        if self._dynamic_sampling and not record.has_payload:
+            self._drop(record)
+        else:
+            self._ready[record.index] = record
 
-    def _recycle_signal_free(self, num_groups: int) -> None:
-        """If a whole batch is ready and none of it has a signal, free it: there is nothing to train on."""
-        if len(self._ready) < num_groups:
-            return
-        for index in sorted(self._ready)[:num_groups]:
-            self._free_slot(self._ready.pop(index).handle)
-        self._changed.notify_all()
+    def _drop(self, record: GroupRecord) -> None:
+        self._dropped.append(record)
+        self._free_slot(record.handle)
+
+    def _pick(self, num_groups: int) -> list[int]:
+        """Indices of the next batch, oldest first; fewer than asked for if it has to wait.
+
+        A whole batch without any signal is freed, since there is nothing to train on; other prompts take its place.
+        """
+        while len(self._ready) >= num_groups:
+            oldest_in_flight = next(iter(self._in_flight), self._next_index)
+            self._overtakers = {index for index in self._overtakers if index > oldest_in_flight}
+            ready = sorted(self._ready)
+            in_order = [index for index in ready if index < oldest_in_flight]
+            overtaking = ready[len(in_order) :][: self._window - 1 - len(self._overtakers)]
+            picked = [*in_order, *overtaking][:num_groups]
+            if len(picked) < num_groups or any(self._ready[index].has_payload for index in picked):
+                return picked
+            for index in picked:
+                self._drop(self._ready.pop(index))
+            self._changed.notify_all()
+        return []
+
+    def _take(self, picked: Sequence[int]) -> Batch:
+        oldest_in_flight = next(iter(self._in_flight), self._next_index)
+        self._overtakers |= {index for index in picked if index > oldest_in_flight}
+        records = tuple(self._ready.pop(index) for index in picked)
+        tried = [*records, *self._dropped]
+        self._dropped = []
+        return Batch(
+            records=records,
+            num_tried=len(tried),
+            num_without_signal=sum(not record.has_signal for record in tried),
+            next_index=min([oldest_in_flight, *self._ready]),
+            num_in_flight=len(self._in_flight),
+            num_ready=len(self._ready),
+            num_held=len(self._charged) - len(self._in_flight) - len(self._ready) - len(records),
+        )
 
     def _why_starved(self, num_groups: int, timeout_s: float) -> str:
-        if not self._tried:
+        tried = [*self._ready.values(), *self._dropped]
+        if not tried:
             return (
                 f"no group finished in {timeout_s:g} s, {len(self._in_flight)} are under way; "
                 "see logs/rollout_0.log and logs/generator_0_0.log, or raise rollout.starvation_timeout_s"
             )
-        with_signal = sum(record.has_payload for record in self._tried)
-        equal = Counter(record.rewards[0] for record in self._tried if not record.has_payload)
+        with_signal = sum(record.has_payload for record in tried)
+        equal = Counter(record.rewards[0] for record in tried if not record.has_payload)
         reasons = ", ".join(f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3))
         return (
-            f"no batch of {num_groups} groups with a signal in {timeout_s:g} s: {len(self._tried)} groups finished, "
+            f"no batch of {num_groups} groups with a signal in {timeout_s:g} s: {len(tried)} groups finished, "
             f"{with_signal} with a signal; the others: {reasons or 'none'}. If rewards are all low the task is too hard for "
             "the policy (warm_start, an easier data.task_config, a larger rollout.group_size); if all high it is solved"
         )

@@ -3,7 +3,9 @@
 import asyncio
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from titanrl.config.schema import Config
 from titanrl.metrics.sinks import append_line
 from titanrl.replay.buffer import Reservation
 from titanrl.rollout.group import fit_to_rows, greedy_request, record_of, roll_out, sampling_requests
+from titanrl.rollout.outbox import Outbox
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import EvaluationResult, Group, GroupRecord, Handle, Prompt, Rollout
 
@@ -48,9 +51,11 @@ class RolloutWorker(Actor):
     def __init__(self, setup: WorkerSetup) -> None:
         """Keep the set-up; `start` loads."""
         self._setup = setup
-        self._pool = GeneratorPool(setup.generators)
+        self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs)
         self._task: asyncio.Task[None] | None = None
-        # Rollouts and evaluations take turns, so that neither changes the other's decoding batches: a synchronous run repeats.
+        self._outbox = Outbox(setup.buffer, setup.shards)
+        # In synchronous training rollouts and evaluations take turns, so that neither changes the other's decoding batches and
+        # a run repeats.
         self._turn = asyncio.Lock()
 
     @endpoint
@@ -76,7 +81,7 @@ class RolloutWorker(Actor):
     async def evaluate(self, num_prompts: int) -> EvaluationResult:
         """Answer held-out prompts greedily."""
         prompts = self._stream.heldout(num_prompts)
-        async with self._turn:
+        async with self._turn:  # free all the time in asynchronous training
             groups = [
                 group
                 for start in range(0, num_prompts, EVALUATION_BATCH)
@@ -101,7 +106,7 @@ class RolloutWorker(Actor):
             assert config.warm_start is not None
             self._demonstrations = chain_sum_demonstrations(self._stream, self._tokenizer, config.warm_start, config.seed)
         batch = next(self._demonstrations)
-        await self._shard(handle).put.call_one(handle, tuple(map(rollout_of_demonstration, batch)))
+        await self._outbox.put({handle: tuple(map(rollout_of_demonstration, batch))})
         return record_of_demonstrations(batch, handle, self._setup.config.data.task)
 
     @endpoint
@@ -113,25 +118,30 @@ class RolloutWorker(Actor):
         await self._scoring.close()
 
     async def _roll_out_for_ever(self) -> None:
+        """Synchronous training goes in rounds, which repeat; else a group starts as soon as a slot and an engine have room."""
         config = self._setup.config
-        limit = -(-config.num_slots // config.rollout.num_workers)
-        while True:
-            reservations = await self._setup.buffer.reserve.call_one(limit)
-            async with self._turn:
-                await asyncio.gather(*map(self._roll_out, reservations))
+        share = -(-config.num_slots // config.rollout.num_workers)
+        synchronous = config.max_staleness == 0
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                limit = share if synchronous else min(share, await self._pool.room(config.rollout.num_requests))
+                reservations = await self._setup.buffer.reserve.call_one(limit)
+                async with self._turn if synchronous else nullcontext():
+                    rolling = [groups.create_task(self._roll_out(reservation)) for reservation in reservations]
+                    if synchronous:
+                        await asyncio.gather(*rolling)
 
     async def _roll_out(self, reservation: Reservation) -> None:
         """One group, from its prompt to the buffer."""
         config = self._setup.config
         prompt = self._stream[reservation.index]
         requests = sampling_requests(prompt, config.rollout, config.seed)
-        group = await roll_out(prompt, requests, self._pool.generate, self._score, self._tokenizer.decode)
+        generate = partial(self._pool.generate, num_kept=config.rollout.group_size)
+        group = await roll_out(prompt, requests, generate, self._score, self._tokenizer.decode)
         trained, num_overlong = fit_to_rows(group, config.trainer)
         has_payload = group.has_signal or config.trains_on_equal_rewards
-        if has_payload:
-            await self._shard(reservation.handle).put.call_one(reservation.handle, trained.rollouts)
         record = record_of(trained, reservation.handle, has_payload=has_payload, num_overlong=num_overlong)
-        await self._setup.buffer.commit.call_one(record)
+        await self._outbox.deliver(record, trained.rollouts)
         if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
             append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group))
 
@@ -142,14 +152,12 @@ class RolloutWorker(Actor):
     async def _score(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Mapping[str, float]]:
         return [score.parts for score in await self._scoring.score(answers)]
 
-    def _shard(self, handle: Handle) -> Any:
-        return self._setup.shards.slice(procs=handle.shard)
-
     async def _report_failure(self) -> None:
         try:
             await self._roll_out_for_ever()
-        except Exception as error:  # the edge of a background task: the controller is told
-            await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(error)).strip())
+        except* Exception as errors:  # the edge of a background task: the controller is told
+            first = next(leaves(errors))
+            await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(first)).strip())
             raise
 
     def _readable(self, group: Group) -> dict[str, Any]:
@@ -173,6 +181,15 @@ class RolloutWorker(Actor):
             "tokens": [self._tokenizer.token_text(token_id) for token_id in token_ids],
             "logprobs": [round(float(logprob), 4) for logprob in rollout.logprobs[rollout.mask]],
         }
+
+
+def leaves(errors: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+    """The errors a group is made of."""
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error
 
 
 def rollout_of_demonstration(demonstration: "Demonstration") -> Rollout:

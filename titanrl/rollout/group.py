@@ -46,7 +46,7 @@ def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[
                 min_p=config.min_p,
             ),
         )
-        for g in range(config.group_size)
+        for g in range(config.num_requests)
     ]
 
 

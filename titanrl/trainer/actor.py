@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import Device, num_threads
+from titanrl.replay.actors import fetch
 from titanrl.types import AdamParams, Datum, Handle, LossSums, MicroBatch, OptimUpdate, Rollout, Row
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
@@ -63,8 +64,6 @@ class PolicyTrainer(Actor):
         """Keep the set-up; `start` loads."""
         self._setup = setup
         self._closing: list[Callable[[], None]] = []
-        # A push copies the weights while other endpoints go on; those that put another version in their place wait for it.
-        self._reading = asyncio.Lock()
 
     @endpoint
     async def start(self) -> None:
@@ -136,18 +135,19 @@ class PolicyTrainer(Actor):
         return self._learner.forward_backward(packed, loss, microbatch.correction)
 
     @endpoint
-    async def measure_correction(self, microbatch: MicroBatch) -> LossSums:
+    async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> LossSums:
         """What the off-policy correction does over this rank's rows of a micro-batch; changes nothing."""
-        _, packed = await self._rows(microbatch)
+        rows, packed = await self._rows(microbatch)
+        if proximal_version is not None:
+            packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
         return self._learner.measure_correction(packed)
 
     @endpoint
     async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
         """Compute log-probabilities with the weights of a version and keep them here, for a loss to come."""
         rows, packed = await self._rows(microbatch)
-        async with self._reading:
-            with self._learner.weights_at(at_version):
-                logprobs_BL = self._learner.logprobs(packed)
+        with self._learner.weights_at(at_version):
+            logprobs_BL = self._learner.logprobs(packed)
         self._kept.put(at_version, rows, logprobs_BL.cpu())
 
     # A caller's data, as Tinker has it
@@ -162,9 +162,8 @@ class PolicyTrainer(Actor):
     @endpoint
     async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataAnswer":
         """Log-probabilities of this rank's share of the data with the weights of a version."""
-        async with self._reading:
-            with self._learner.weights_at(at_version):
-                return self._run_data(data, None, {}, backward=False)
+        with self._learner.weights_at(at_version):
+            return self._run_data(data, None, {}, backward=False)
 
     # Optimizer, versions
 
@@ -196,8 +195,7 @@ class PolicyTrainer(Actor):
         Forward and backward passes may run meanwhile: they change no weight, and `optim_step` is called after this returned.
         """
         assert version == self._learner.version, f"asked to push v{version}, weights are v{self._learner.version}"
-        async with self._reading:
-            return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
+        return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
     async def start_over(self) -> None:
@@ -269,9 +267,7 @@ class PolicyTrainer(Actor):
         wanted: dict[int, list[tuple[Handle, int]]] = defaultdict(list)
         for sequence in (sequence for row in rows for sequence in row):
             wanted[sequence.handle.shard].append((sequence.handle, sequence.rollout))
-        answers = await asyncio.gather(
-            *(self._setup.shards.slice(procs=shard).get.call_one(keys) for shard, keys in wanted.items())
-        )
+        answers = await asyncio.gather(*(fetch(self._setup.shards.slice(procs=shard), keys) for shard, keys in wanted.items()))
         payload: dict[Handle, dict[int, Rollout]] = defaultdict(dict)
         for keys, rollouts in zip(wanted.values(), answers, strict=True):
             for (handle, place), rollout in zip(keys, rollouts, strict=True):

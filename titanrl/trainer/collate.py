@@ -28,6 +28,8 @@ class PackedRows:
     """True where that token was sampled by the policy, with a finite log-probability."""
     logprobs_BL: torch.Tensor
     """The generator's log-probability of the target."""
+    versions_BL: torch.Tensor
+    """Policy version that sampled the target; 0 outside the mask."""
     advantages_BL: torch.Tensor
     """Advantage of the target."""
     weights_BL: torch.Tensor
@@ -74,6 +76,7 @@ def collate(rows: Sequence[Row], payload: Mapping[Handle, Mapping[int, Rollout]]
     tokens = np.zeros((num_rows, row_tokens), np.int64)
     positions = np.zeros((num_rows, row_tokens), np.int64)
     targets = np.zeros((num_rows, row_tokens), np.int64)
+    versions = np.zeros((num_rows, row_tokens), np.int64)
     mask = np.zeros((num_rows, row_tokens), np.bool_)
     logprobs, advantages, weights = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(3))
     for b in range(num_rows):
@@ -89,6 +92,7 @@ def collate(rows: Sequence[Row], payload: Mapping[Handle, Mapping[int, Rollout]]
             trained = rollout.mask[1:] & np.isfinite(rollout.logprobs[1:])
             mask[b, predicting] = trained
             logprobs[b, predicting] = np.where(trained, rollout.logprobs[1:], 0.0)
+            versions[b, predicting] = np.where(trained, rollout.versions[1:], 0)
             advantages[b, predicting] = sequence.advantage
             weights[b, predicting] = np.where(trained, sequence.weight, 0.0)
             start = end
@@ -99,6 +103,7 @@ def collate(rows: Sequence[Row], payload: Mapping[Handle, Mapping[int, Rollout]]
         targets_BL=torch.from_numpy(targets),
         mask_BL=torch.from_numpy(mask),
         logprobs_BL=torch.from_numpy(logprobs),
+        versions_BL=torch.from_numpy(versions),
         advantages_BL=torch.from_numpy(advantages),
         weights_BL=torch.from_numpy(weights),
     )

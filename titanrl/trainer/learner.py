@@ -18,13 +18,14 @@ from torchtitan.distributed import utils as dist_utils
 
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
 from titanrl.algorithms.objective import LossInputs, measure_correction, policy_loss
+from titanrl.algorithms.staleness import lag_metrics
 from titanrl.algorithms.tinker import tinker_algorithm
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows
 from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
-from titanrl.trainer.snapshots import Snapshots, check_recoverable, local_part
+from titanrl.trainer.snapshots import Snapshots, check_recoverable
 from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, OptimUpdate
 
 LossName = Literal["policy", "cross_entropy"]
@@ -67,10 +68,8 @@ class Learner:
         self.temperature = temperature
         self._algorithm = algorithm
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
-        self._merged: dict[str, Tensor] = {}
         self._num_pending = 0
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
-        self.weights_changed()
 
     @property
     def version_in_use(self) -> int:
@@ -84,7 +83,7 @@ class Learner:
 
     def forward_backward(self, rows: PackedRows, loss: LossName, correction: CorrectionTotals = NOT_MEASURED) -> LossSums:
         """Add the gradient of sum(w * l) over these rows; returns the metrics' sums over them."""
-        policy = partial(_policy, algorithm=self._algorithm, correction=correction)
+        policy = partial(_policy, algorithm=self._algorithm, correction=correction, version=self.version)
         return self.run(rows, policy if loss == "policy" else _cross_entropy).sums
 
     def measure_correction(self, rows: PackedRows) -> LossSums:
@@ -139,7 +138,6 @@ class Learner:
             self._set_params(params)
             self.optimizers.step()
             self.version += 1
-            self.weights_changed()
         self.zero_grad()
         return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite)
 
@@ -165,42 +163,25 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
+    @property
+    def buffer_names(self) -> frozenset[str]:
+        """Names of what `weights` holds besides parameters."""
+        return frozenset(name for name, _ in self.model.module.named_buffers())
+
     def drop_snapshots(self, *, keep_first: bool = False) -> None:
         """Hold no other version any more, or only version 0."""
         for version in self.snapshots.held:
             if version != 0 or not keep_first:
                 self.snapshots.drop(version)
 
-    @property
-    def buffer_names(self) -> frozenset[str]:
-        """Names of what `weights` holds besides parameters."""
-        return frozenset(name for name, _ in self.model.module.named_buffers())
-
     def weights(self) -> dict[str, Tensor]:
-        """The parameters and persistent buffers by name, sharded, as they are now, adapters merged; to be read only.
-
-        They are the model's own tensors: `state_dict()` otherwise detaches each, which for DTensors takes longer than
-        to copy a small model, and torch.distributed's `get_model_state_dict` takes longer still for the same. Merged ones are
-        kept from step to step, in the same memory, so that no rank waits for another here.
+        """The parameters by name, sharded, as they are now, adapters merged into them.
 
         Raises:
             PhaseError: a snapshot stands in for the live weights.
         """
         self._require_live_weights("reading the weights")
-        if self.model.lora is not None:
-            return self._merged
-        self.model.reshard()
-        state = self.model.module.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-    def weights_changed(self) -> None:
-        """Merge the adapters anew; whoever changes weights calls it, on all ranks alike."""
-        if self.model.lora is None:
-            return
-        for name, value in self.model.weights().items():
-            kept = self._merged.setdefault(name, value)
-            if local_part(kept).data_ptr() != local_part(value).data_ptr():
-                local_part(kept).copy_(local_part(value))
+        return self.model.weights()
 
     def keep_weights(self) -> int:
         """Hold a copy of the live weights under their version, which is returned.
@@ -320,8 +301,16 @@ def _policy(
     *,
     algorithm: AlgorithmConfig,
     correction: CorrectionTotals = NOT_MEASURED,
+    version: int | None = None,
 ) -> tuple[Tensor, LossMetrics]:
-    return policy_loss(replace(_inputs(rows, logprobs_N, entropy_N), correction=correction), algorithm)
+    """The policy's loss; with the `version` that is trained, also metrics by the age of each token."""
+    inputs = replace(_inputs(rows, logprobs_N, entropy_N), correction=correction)
+    loss, metrics = policy_loss(inputs, algorithm)
+    if version is None:
+        return loss, metrics
+    lags_N = version - rows.versions_BL.flatten()
+    sums, maxima = lag_metrics(logprobs_N, inputs.generator_logprobs_N, lags_N, inputs.mask_N)
+    return loss, LossMetrics(sums={**metrics.sums, **sums}, maxima={**metrics.maxima, **maxima})
 
 
 def _cross_entropy(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:

@@ -1,0 +1,166 @@
+"""What does overlap gain, and what does staleness cost? `python -m benchmarks.async_speedup --json FILE [--reward]`.
+
+A synchronous and an asynchronous run live side by side and take turns of a few steps, so that both see the same machine. Each
+has its trainer on one core and its generator on another; the batch is one that takes both sides about as long. `--reward`
+instead runs the quick start at several `max_staleness`, all for the same number of sampled completions.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine
+from benchmarks.quickstart import run_command
+from titanrl.config import load_config
+from titanrl.grpo import GRPO
+from titanrl.metrics.series import by_step, first_and_last_five, series
+from titanrl.metrics.sinks import read_metrics
+
+BALANCED = ("rollout.groups_per_step=16", "rollout.group_size=16", "generator.max_num_seqs=1024", "sandbox.num_processes=4")
+"""A batch whose generation and training take about as long on one core each."""
+CORES = {"trainer_0": 0, "generator_0_0": 1}
+"""Core of each process that does the work, by the name of its log; the others are left alone."""
+SKIPPED_STEPS = 3
+"""Steps at the beginning of each turn that do not count: while the other run had its turn, this one got ahead."""
+STALENESS = (0, 1, 3, 8)
+"""`max_staleness` of the runs of `--reward`."""
+
+
+def main() -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.async_speedup", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--turns", type=int, default=6, help="turns of each run")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
+    parser.add_argument("--reward", action="store_true", help="compare what runs of different staleness learn instead")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--staleness", type=int, nargs="+", default=list(STALENESS))
+    parser.add_argument(
+        "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to the config"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
+        if arguments.reward:
+            result = measure_reward(Path(folder), arguments.seeds, arguments.staleness, arguments.overrides)
+        else:
+            result = asyncio.run(measure_speed(Path(folder), arguments.turns, arguments.steps, arguments.overrides))
+    result = {"benchmark": "async_speedup", "machine": describe_machine(), **result}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({name: value for name, value in result.items() if name != "machine"}, indent=2))
+
+
+async def measure_speed(folder: Path, num_turns: int, num_steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Steps of both runs by turns."""
+    runs = {}
+    try:
+        for name, max_staleness in (("sync", 0), ("async", 1)):
+            runs[name] = await started(folder, name, max_staleness, overrides)
+        rows: dict[str, list[Mapping[str, float]]] = {name: [] for name in runs}
+        for _ in range(num_turns):
+            for name, run in runs.items():
+                steps = [(await run.step()).values for _ in range(SKIPPED_STEPS + num_steps)]
+                rows[name] += steps[SKIPPED_STEPS:]
+    finally:
+        for run in runs.values():
+            await run.close()
+    return speed_figures(rows["sync"], rows["async"])
+
+
+def speed_figures(sync: Sequence[Mapping[str, float]], overlapped: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Medians over the steps of both runs."""
+    generate_s = median(sync, "time/rollout_s")
+    train_s = statistics.median(row["time/train_s"] + row["time/optim_s"] for row in sync)
+    sync_step_s, async_step_s = median(sync, "time/step_s"), median(overlapped, "time/step_s")
+    lags = sorted({name for row in overlapped for name in row if name.startswith("staleness/lag_")})
+    return {
+        "generate_s": generate_s,
+        "train_s": train_s,
+        "sync_step_s": sync_step_s,
+        "async_step_s": async_step_s,
+        "speedup": sync_step_s / async_step_s,
+        "overlap_efficiency": max(generate_s, train_s) / async_step_s,
+        "trainer_idle_frac": {
+            "sync": median(sync, "perf/trainer_idle_frac"),
+            "async": median(overlapped, "perf/trainer_idle_frac"),
+        },
+        "generator_idle_frac": {
+            "sync": median(sync, "perf/generator_idle_frac"),
+            "async": median(overlapped, "perf/generator_idle_frac"),
+        },
+        "staleness_max": max(row["staleness/max"] for row in overlapped),
+        "staleness_histogram": {
+            name.removeprefix("staleness/lag_").removesuffix("_frac"): statistics.mean(row[name] for row in overlapped)
+            for name in lags
+        },
+    }
+
+
+def median(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """Median of a metric."""
+    return statistics.median(row[name] for row in rows)
+
+
+async def started(folder: Path, name: str, max_staleness: int, overrides: Sequence[str]) -> GRPO:
+    """A run with its trainer and its generator each on a core of its own."""
+    places = [f"name={name}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache", "logging.console=off"]
+    # A short warm start is enough for groups with a signal; what is learned is not asked here.
+    short = ["num_steps=100000", "warm_start.num_steps=150", "warm_start.num_long_only_steps=100"]
+    config = load_config("configs/quickstart.yaml", [*places, *short, *BALANCED, f"max_staleness={max_staleness}", *overrides])
+    run = await GRPO(config).start()
+    for role, core in CORES.items():
+        pin(int((run.run_dir / "logs" / f"{role}.pid").read_text().split()[0]), core)
+    return run
+
+
+def pin(pid: int, core: int) -> None:
+    """Keep all threads of a process on one core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), {core})
+
+
+def measure_reward(folder: Path, seeds: Sequence[int], staleness: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
+    """The quick start at each staleness, for each seed."""
+    runs = []
+    for seed in seeds:
+        for max_staleness in staleness:
+            name = f"seed{seed}-staleness{max_staleness}"
+            places = [f"name={name}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache", "logging.console=off"]
+            run_command([*places, f"seed={seed}", f"max_staleness={max_staleness}", *overrides])
+            rows = read_metrics(folder / "runs" / name / "metrics.jsonl")
+            runs.append({"seed": seed, "max_staleness": max_staleness, **reward_figures(rows)})
+    return {"settings": [summary(max_staleness, runs) for max_staleness in staleness], "runs": runs}
+
+
+def reward_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a run learned, and from how many tokens."""
+    steps = [row for row in rows if "reward/mean" in row]
+    heldout = series(by_step(rows), "eval/chain_sum/mean")
+    _, last_reward = first_and_last_five(series(by_step(steps), "reward/mean"))
+    completions = [row["tokens/response_len_mean"] for row in steps]
+    return {
+        "heldout_first": heldout[0][1],
+        "heldout_last": heldout[-1][1],
+        "reward_mean": statistics.mean(row["reward/mean"] for row in steps),
+        "reward_last_five": last_reward,
+        "response_len_mean": statistics.mean(completions),
+        "staleness_mean": statistics.mean(row["staleness/mean"] for row in steps),
+        "ratio_max": max(row["policy/ratio_max"] for row in steps),
+    }
+
+
+def summary(max_staleness: int, runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over the seeds of a setting."""
+    mine = [run for run in runs if run["max_staleness"] == max_staleness]
+    names = ("heldout_last", "reward_mean", "reward_last_five", "staleness_mean", "ratio_max")
+    return {"max_staleness": max_staleness, **{name: statistics.mean(run[name] for run in mine) for name in names}}
+
+
+if __name__ == "__main__":
+    main()

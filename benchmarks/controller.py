@@ -1,0 +1,239 @@
+"""What does the controller cost? `python -m benchmarks.controller --json FILE`.
+
+The real loop, rollout worker, sandbox, buffer, shards and weight store run between a trainer that only answers and a generator
+that makes completions up at once, so that everything measured is overhead. The two stubs are put in the place of the real
+actors before the parts are spawned.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import titanrl.launch.assembly as assembly
+from benchmarks.machine import describe_machine
+from titanrl.actors import Actor, concurrent_endpoint, endpoint
+from titanrl.config import Config, load_config
+from titanrl.generator.loop import GeneratorStats
+from titanrl.grpo import GRPO
+from titanrl.types import (
+    AdamParams,
+    Completion,
+    EngineLoad,
+    GenerationRequest,
+    LossSums,
+    MicroBatch,
+    OptimUpdate,
+)
+from titanrl.weights.manifest import Commit, WeightManifest
+
+if TYPE_CHECKING:
+    from monarch.actor import Port
+
+GROUPS_PER_STEP = (32, 512, 4096)
+"""Sizes that the overhead of a step is measured at."""
+THROUGHPUT_GROUPS = 64
+"""Groups per step while throughput is measured."""
+NUM_TOKENS = 256
+"""Tokens of a completion while throughput is measured."""
+SHORT_TOKENS = 16
+"""Tokens of a completion while the overhead of a step is measured, which does not depend on them."""
+
+
+class StubTrainer(Actor):
+    """Answers like a trainer rank, at once."""
+
+    def __init__(self, setup: Any) -> None:
+        self._version = 0
+
+    @endpoint
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    @endpoint
+    async def load_model(self, model_dir: Path) -> None:
+        """Nothing to load."""
+
+    @endpoint
+    async def forward_backward(
+        self, microbatch: MicroBatch, loss: str, proximal_version: int | None, reference_version: int | None
+    ) -> LossSums:
+        """Count the sequences it was sent."""
+        num_sequences = sum(len(row) for rank in microbatch.rows for row in rank)
+        return LossSums(
+            sums={"num_tokens": float(num_sequences), "loss/policy": 0.0, "lag/0": 0.0, "lag/0/logprob_abs": 0.0}, maxima={}
+        )
+
+    @endpoint
+    async def optim_step(self, params: AdamParams) -> OptimUpdate:
+        """Count."""
+        self._version += 1
+        return OptimUpdate(version=self._version, grad_norm=1.0, skipped=False)
+
+    @endpoint
+    async def push_weights(self, version: int) -> WeightManifest:
+        """Publish no bytes."""
+        return WeightManifest(version, 0, "", 0, None, 0, ())
+
+    @endpoint
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class StubGenerator(Actor):
+    """Answers like a generator, at once, with random tokens."""
+
+    def __init__(self, setup: Any) -> None:
+        self._version, self._num_tokens, self._since = 0, 0, time.perf_counter()
+        self._rng = np.random.default_rng(0)
+
+    @endpoint
+    async def start(self) -> None:
+        """Nothing to build."""
+
+    @concurrent_endpoint
+    async def generate(
+        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], answers: "Port[Any]"
+    ) -> None:
+        """Make completions up."""
+        for place, requests in enumerate(groups):
+            answers.send((place, [self._completion(request) for request in requests], EngineLoad(num_requests=0, num_queued=0)))
+
+    @endpoint
+    async def pull_weights(self, commit: Commit) -> None:
+        """Take note of the version."""
+        self._version = commit.version
+
+    @concurrent_endpoint
+    async def expect_weights(self, version: int) -> None:
+        """Nothing to wait for."""
+
+    @concurrent_endpoint
+    async def stats(self) -> GeneratorStats:
+        """Tokens since the last call."""
+        now = time.perf_counter()
+        stats = GeneratorStats(self._num_tokens, 0.0, now - self._since)
+        self._num_tokens, self._since = 0, now
+        return stats
+
+    @endpoint
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def _completion(self, request: GenerationRequest) -> Completion:
+        num_tokens = request.sampling.max_new_tokens
+        self._num_tokens += num_tokens
+        return Completion(
+            token_ids=self._rng.integers(2, 95, num_tokens),
+            logprobs=np.full(num_tokens, -0.5, np.float32),
+            versions=np.full(num_tokens, self._version),
+            finish_reason="length",
+        )
+
+
+def reward(text: str, entry: Mapping[str, Any]) -> float:
+    """The scorer of the benchmark, in the sandbox: half of all answers are right."""
+    return float(ord(text[0]) % 2)
+
+
+def main() -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.controller", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure throughput")
+    parser.add_argument("--groups-per-step", type=int, nargs="+", default=list(GROUPS_PER_STEP))
+    arguments = parser.parse_args()
+    vars(assembly).update(PolicyTrainer=StubTrainer, Generator=StubGenerator)
+    with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
+        throughput = asyncio.run(measure_throughput(Path(folder), arguments.seconds))
+        overheads = [asyncio.run(measure_overhead(Path(folder), groups)) for groups in arguments.groups_per_step]
+    result = {"benchmark": "controller", "machine": describe_machine(), **throughput, "steps": overheads}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({name: value for name, value in result.items() if name != "machine"}, indent=2))
+
+
+async def measure_throughput(folder: Path, seconds: float) -> dict[str, float]:
+    """Groups a second through admission, rollout, scoring, commit, plan and release."""
+    run = await started(folder, "throughput", THROUGHPUT_GROUPS, NUM_TOKENS, max_staleness=1)
+    try:
+        for _ in range(3):
+            await run.step()
+        began, num_steps = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            await run.step()
+            num_steps += 1
+        return {"groups_per_s": num_steps * THROUGHPUT_GROUPS / (time.perf_counter() - began)}
+    finally:
+        await run.close()
+
+
+async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, float]:
+    """Seconds of a step whose groups are all there when it begins, and the bytes of it that pass the controller."""
+    run = await started(folder, f"step{groups_per_step}", groups_per_step, SHORT_TOKENS, max_staleness=1)
+    try:
+        began = time.perf_counter()
+        await run.step()
+        generate_s = time.perf_counter() - began
+        seconds: list[float] = []
+        for _ in range(5):
+            await asyncio.sleep(1.5 * generate_s)  # until the next batch waits in the buffer
+            gc.collect()
+            seconds.append((await run.step()).values["time/step_s"])
+        num_bytes = await bytes_per_group(run)
+        return {
+            "groups_per_step": groups_per_step,
+            "step_overhead_ms": 1e3 * statistics.median(seconds),
+            "target_ms": 5.0 + 0.02 * groups_per_step,
+            "bytes_per_group": num_bytes,
+        }
+    finally:
+        await run.close()
+
+
+async def bytes_per_group(run: GRPO) -> float:
+    """Bytes of records, plan and handles of a batch, by group."""
+    groups_per_step = run.config.rollout.groups_per_step
+    batch = await run.parts.buffer.take_batch(groups_per_step)
+    plan = run._plan(batch)
+    messages = [batch, *plan.microbatches, [record.handle for record in batch.records]]
+    return sum(len(pickle.dumps(message, -1)) for message in messages) / groups_per_step
+
+
+async def started(folder: Path, name: str, groups_per_step: int, num_tokens: int, *, max_staleness: int) -> GRPO:
+    """A run of the stubs."""
+    return await GRPO(stub_config(folder, name, groups_per_step, num_tokens, max_staleness)).start()
+
+
+def stub_config(folder: Path, name: str, groups_per_step: int, num_tokens: int, max_staleness: int) -> Config:
+    """The quick start's prompts and tokenizer, with rows as long as a trainer of this size would have."""
+    overrides = [
+        f"name={name}",
+        f"output_dir={folder}/runs",
+        f"cache_dir={folder}/cache",
+        "warm_start=null",
+        "num_steps=1000000",
+        f"max_staleness={max_staleness}",
+        f"rollout.groups_per_step={groups_per_step}",
+        f"rollout.max_new_tokens={num_tokens}",
+        "data.scorer=benchmarks.controller:reward",
+        "trainer.row_tokens=512",
+        "trainer.rows_per_microbatch=512",
+        "generator.max_num_seqs=65536",
+        "logging.console=off",
+        "logging.rollouts_per_step=0",
+    ]
+    return load_config("configs/quickstart.yaml", overrides)
+
+
+if __name__ == "__main__":
+    main()

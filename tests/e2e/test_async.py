@@ -1,0 +1,66 @@
+"""Runs whose training and generation overlap."""
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Command, Finished, Start
+
+ROLES = ("trainer", "generator_0", "rollout", "store")
+
+
+def test_an_asynchronous_run_overlaps_within_its_bound_and_says_so(start_run: Start, plain_run: Finished) -> None:
+    initial = f"model.path={plain_run.run_dir}/checkpoints/final"
+    settings = ("max_staleness=1", "rollout.num_workers=2", "rollout.num_spare_completions=1", "warm_start=null", initial)
+    finished = start_run("async", "num_steps=8", *settings).finish()
+    assert finished.code == 0, finished.output
+    assert "B=16 slots, window W=1, P=8 groups per publication: no token older than (B + W - 2) // P = 1" in finished.output
+    assert "idle     trainer" in finished.output
+    assert [row["version"] for row in finished.steps] == list(range(1, 9))
+    assert {row["staleness/max"] for row in finished.steps} <= {0, 1}
+    stale = [row for row in finished.steps if row["staleness/lag_1_frac"] > 0]
+    assert stale
+    for row in finished.steps:
+        assert row.get("mismatch/numeric/logprob_abs_max", 0.0) < 1e-4
+        assert row["staleness/lag_0_frac"] + row["staleness/lag_1_frac"] == pytest.approx(1.0)
+    assert max(row["mismatch/stale/logprob_abs_max"] for row in stale) > 1e-4
+
+
+def test_several_updates_a_publication_start_from_the_weights_it_began_with(start_run: Start, plain_run: Finished) -> None:
+    initial = f"model.path={plain_run.run_dir}/checkpoints/final"
+    decoupled = ("algorithm.proximal=interval_start", "algorithm.correction.weight=token")
+    settings = ("algorithm.updates_per_publish=2", *decoupled, "warm_start=null", initial, "checkpoint.every_steps=0")
+    finished = start_run("intervals", "num_steps=4", *settings).finish()
+    assert finished.code == 0, finished.output
+    # Synchronous by intervals: both batches of one are sampled by the version it starts with.
+    assert [row["staleness/max"] for row in finished.steps] == [0, 0, 0, 0]
+    assert [row["staleness/lag_1_frac"] for row in finished.steps] == [0.0, 1.0, 0.0, 1.0]
+    assert [bool(row.get("sync/bytes")) for row in finished.steps] == [True, False, True, False]
+    # The ratio is to the weights of the interval's start, which the first step has and the second has moved away from.
+    first, second, third, fourth = (row["policy/ratio_max"] for row in finished.steps)
+    assert first == third == 1.0
+    assert min(second, fourth) > 1.0
+    # These are also the weights that sampled, so proximal and generator log-probabilities differ by rounding alone.
+    assert max(row["mismatch/logprob_abs_max"] for row in finished.steps) < 1e-4
+
+
+def footprint(command: Command) -> dict[str, tuple[int, int]]:
+    """Resident bytes and open files of each process that does the work, and of the controller."""
+    processes = {role: command.process_of(role) for role in ROLES}
+    processes["controller"] = psutil.Process(command.process.pid)
+    return {role: (process.memory_info().rss, process.num_fds()) for role, process in processes.items()}
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_take_no_more_memory_and_no_more_files_than_fifty(start_run: Start, plain_run: Finished) -> None:
+    initial = f"model.path={plain_run.run_dir}/checkpoints/final"
+    settings = ("max_staleness=1", "rollout.window=0.25", "warm_start=null", initial, "checkpoint.every_steps=0")
+    command = start_run("soak", "num_steps=100000", *settings)
+    command.wait_for_step(50, timeout_s=600)
+    before = footprint(command)
+    command.wait_for_step(200, timeout_s=1200)
+    after = footprint(command)
+    command.process.terminate()
+    command.finish()
+    for role, (memory, files) in after.items():
+        assert memory < 1.05 * before[role][0], f"{role} grew from {before[role][0]} to {memory} bytes"
+        assert files <= before[role][1] + 2, f"{role} has {files} files open, had {before[role][1]}"

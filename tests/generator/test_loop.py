@@ -1,0 +1,160 @@
+"""What the engine's thread does between steps, with an engine that only counts."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanrl.generator.loop import EngineLoop, EngineStoppedError
+from titanrl.types import Completion, EngineLoad, GenerationRequest, SamplingParams
+
+
+class Finished:
+    """A ticket and its completion."""
+
+    def __init__(self, ticket: int, num_tokens: int, version: int) -> None:
+        self.ticket = ticket
+        self.completion = Completion(
+            token_ids=np.zeros(num_tokens, np.int64),
+            logprobs=np.zeros(num_tokens, np.float32),
+            versions=np.full(num_tokens, version, np.int64),
+            finish_reason="length",
+        )
+
+
+class CountingEngine:
+    """Stands for an engine: a request ends after `max_new_tokens` steps, marked with the version that ended it."""
+
+    def __init__(self) -> None:
+        self.version: int | None = 1
+        self.running: dict[int, list[int]] = {}
+        self.aborted: list[int] = []
+        self.num_steps = 0
+
+    @property
+    def can_step(self) -> bool:
+        return bool(self.running) and self.version is not None
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_requests=len(self.running), num_queued=0)
+
+    def add(self, request: GenerationRequest) -> int:
+        ticket = request.token_ids[0]
+        self.running[ticket] = [0, request.sampling.max_new_tokens]
+        return ticket
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        for ticket in set(tickets) & self.running.keys():
+            del self.running[ticket]
+            self.aborted.append(ticket)
+
+    def step(self) -> list[Finished]:
+        assert self.version is not None
+        self.num_steps += 1
+        for tokens in self.running.values():
+            tokens[0] += 1
+        ended = [ticket for ticket, (done, limit) in self.running.items() if done >= limit]
+        return [Finished(ticket, self.running.pop(ticket)[1], self.version) for ticket in ended]
+
+
+def requests(*lengths: int, first: int = 0) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            token_ids=(first + place,), sampling=SamplingParams(max_new_tokens=length, temperature=1.0, seed=None)
+        )
+        for place, length in enumerate(lengths)
+    ]
+
+
+async def answers(loop: EngineLoop, groups: list[list[GenerationRequest]], num_kept: list[int]) -> list[list[Completion]]:
+    results = await loop.submit(groups, num_kept)
+    return [await asyncio.wrap_future(result) for result in results]
+
+
+def set_version(version: int | None) -> Any:
+    def run(engine: CountingEngine) -> int:
+        engine.version = version
+        return len(engine.running)
+
+    return run
+
+
+def test_a_draining_update_lets_requests_end_and_admits_those_that_come_later_afterwards() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        before = asyncio.create_task(answers(loop, [requests(2000)], [1]))
+        await asyncio.sleep(0)
+        update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
+        await asyncio.sleep(0)
+        after = asyncio.create_task(answers(loop, [requests(3, first=10)], [1]))
+        assert await update == 0
+        assert {completion.versions[-1] for (completion,) in await before} == {1}
+        assert {completion.versions[-1] for (completion,) in await after} == {2}
+        await loop.close()
+
+    asyncio.run(scenario())
+
+
+def test_spares_are_aborted_when_their_group_is_complete_and_other_groups_are_left_alone() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        groups = [requests(9, 2, 5000, 4), requests(6, 7, first=10)]
+        first, second = await answers(loop, groups, [3, 2])
+        assert [len(completion.token_ids) for completion in first] == [9, 2, 4]
+        assert [len(completion.token_ids) for completion in second] == [6, 7]
+        assert engine.aborted == [2]
+        assert engine.num_steps == 9
+        await loop.close()
+
+    asyncio.run(scenario())
+
+
+def test_spares_that_end_in_the_same_step_as_the_last_one_wanted_are_dropped() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        ((*completions,),) = await answers(loop, [requests(4, 4, 4)], [2])
+        assert len(completions) == 2
+        assert (engine.running, engine.aborted) == ({}, [])
+        await loop.close()
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_decoded_without_valid_weights_and_running_requests_go_on_with_the_next_ones() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        running = asyncio.create_task(answers(loop, [requests(100_000)], [1]))
+        await asyncio.sleep(0.01)
+        await loop.call(set_version(None))
+        num_steps = engine.num_steps
+        await asyncio.sleep(0.01)
+        assert engine.num_steps == num_steps
+        await loop.call(set_version(7))
+        ((completion,),) = await running
+        assert completion.versions[-1] == 7
+        await loop.close()
+
+    asyncio.run(scenario())
+
+
+def test_closing_fails_what_waits_for_a_drain() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        running = asyncio.create_task(answers(loop, [requests(2_000_000)], [1]))
+        await asyncio.sleep(0)
+        update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
+        await asyncio.sleep(0.01)
+        await loop.close()
+        for waiting in (running, update):
+            with pytest.raises(EngineStoppedError, match="closed"):
+                await waiting
+
+    asyncio.run(scenario())

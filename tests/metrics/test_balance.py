@@ -1,0 +1,37 @@
+"""What the last lines of a run say about idle time."""
+
+import pytest
+
+from titanrl.metrics.balance import advice, balance_line
+
+
+def rows(trainer: float, generator: float, staleness: float) -> list[dict[str, float]]:
+    first = {"step": 1, "perf/trainer_idle_frac": 1.0, "perf/generator_idle_frac": 1.0, "staleness/max": 0.0}
+    values = {"perf/trainer_idle_frac": trainer, "perf/generator_idle_frac": generator, "staleness/max": staleness}
+    return [first, *({"step": step, **values} for step in range(2, 6))]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "generator", "expected"),
+    [
+        (0.60, 0.05, "generators more devices"),
+        (0.05, 0.60, "trainer more devices"),
+        (0.40, 0.45, "raise max_staleness"),
+        (0.08, 0.12, "well matched"),
+    ],
+)
+def test_the_side_that_waits_less_is_given_more(trainer: float, generator: float, expected: str) -> None:
+    assert expected in advice(trainer, generator, synchronous=False)
+
+
+def test_the_line_has_the_medians_without_the_first_steps() -> None:
+    line = balance_line(rows(0.62, 0.04, 1.0))
+    assert line.startswith("trainer 62%, generators 4% of the time; give the generators more devices")
+
+
+def test_a_synchronous_run_is_told_of_max_staleness() -> None:
+    assert "max_staleness is 0" in balance_line(rows(0.5, 0.5, 0.0))
+
+
+def test_nothing_is_said_without_steps() -> None:
+    assert balance_line([]) == ""
