@@ -90,3 +90,7 @@ def test_the_development_list_fits_every_other(name: str) -> None:
 def test_on_cpu_torch_is_left_to_its_own_step() -> None:
     assert not {"torch", "torchvision", "torchaudio"} & read_pins("cpu").keys()
     assert not [name for name in read_pins("cpu") if name.startswith("nvidia")]
+
+
+def test_the_figures_in_the_readme_are_those_of_the_baselines() -> None:
+    subprocess.run([sys.executable, "-m", "benchmarks.table", "--check"], cwd=ROOT, check=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from monarch.actor import this_host
 
 from tests.launch import losses
@@ -22,7 +23,9 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.launch.training import PoisonedError, TrainingClient
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.types import AdamParams, Datum, ForwardBackwardOutput
-from titanrl.weights.store import spawn_store
+from titanrl.weights.manifest import Commit
+from titanrl.weights.pull import WeightReader
+from titanrl.weights.store import WeightStore, spawn_store
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
 
@@ -35,6 +38,7 @@ class Lab:
     trainer: TrainerClient
     client: TrainingClient
     start: Path
+    store: WeightStore
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(asyncio.wait_for(work, 120))
@@ -88,6 +92,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             procs = fleet.spawn("trainer", this_host(), 2, environment, ("titanrl.trainer.actor", "tests.launch.losses"))
             store_procs = fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",))
             await join_process_group(procs, one_machine=True)
+            store = await spawn_store(store_procs)
             setup = TrainerSetup(
                 run="lab",
                 config=section,
@@ -99,14 +104,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
                 device=device,
                 checkpoint_dir=folder / "checkpoints",
                 keep_checkpoints=2,
-                store=await spawn_store(store_procs),
+                store=store,
                 shards=None,
             )
             trainer = TrainerClient(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
             await trainer.start()
             await trainer.load_model(model)
             client = TrainingClient(trainer, folder / "states")
-            return Lab(runner, trainer, client, await client.save_state("start")), fleet
+            return Lab(runner, trainer, client, await client.save_state("start"), store), fleet
 
         lab, fleet = runner.run(start())
         yield lab
@@ -294,3 +299,26 @@ def test_a_failed_request_stops_those_behind_it_until_the_caller_recovers(lab: L
         assert (await lab.client.optim_step(ADAM)).grad_norm == 0.0
 
     lab.do(scenario())
+
+
+async def read_weights(lab: Lab, commit: Commit) -> dict[str, torch.Tensor]:
+    fetched = await WeightReader("lab", lab.store).fetch(commit)
+    targets = {entry.name: torch.zeros(entry.global_shape) for layout in fetched.layouts for entry in layout.entries}
+    fetched.copy_into(targets)
+    return targets
+
+
+def test_a_push_beside_the_next_pass_sends_the_weights_of_before_the_next_step(lab: Lab) -> None:
+    async def run() -> tuple[dict[str, torch.Tensor], ...]:
+        await lab.client.forward_backward(DATA, "ppo")
+        version = (await lab.client.optim_step(ADAM)).version
+        alone = await read_weights(lab, Commit(version, tuple(await lab.trainer.push_weights(version))))
+        beside, _ = await asyncio.gather(lab.trainer.push_weights(version), lab.client.forward_backward(DATA, "ppo"))
+        await lab.client.optim_step(ADAM)
+        overlapped = await read_weights(lab, Commit(version, tuple(beside)))
+        later = await read_weights(lab, Commit(version + 1, tuple(await lab.trainer.push_weights(version + 1))))
+        return alone, overlapped, later
+
+    alone, overlapped, later = lab.do(run())
+    assert all(torch.equal(alone[name], overlapped[name]) for name in alone)
+    assert not any(torch.equal(alone[name], later[name]) for name in alone)
