@@ -64,6 +64,8 @@ class PolicyTrainer(Actor):
         """Keep the set-up; `start` loads."""
         self._setup = setup
         self._closing: list[Callable[[], None]] = []
+        # A push copies the weights while other endpoints go on; those that put another version in their place wait for it.
+        self._reading = asyncio.Lock()
 
     @endpoint
     async def start(self) -> None:
@@ -146,8 +148,9 @@ class PolicyTrainer(Actor):
     async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
         """Compute log-probabilities with the weights of a version and keep them here, for a loss to come."""
         rows, packed = await self._rows(microbatch)
-        with self._learner.weights_at(at_version):
-            logprobs_BL = self._learner.logprobs(packed)
+        async with self._reading:
+            with self._learner.weights_at(at_version):
+                logprobs_BL = self._learner.logprobs(packed)
         self._kept.put(at_version, rows, logprobs_BL.cpu())
 
     # A caller's data, as Tinker has it
@@ -162,8 +165,9 @@ class PolicyTrainer(Actor):
     @endpoint
     async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataAnswer":
         """Log-probabilities of this rank's share of the data with the weights of a version."""
-        with self._learner.weights_at(at_version):
-            return self._run_data(data, None, {}, backward=False)
+        async with self._reading:
+            with self._learner.weights_at(at_version):
+                return self._run_data(data, None, {}, backward=False)
 
     # Optimizer, versions
 
@@ -195,7 +199,8 @@ class PolicyTrainer(Actor):
         Forward and backward passes may run meanwhile: they change no weight, and `optim_step` is called after this returned.
         """
         assert version == self._learner.version, f"asked to push v{version}, weights are v{self._learner.version}"
-        return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
+        async with self._reading:
+            return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
     async def start_over(self) -> None:

@@ -87,6 +87,7 @@ class Checkpoints:
         self._manager.maybe_wait_for_saving()
         if not self._manager.load(step):
             raise ValueError(f"no checkpoint of step {step} in {self._folder}")
+        self._learner.weights_changed()
 
     def save_state(self, folder: Path) -> None:
         """Write the state into a folder of its own.
@@ -110,6 +111,7 @@ class Checkpoints:
         dcp.load(self._parts(with_optimizer=with_optimizer), checkpoint_id=str(folder))
         if not with_optimizer:
             self._learner.reset_optimizer()
+        self._learner.weights_changed()
 
     def close(self) -> None:
         """Wait until everything is on disk."""

@@ -25,7 +25,7 @@ from titanrl.models.attention import PackedAttention, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows
 from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
-from titanrl.trainer.snapshots import Snapshots, check_recoverable
+from titanrl.trainer.snapshots import Snapshots, check_recoverable, local_part
 from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, OptimUpdate
 
 LossName = Literal["policy", "cross_entropy"]
@@ -68,8 +68,10 @@ class Learner:
         self.temperature = temperature
         self._algorithm = algorithm
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
+        self._merged: dict[str, Tensor] = {}
         self._num_pending = 0
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
+        self.weights_changed()
 
     @property
     def version_in_use(self) -> int:
@@ -138,6 +140,7 @@ class Learner:
             self._set_params(params)
             self.optimizers.step()
             self.version += 1
+            self.weights_changed()
         self.zero_grad()
         return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite)
 
@@ -175,13 +178,30 @@ class Learner:
                 self.snapshots.drop(version)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by name, sharded, as they are now, adapters merged into them.
+        """The parameters and persistent buffers by name, sharded, as they are now, adapters merged; to be read only.
+
+        They are the model's own tensors: `state_dict()` otherwise detaches each, which for DTensors takes longer than
+        to copy a small model, and torch.distributed's `get_model_state_dict` takes longer still for the same. Merged ones are
+        kept from step to step, in the same memory, so that no rank waits for another here.
 
         Raises:
             PhaseError: a snapshot stands in for the live weights.
         """
         self._require_live_weights("reading the weights")
-        return self.model.weights()
+        if self.model.lora is not None:
+            return self._merged
+        self.model.reshard()
+        state = self.model.module.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def weights_changed(self) -> None:
+        """Merge the adapters anew; whoever changes weights calls it, on all ranks alike."""
+        if self.model.lora is None:
+            return
+        for name, value in self.model.weights().items():
+            kept = self._merged.setdefault(name, value)
+            if local_part(kept).data_ptr() != local_part(value).data_ptr():
+                local_part(kept).copy_(local_part(value))
 
     def keep_weights(self) -> int:
         """Hold a copy of the live weights under their version, which is returned.

@@ -70,9 +70,8 @@ class PolicyModel:
     def weights(self) -> dict[str, Tensor]:
         """The parameters by name, sharded, adapters merged into them. With LoRA a collective."""
         self.reshard()
-        # The model's own tensors: `state_dict()` otherwise detaches each, which for DTensors takes longer than to copy a small
-        # model, and torch.distributed's `get_model_state_dict` takes longer still for the same.
-        state = {name: value for name, value in self.module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        # state_dict() costs a fraction of torch's get_model_state_dict() and holds the same tensors.
+        state = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
         return state if self.lora is None else merged(state, self.lora.alpha, self.lora.rank)
 
 
