@@ -208,6 +208,7 @@ class GRPO:
             row_tokens=config.trainer.row_tokens,
             rows_per_microbatch=config.trainer.rows_per_microbatch,
             dp_size=config.trainer.parallelism.dp_size,
+            share_prompts=config.trainer.share_prompts,
         )
 
     def _ages(self, batch: Batch) -> list[int]:

@@ -205,6 +205,13 @@ class SequencePlan:
     """A_i, the same for every token of the rollout."""
     weight: float
     """w_i, the loss weight of each of its sampled tokens, from the step's global counts."""
+    num_shared: int = 0
+    """Tokens at its start that stand only once in its row, in the sequence of the same group before it."""
+
+    @property
+    def num_placed(self) -> int:
+        """Tokens that it takes up in its row."""
+        return self.length - self.num_shared
 
 
 Row = tuple[SequencePlan, ...]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.packing import LINEAR_POSITIONS, balance, pack, row_cost
+from titanrl.algorithms.packing import LINEAR_POSITIONS, balance, pack, pack_sharing, row_cost
 
 
 def test_each_sequence_goes_to_the_fullest_row_that_still_holds_it() -> None:
@@ -53,8 +53,39 @@ def test_long_tailed_lengths_fill_the_rows(num_sequences: int) -> None:
     assert sum(lengths) / (len(rows) * 8192) >= 0.97
 
 
+def test_a_group_keeps_together_where_its_prompt_stands_already() -> None:
+    # Of group 0 (prompt 3) 8 opens a row of 20, 7 and 6 add 4 and 3; the rest of that row is too small for group 1.
+    assert pack_sharing([8, 6, 9, 7], groups=[0, 0, 1, 0], num_shared=[3, 3, 4, 3], row_tokens=20) == [[0, 3, 1], [2]]
+
+
+def test_a_group_that_needs_a_second_row_pays_its_prompt_again() -> None:
+    assert pack_sharing([6, 6, 6], groups=[7, 7, 7], num_shared=[4, 4, 4], row_tokens=9) == [[0, 1], [2]]
+
+
+def test_a_sequence_longer_than_a_row_is_named_when_prompts_are_shared() -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens, .* row_tokens=10"):
+        pack_sharing([3, 11], groups=[0, 0], num_shared=[2, 2], row_tokens=10)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(1, 40), min_size=1, max_size=9)), max_size=12),
+    st.integers(61, 150),
+)
+def test_shared_prompts_are_counted_once_a_row(groups: list[tuple[int, list[int]]], row_tokens: int) -> None:
+    sequences = [(group, shared, length) for group, (shared, lengths) in enumerate(groups) for length in lengths]
+    lengths, of, shared = [s + length for _, s, length in sequences], [g for g, _, _ in sequences], [s for _, s, _ in sequences]
+    rows = pack_sharing(lengths, of, shared, row_tokens)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    for row in rows:
+        in_order = [of[index] for index in row]
+        blocks = [group for before, group in zip([None, *in_order], in_order, strict=False) if group != before]
+        assert len(blocks) == len(set(blocks)), "a group's sequences must stand side by side"
+        assert sum(lengths[index] - shared[index] for index in row) + sum(groups[group][0] for group in blocks) <= row_tokens
+
+
 def test_cost_of_a_row_is_quadratic_in_its_sequences_not_in_the_row() -> None:
     assert row_cost([3, 5]) == 9 + 25 + 8 * LINEAR_POSITIONS
+    assert row_cost([3, 5], num_shared=[0, 2]) == 9 + 3 * 5 + 6 * LINEAR_POSITIONS
 
 
 def test_rows_are_dealt_in_rounds_costliest_to_the_least_loaded() -> None:

@@ -15,7 +15,13 @@ RecordMaker = Callable[..., GroupRecord]
 
 
 def plan(
-    records: list[GroupRecord], *, row_tokens: int = 1000, rows_per_microbatch: int = 1, dp_size: int = 1, **algorithm
+    records: list[GroupRecord],
+    *,
+    row_tokens: int = 1000,
+    rows_per_microbatch: int = 1,
+    dp_size: int = 1,
+    share_prompts: bool = False,
+    **algorithm,
 ) -> BatchPlan:
     return plan_batch(
         records,
@@ -24,6 +30,7 @@ def plan(
         row_tokens=row_tokens,
         rows_per_microbatch=rows_per_microbatch,
         dp_size=dp_size,
+        share_prompts=share_prompts,
     )
 
 
@@ -123,6 +130,31 @@ def test_advantage_and_reduction_follow_the_config(make_record: RecordMaker) -> 
     batch = plan([make_record(0, rewards=[0.0, 3.0], num_sampled=[1, 1])], advantage="rloo", reduction="constant")
     assert {sequence.rollout: sequence.advantage for sequence in sequences(batch)} == {0: -3.0, 1: 3.0}
     assert {sequence.weight for sequence in sequences(batch)} == {1 / 52}
+
+
+def test_a_prompt_is_shared_but_for_its_last_token(make_record: RecordMaker) -> None:
+    records = [make_record(i, rewards=[1.0, 0.0, 0.0], num_sampled=[3, 2, 1], prompt_len=5) for i in range(2)]
+    apart, together = (plan(records, row_tokens=24, share_prompts=share) for share in (False, True))
+    assert [[s.num_shared for s in row] for microbatch in apart.microbatches for row in microbatch.rows[0]] == [[0] * 3] * 2
+    # 8 tokens of the first, 3 and 2 of the others, and as much again for the second group, are 26; only 24 fit.
+    assert [[(s.handle.slot, s.num_shared) for s in row] for m in together.microbatches for row in m.rows[0]] == [
+        [(0, 0), (0, 4), (0, 4), (1, 0), (1, 4)],
+        [(1, 0)],
+    ]
+    assert together.packing_efficiency == (24 + 6) / 48
+    without = [(s.handle.slot, s.rollout, s.advantage, s.weight) for s in sequences(together)]
+    assert sorted(without) == sorted((s.handle.slot, s.rollout, s.advantage, s.weight) for s in sequences(apart))
+
+
+def test_nothing_is_shared_where_that_would_take_more_rows(make_record: RecordMaker) -> None:
+    # Apart 7 + 3 and 6 + 4 fill two rows of 10; a group's own order would leave the 7 alone, and the 6 with the 3.
+    records = [
+        make_record(0, rewards=[1.0, 0.0], num_sampled=[6, 5], prompt_len=1),
+        make_record(1, rewards=[1.0, 0.0], num_sampled=[3, 2], prompt_len=1),
+    ]
+    batch = plan(records, row_tokens=10, share_prompts=True)
+    assert len(batch.microbatches) == 2
+    assert {sequence.num_shared for sequence in sequences(batch)} == {0}
 
 
 def test_more_ranks_than_rows_leaves_ranks_empty_and_counts_their_places(make_record: RecordMaker) -> None:

@@ -1,8 +1,11 @@
 """Who attends to whom in packed rows."""
 
+import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
-from titanrl.models.attention import PackedAttention, packed_mask
+from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 
 
 def test_a_token_sees_its_own_sequence_up_to_itself() -> None:
@@ -19,3 +22,29 @@ def test_packed_attention_equals_attention_over_each_sequence_alone() -> None:
         positions = torch.arange(part.stop - part.start)[None]
         alone = attend(q[:, part], k[:, part], v[:, part], attention_masks=packed_mask(positions), enable_gqa=True)
         torch.testing.assert_close(packed[:, part], alone)
+
+
+def test_a_sequence_that_starts_behind_a_shared_prompt_sees_the_prompt_instead_of_its_neighbour() -> None:
+    # A sequence of 4 tokens, of which the next two share the first 2; then a stranger, and the empty end of the row.
+    mask = packed_mask(torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0, 1, 0]]))[0, 0]
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_gets_the_same_rule() -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7, 5, 6]])
+    q, k, v = torch.randn(3, 2, 4, 10, 8, generator=torch.Generator().manual_seed(0))
+    block_mask = packed_block_mask(positions, 128)
+    dense = F.scaled_dot_product_attention(q, k, v, attn_mask=packed_mask(positions))
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=block_mask), dense)

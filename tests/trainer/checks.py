@@ -13,6 +13,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titanrl.algorithms.losses import LossMetrics, ppo_clip, weighted_sum
 from titanrl.algorithms.packing import balance, pack
+from titanrl.algorithms.planning import pack_sequences
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import DEVICES
 from titanrl.models.qwen3 import qwen3_spec
@@ -42,6 +43,20 @@ def shared_learner(model_dir: Path, plan: tuple[tuple[str, int], ...]) -> Learne
     return make_learner(model_dir, parallelism=dict(plan))
 
 
+def made_up(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: int) -> Rollout:
+    """A prompt with a random completion."""
+    mask = np.arange(len(prompt_ids) + num_sampled) >= len(prompt_ids)
+    return Rollout(
+        token_ids=np.concatenate([prompt_ids, random.integers(1, VOCAB, num_sampled)]),
+        mask=mask,
+        logprobs=np.where(mask, random.uniform(-6.0, -3.0, len(mask)), 0.0).astype(np.float32),
+        versions=np.where(mask, 0, -1),
+        reward=0.0,
+        reward_parts={},
+        finish_reason="stop",
+    )
+
+
 @functools.cache
 def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[Handle, Mapping[int, Rollout]]]:
     """13 made-up rollouts of 3 to 24 tokens, with advantages of both signs and uneven loss weights."""
@@ -49,21 +64,9 @@ def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[Handle, Mapping[int, 
     plans, payload = [], {}
     for index in range(13):
         length = int(random.integers(3, 25))
-        prompt = int(random.integers(1, length - 1))
+        num_prompt = int(random.integers(1, length - 1))
         handle = Handle(shard=0, slot=index, generation=1)
-        mask = np.arange(length) >= prompt
-        logprobs = np.where(mask, random.uniform(-6.0, -3.0, length), 0.0).astype(np.float32)
-        payload[handle] = {
-            0: Rollout(
-                token_ids=random.integers(1, VOCAB, length),
-                mask=mask,
-                logprobs=logprobs,
-                versions=np.where(mask, 0, -1),
-                reward=0.0,
-                reward_parts={},
-                finish_reason="stop",
-            )
-        }
+        payload[handle] = {0: made_up(random, random.integers(1, VOCAB, num_prompt), length - num_prompt)}
         advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
         plans.append(SequencePlan(handle=handle, rollout=0, length=length, advantage=advantage, weight=weight))
     return tuple(plans), payload
@@ -76,12 +79,17 @@ def plan_rows(order: Sequence[SequencePlan], *, packed: bool) -> list[Row]:
     return [tuple(order[i] for i in row) for row in pack([sequence.length for sequence in order], ROW_TOKENS)]
 
 
-def microbatches(learner: Learner, rows: Sequence[Row], rows_per_microbatch: int) -> list[PackedRows]:
-    """This rank's micro-batches, as many as on every other rank."""
+def microbatches(
+    learner: Learner,
+    rows: Sequence[Row],
+    rows_per_microbatch: int,
+    payload: Mapping[Handle, Mapping[int, Rollout]] | None = None,
+) -> list[PackedRows]:
+    """This rank's micro-batches, as many as on every other rank, of the rollouts of `sequences` if no others are given."""
     shares = balance([1.0] * len(rows), learner.model.dp_size)
     own = [rows[i] for i in shares[learner.model.dp_rank]]
     starts = range(0, max(map(len, shares)), rows_per_microbatch)
-    return [collate(own[start : start + rows_per_microbatch], sequences()[1], ROW_TOKENS) for start in starts]
+    return [collate(own[start : start + rows_per_microbatch], payload or sequences()[1], ROW_TOKENS) for start in starts]
 
 
 def everything(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
@@ -122,6 +130,32 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
     """A tensor gathered from all ranks."""
     full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
     return full.float().numpy().copy()
+
+
+def gradient_of_groups(
+    model_dir: Path, plan: tuple[tuple[str, int], ...], *, share_prompts: bool
+) -> tuple[Arrays, float, int] | None:
+    """Gradient and loss of 3 made-up groups of 5 under a layout, and the rows they took; from rank 0."""
+    learner = shared_learner(model_dir, plan)
+    random = np.random.default_rng(1)
+    sequences, payload, prompt_lens = [], {}, {}
+    for index, num_prompt in enumerate((4, 9, 14)):
+        handle, prompt = Handle(shard=0, slot=index, generation=1), random.integers(1, VOCAB, num_prompt)
+        payload[handle] = {place: made_up(random, prompt, int(random.integers(1, 15))) for place in range(5)}
+        prompt_lens[handle] = num_prompt
+        for place, rollout in payload[handle].items():
+            advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
+            length = len(rollout.token_ids)
+            sequences.append(SequencePlan(handle=handle, rollout=place, length=length, advantage=advantage, weight=weight))
+    rows = pack_sequences(sequences, prompt_lens if share_prompts else {}, ROW_TOKENS)
+    loss = 0.0
+    for batch in microbatches(learner, rows, 2, payload):
+        loss += learner.run(batch, everything).sums.sums.get("loss/policy", 0.0)
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    found = gradients(learner)
+    learner.zero_grad()
+    return (found, float(total), len(rows)) if dist.get_rank() == 0 else None
 
 
 def gradient_of(

@@ -22,8 +22,8 @@ def rollout(token_ids: list[int], num_prompt: int, logprobs: list[float]) -> Rol
     )
 
 
-def plan(place: int, length: int, advantage: float, weight: float) -> SequencePlan:
-    return SequencePlan(handle=HANDLE, rollout=place, length=length, advantage=advantage, weight=weight)
+def plan(place: int, length: int, advantage: float, weight: float, *, num_shared: int = 0) -> SequencePlan:
+    return SequencePlan(handle=HANDLE, rollout=place, length=length, advantage=advantage, weight=weight, num_shared=num_shared)
 
 
 PAYLOAD = {HANDLE: {0: rollout([5, 6, 7, 1], 2, [-0.5, -0.25]), 1: rollout([8, 9, 1], 1, [-1.0, float("nan")])}}
@@ -51,6 +51,25 @@ def test_a_rank_without_rows_gets_one_empty_row() -> None:
 def test_sequences_are_numbered_through_all_rows() -> None:
     full, half = (plan(0, 4, 2.0, 0.5),), (plan(1, 3, -1.0, 0.25),)
     assert collate([full, half], PAYLOAD, 4).sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 2]
+
+
+def test_a_shared_prompt_stands_once_but_for_its_last_token() -> None:
+    payload = {HANDLE: {0: rollout([5, 6, 7, 8, 1], 3, [-0.5, -0.25]), 1: rollout([5, 6, 7, 9], 3, [-1.0])}}
+    rows = collate([(plan(0, 5, 2.0, 0.5), plan(1, 4, -1.0, 0.25, num_shared=2))], payload, 8)
+    assert rows.tokens_BL.tolist() == [[5, 6, 7, 8, 1, 7, 9, 0]]
+    assert rows.positions_BL.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0]]
+    assert rows.targets_BL.tolist() == [[6, 7, 8, 1, 0, 9, 0, 0]]
+    assert rows.mask_BL.int().tolist() == [[0, 0, 1, 1, 0, 1, 0, 0]]
+    assert rows.logprobs_BL.tolist() == [[0, 0, -0.5, -0.25, 0, -1.0, 0, 0]]
+    assert rows.weights_BL.tolist() == [[0, 0, 0.5, 0.5, 0, 0.25, 0, 0]]
+    assert rows.sequence_N.tolist() == [0, 0, 0, 0, 0, 1, 1, 2]
+    assert rows.shares_prompts
+
+
+def test_a_sampled_token_is_never_shared() -> None:
+    payload = {HANDLE: {0: rollout([5, 6, 7], 1, [-0.5, -0.25]), 1: rollout([5, 6, 9], 1, [-1.0, -1.0])}}
+    with pytest.raises(AssertionError, match="sampled token"):
+        collate([(plan(0, 3, 2.0, 0.5), plan(1, 3, -1.0, 0.25, num_shared=1))], payload, 8)
 
 
 def test_a_plan_that_does_not_fit_its_payload_is_caught() -> None:

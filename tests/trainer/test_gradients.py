@@ -1,6 +1,7 @@
 """Loss and gradient do not depend on how the batch is cut, packed, ordered or spread over ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -67,4 +68,15 @@ def test_four_tensor_parallel_ranks_give_the_gradient_of_one(world: Worlds, tmp_
     alone, loss = world(1).run(checks.gradient_of, model, (), 2, True)[0]
     found, same_loss = world(4).run(checks.gradient_of, model, (("tp", 4),), 2, True)[0]
     assert largest_difference(found, alone) <= TOLERANCE
+    assert same_loss == pytest.approx(loss, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp 2", "tp 2"])
+def test_shared_prompts_give_the_same_gradient_in_fewer_rows(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    apart, loss, num_rows = world(size).run(partial(checks.gradient_of_groups, share_prompts=False), tiny_model, plan)[0]
+    shared, same_loss, fewer_rows = world(size).run(partial(checks.gradient_of_groups, share_prompts=True), tiny_model, plan)[0]
+    assert fewer_rows < num_rows
+    assert max(float(np.abs(part).max()) for part in apart.values()) > 1e-2
+    assert largest_difference(shared, apart) <= TOLERANCE
     assert same_loss == pytest.approx(loss, abs=TOLERANCE)

@@ -1,7 +1,9 @@
 """Packing of sequences into rows of a fixed number of tokens, and of rows onto data-parallel ranks."""
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 LINEAR_POSITIONS = 12 * 1024
 """The matrix products of one token cost as much as attention over 12 * hidden_size positions (24 d^2 against 2 d FLOPs per
@@ -30,9 +32,48 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     return rows
 
 
-def row_cost(lengths: Iterable[int]) -> int:
+def pack_sharing(lengths: Sequence[int], groups: Sequence[int], num_shared: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """`pack`, where a sequence takes `num_shared` tokens less in a row that holds another one of its group.
+
+    Groups go in by falling total, sequences of a group by falling length: into the fullest row of the group's own that holds
+    what a sequence adds, else into the fullest row that holds all of it. A group's sequences stand side by side.
+
+    Args:
+        lengths: tokens of each sequence.
+        groups: the group of each.
+        num_shared: tokens at its start that all sequences of its group have in common.
+        row_tokens: tokens of a row.
+    """
+    members: dict[int, list[int]] = defaultdict(list)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        members[groups[index]].append(index)
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # (tokens still free, row), sorted
+    for group in sorted(members, key=lambda group: (-sum(lengths[i] for i in members[group]), group)):
+        own: list[tuple[int, int]] = []  # those of them that hold a sequence of the group
+        for index in members[group]:
+            added = lengths[index] - num_shared[index]
+            fit = bisect_left(own, (added, -1))
+            if fit < len(own):
+                free, row = own.pop(fit)
+            else:
+                added = lengths[index]
+                if added > row_tokens:
+                    raise ValueError(f"sequence {index} has {added} tokens, which do not fit a row of row_tokens={row_tokens}")
+                fit = bisect_left(open_rows, (added, -1))
+                free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
+                if row == len(rows):
+                    rows.append([])
+            rows[row].append(index)
+            insort(own, (free - added, row))
+        for entry in own:
+            insort(open_rows, entry)
+    return rows
+
+
+def row_cost(lengths: Iterable[int], num_shared: Iterable[int] = repeat(0)) -> int:
     """Relative compute of a row of packed sequences: attention is quadratic in each sequence, all the rest linear."""
-    return sum(length * (length + LINEAR_POSITIONS) for length in lengths)
+    return sum((length - shared) * (length + LINEAR_POSITIONS) for length, shared in zip(lengths, num_shared, strict=False))
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:

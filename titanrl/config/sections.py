@@ -336,6 +336,8 @@ class TrainerConfig(Section):
     counted in `tokens/overlong_frac`, and what is not trained on counts in no loss weight."""
     rows_per_microbatch: PositiveInt = 16
     """Packed rows that one rank runs at once."""
+    share_prompts: bool = False
+    """Run the prompt of a group once in each row instead of once in each completion; gradients are the same."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is recomputed in the backward pass to save memory."""
     compile: bool = False

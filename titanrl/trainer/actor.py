@@ -252,7 +252,7 @@ class PolicyTrainer(Actor):
         from titanrl.trainer.collate import collate, row_length
 
         rows = microbatch.rows[self._learner.model.dp_rank]
-        used = [sum(sequence.length for sequence in row) for row in rows]
+        used = [sum(sequence.num_placed for sequence in row) for row in rows]
         length = row_length(used, self._setup.config.row_tokens, self._row_multiple)
         return rows, collate(rows, await self._fetch(rows), length)
 

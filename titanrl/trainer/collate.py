@@ -6,11 +6,12 @@ t + 1, so everything about a token stands at the place that predicts it.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
+from titanrl.models.attention import sequence_starts
 from titanrl.types import Handle, Rollout, Row
 
 
@@ -21,7 +22,8 @@ class PackedRows:
     tokens_BL: torch.Tensor
     """Input tokens, 0 where a row is empty."""
     positions_BL: torch.Tensor
-    """Place of the token in its sequence; 0 starts a sequence. The empty end of a row counts as one more."""
+    """Place of the token in its sequence. A sequence starts at 0, or behind the tokens that it shares with one before it in
+    the row (`SequencePlan.num_shared`). The empty end of a row counts as one more."""
     targets_BL: torch.Tensor
     """The token each place predicts."""
     mask_BL: torch.Tensor
@@ -38,6 +40,8 @@ class PackedRows:
     """The target's log-probability under the proximal policy, where a loss was given one."""
     reference_BL: torch.Tensor | None = None
     """The target's log-probability under the reference policy, where a loss was given one."""
+    shares_prompts: bool = False
+    """Whether a sequence shares its start with another."""
 
     @property
     def length(self) -> int:
@@ -47,14 +51,15 @@ class PackedRows:
     @property
     def sequence_N(self) -> torch.Tensor:
         """Number of each place's sequence among those of these rows, from 0; the empty end of a row counts as one more."""
-        return (self.positions_BL == 0).flatten().cumsum(0) - 1
+        return sequence_starts(self.positions_BL).flatten().cumsum(0) - 1
 
     def to(self, device: torch.device) -> Self:
         """The same rows on a device; themselves if they are there already."""
         if self.tokens_BL.device == device:
             return self
-        given = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
-        return type(self)(**{name: value.to(device, non_blocking=True) for name, value in given.items()})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return type(self)(**values | {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def row_length(used: Iterable[int], row_tokens: int, multiple: int) -> int:
@@ -83,16 +88,17 @@ def collate(rows: Sequence[Row], payload: Mapping[Handle, Mapping[int, Rollout]]
         start = 0
         for sequence in rows[b] if rows else ():
             rollout = payload[sequence.handle][sequence.rollout]
-            end = start + len(rollout.token_ids)
+            first, end = sequence.num_shared, start + sequence.num_placed
             assert (len(rollout.token_ids), end <= row_tokens) == (sequence.length, True), "the plan does not fit its payload"
-            tokens[b, start:end] = rollout.token_ids
-            positions[b, start:end] = np.arange(sequence.length)
-            predicting = slice(start, end - 1)
-            targets[b, predicting] = rollout.token_ids[1:]
-            trained = rollout.mask[1:] & np.isfinite(rollout.logprobs[1:])
+            assert not rollout.mask[: first + 1].any(), "a sampled token cannot be shared"
+            tokens[b, start:end] = rollout.token_ids[first:]
+            positions[b, start:end] = np.arange(first, sequence.length)
+            predicting, predicted = slice(start, end - 1), slice(first + 1, None)
+            targets[b, predicting] = rollout.token_ids[predicted]
+            trained = rollout.mask[predicted] & np.isfinite(rollout.logprobs[predicted])
             mask[b, predicting] = trained
-            logprobs[b, predicting] = np.where(trained, rollout.logprobs[1:], 0.0)
-            versions[b, predicting] = np.where(trained, rollout.versions[1:], 0)
+            logprobs[b, predicting] = np.where(trained, rollout.logprobs[predicted], 0.0)
+            versions[b, predicting] = np.where(trained, rollout.versions[predicted], 0)
             advantages[b, predicting] = sequence.advantage
             weights[b, predicting] = np.where(trained, sequence.weight, 0.0)
             start = end
@@ -106,4 +112,5 @@ def collate(rows: Sequence[Row], payload: Mapping[Handle, Mapping[int, Rollout]]
         versions_BL=torch.from_numpy(versions),
         advantages_BL=torch.from_numpy(advantages),
         weights_BL=torch.from_numpy(weights),
+        shares_prompts=any(sequence.num_shared for row in rows for sequence in row),
     )

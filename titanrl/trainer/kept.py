@@ -49,5 +49,5 @@ def _places(rows: Sequence[Row]) -> Iterator[tuple[int, Handle, int, slice]]:
     for index, row in enumerate(rows):
         start = 0
         for sequence in row:
-            yield index, sequence.handle, sequence.rollout, slice(start, start + sequence.length)
-            start += sequence.length
+            yield index, sequence.handle, sequence.rollout, slice(start, start + sequence.num_placed)
+            start += sequence.num_placed

@@ -21,7 +21,7 @@ from titanrl.algorithms.objective import LossInputs, measure_correction, policy_
 from titanrl.algorithms.staleness import lag_metrics
 from titanrl.algorithms.tinker import tinker_algorithm
 from titanrl.config.sections import AlgorithmConfig
-from titanrl.models.attention import PackedAttention, packed_mask
+from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows
 from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
@@ -272,16 +272,17 @@ class Learner:
         """Log-probability of each target and entropy of each prediction, `[B, L]` each."""
         module, positions_BL = self.model.module, rows.positions_BL
         with self._head.scoring(rows.targets_BL, self.temperature):
-            scores: tuple[Tensor, Tensor] = module(
-                rows.tokens_BL, positions=positions_BL, attention_masks=self._mask(positions_BL)
-            )
+            scores: tuple[Tensor, Tensor] = module(rows.tokens_BL, positions=positions_BL, attention_masks=self._mask(rows))
         return scores
 
-    def _mask(self, positions_BL: Tensor) -> object:
+    def _mask(self, rows: PackedRows) -> object:
         module = self.model.module
-        if isinstance(module.config.layers[0].attention.inner_attention, PackedAttention.Config):
-            return packed_mask(positions_BL)
-        return module.get_attention_masks(positions_BL)
+        attention = module.config.layers[0].attention.inner_attention
+        if isinstance(attention, PackedAttention.Config):
+            return packed_mask(rows.positions_BL)
+        if rows.shares_prompts:
+            return packed_block_mask(rows.positions_BL, attention.block_size)
+        return module.get_attention_masks(rows.positions_BL)  # torchtitan's, quicker to make
 
     def _reported(self, metrics: LossMetrics) -> LossSums:
         """The numbers of this rank, brought to the host in one transfer."""
