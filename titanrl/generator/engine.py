@@ -153,11 +153,14 @@ def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_l
     prepare_vllm()
     if config.model_impl == "native":
         return LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
+    from titanrl.generator.kernels import use_cpu_kernels
     from titanrl.generator.titan import register_titan_model, unwrap_forward
 
     register_titan_model(model_dir, device)
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
     unwrap_forward(engine_model(engine))
+    if device.kind == "cpu":
+        use_cpu_kernels(engine_model(engine))
     return engine
 
 
