@@ -9,7 +9,7 @@ from titanrl.algorithms.schedule import learning_rate
 from titanrl.config.schema import Config
 from titanrl.config.sections import WarmStartConfig
 from titanrl.metrics.console import Console
-from titanrl.types import AdamParams, Handle
+from titanrl.types import AdamParams, GroupRecord, Handle
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -19,25 +19,36 @@ SHOW_EVERY_STEPS = 10
 
 async def warm_start(parts: "Parts", config: Config, settings: WarmStartConfig, target: Path, console: Console) -> None:
     """Train on demonstrations, export the result to `target`, and leave the trainer at version 0 with these weights."""
-    trainer, plan = parts.trainer, config.trainer
     upcoming = asyncio.create_task(parts.workers.demonstrate(demonstration_handle(0)))
+    training: asyncio.Task[None] | None = None
     for step in range(settings.num_steps):
         record = await upcoming
         if step + 1 < settings.num_steps:
             upcoming = asyncio.create_task(parts.workers.demonstrate(demonstration_handle(step + 1)))
-        microbatches = plan_demonstrations(
-            record,
-            row_tokens=plan.row_tokens,
-            rows_per_microbatch=plan.rows_per_microbatch,
-            dp_size=plan.parallelism.dp_size,
-        )
-        losses = [await trainer.forward_backward(microbatch, "cross_entropy") for microbatch in microbatches]
-        await trainer.optim_step(adam_params(settings, step))
-        if step % SHOW_EVERY_STEPS == 0 or step + 1 == settings.num_steps:
-            loss = sum(part.sums["loss/policy"] for part in losses)
-            console.progress("warm start", step + 1, settings.num_steps, f"loss {loss:.3f}")
-    await trainer.export_model(target)
-    await trainer.start_over()
+        before, training = training, asyncio.create_task(_train(parts, config, settings, step, record, console))
+        if before is not None:
+            await before
+    if training is not None:
+        await training
+    await parts.trainer.export_model(target)
+    await parts.trainer.start_over()
+
+
+async def _train(
+    parts: "Parts", config: Config, settings: WarmStartConfig, step: int, record: GroupRecord, console: Console
+) -> None:
+    """One optimizer step; all its calls are made at once, and the trainer answers them in this order."""
+    microbatches = plan_demonstrations(
+        record,
+        row_tokens=config.trainer.row_tokens,
+        rows_per_microbatch=config.trainer.rows_per_microbatch,
+        dp_size=config.trainer.parallelism.dp_size,
+    )
+    passes = asyncio.gather(*(parts.trainer.forward_backward(microbatch, "cross_entropy") for microbatch in microbatches))
+    losses, _ = await asyncio.gather(passes, parts.trainer.optim_step(adam_params(settings, step)))
+    if step % SHOW_EVERY_STEPS == 0 or step + 1 == settings.num_steps:
+        loss = sum(part.sums["loss/policy"] for part in losses)
+        console.progress("warm start", step + 1, settings.num_steps, f"loss {loss:.3f}")
 
 
 def adam_params(settings: WarmStartConfig, step: int) -> AdamParams:
@@ -53,5 +64,8 @@ def adam_params(settings: WarmStartConfig, step: int) -> AdamParams:
 
 
 def demonstration_handle(step: int) -> Handle:
-    """Where a batch of demonstrations lies: two places outside the buffer's slots, by turns, so that one can be prepared."""
-    return Handle(shard=0, slot=-1 - step % 2, generation=step)
+    """Where a batch of demonstrations lies: outside the buffer's slots, and by turns in three places.
+
+    While one is trained on, the next waits at the trainer and the one after it is prepared.
+    """
+    return Handle(shard=0, slot=-1 - step % 3, generation=step)
