@@ -75,6 +75,8 @@ class EngineLoad:
     """Requests it has not finished."""
     num_queued: int
     """Those of them that wait for a place in its batch or its KV cache."""
+    admits: bool = True
+    """Whether requests that come now join its batch; else they wait for weights that are on their way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

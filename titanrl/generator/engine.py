@@ -15,7 +15,15 @@ from vllm.sampling_params import RequestOutputKind
 
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
-from titanrl.generator.compat import engine_model, num_generated_tokens, num_queued, prepare_vllm, reset_prefix_cache
+from titanrl.generator.compat import (
+    engine_model,
+    meet_at_address,
+    num_generated_tokens,
+    num_queued,
+    prepare_vllm,
+    reset_prefix_cache,
+    unlink_shared_memory,
+)
 from titanrl.types import Completion, EngineLoad, FinishReason, GenerationRequest, SamplingParams
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -149,18 +157,24 @@ class Engine:
 
 
 def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
-    """vLLM's engine with dummy weights."""
+    """vLLM's engine with dummy weights; of a tensor-parallel one this rank's part, which returns when all ranks have theirs."""
     prepare_vllm()
-    if config.model_impl == "native":
-        return LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
-    from titanrl.generator.kernels import use_cpu_kernels
-    from titanrl.generator.titan import register_titan_model, unwrap_forward
+    if config.tp > 1:
+        meet_at_address()
+    if config.model_impl == "titan":
+        from titanrl.generator.titan import register_titan_model
 
-    register_titan_model(model_dir, device)
+        register_titan_model(model_dir, device, config.tp)
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
-    unwrap_forward(engine_model(engine))
-    if device.kind == "cpu":
-        use_cpu_kernels(engine_model(engine))
+    if config.tp > 1:
+        unlink_shared_memory()
+    elif config.model_impl == "titan":
+        from titanrl.generator.kernels import use_cpu_kernels
+        from titanrl.generator.titan import unwrap_forward
+
+        unwrap_forward(engine_model(engine))
+        if device.kind == "cpu":
+            use_cpu_kernels(engine_model(engine))
     return engine
 
 
@@ -181,9 +195,11 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
     }
     if device.kind == "cpu":
         # Compiling takes half a minute and gains nothing at these sizes; the smallest block lets short prompts share.
-        args |= {"enforce_eager": True, "kv_cache_memory_bytes": config.kv_cache_bytes, "block_size": 32}
+        args |= {"enforce_eager": True, "kv_cache_memory_bytes": config.kv_cache_bytes // config.tp, "block_size": 32}
         # A prompt cut in two makes vLLM 0.32.0 rewind the request's random generator, which those of a CPU cannot do.
         args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(MIN_PREFILL_TOKENS, max_len)}
+    if config.tp > 1:
+        args |= {"tensor_parallel_size": config.tp, "distributed_executor_backend": "external_launcher"}
     if config.model_impl == "titan":
         from titanrl.generator.titan import CONFIG_FORMAT
 

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.types import Completion, EngineLoad, GenerationRequest
 
 if TYPE_CHECKING:
     from titanrl.generator.engine import Engine, Finished
+    from titanrl.generator.lockstep import Leader
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class _Group:
 class _Command:
     """Something to run on the engine's thread, and its result."""
 
-    run: Callable[["Engine"], Any]
+    run: Callable[["Engine | Leader"], Any]
     result: Future[Any]
     when_drained: bool
     """Wait until no request is running, and let nothing in until then."""
@@ -56,7 +57,7 @@ class _Command:
 class EngineLoop:
     """Owns an engine and its thread; every touch of the engine happens there. Its methods are called from an event loop."""
 
-    def __init__(self, build: Callable[[], "Engine"]) -> None:
+    def __init__(self, build: Callable[[], "Engine | Leader"]) -> None:
         """Start the thread, which first builds the engine; `call` waits for that."""
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._draining: _Command | None = None
@@ -77,7 +78,7 @@ class EngineLoop:
         """
         return await self.call(lambda engine: [self._admit(engine, *group) for group in zip(groups, num_kept, strict=True)])
 
-    async def call(self, run: Callable[["Engine"], T], *, when_drained: bool = False) -> T:
+    async def call(self, run: Callable[["Engine | Leader"], T], *, when_drained: bool = False) -> T:
         """Run something on the engine between two steps, or when all requests that came before have ended.
 
         Raises:
@@ -102,7 +103,7 @@ class EngineLoop:
         self._inbox.put(None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
 
-    def _run(self, build: Callable[[], "Engine"]) -> None:
+    def _run(self, build: Callable[[], "Engine | Leader"]) -> None:
         """The thread: whatever ends it, nobody is left waiting."""
         reason = "the engine was closed"
         try:
@@ -115,7 +116,7 @@ class EngineLoop:
         finally:
             self._stop(reason)
 
-    def _serve(self, engine: "Engine") -> bool:
+    def _serve(self, engine: "Engine | Leader") -> bool:
         """Run the commands that have come in; without anything to decode wait for one. False when told to stop."""
         while not engine.can_step or not self._inbox.empty() or self._draining is not None:
             command, self._draining = self._draining or self._inbox.get(), None
@@ -130,21 +131,21 @@ class EngineLoop:
                 command.result.set_exception(error)
         return not self._closing
 
-    def _step(self, engine: "Engine") -> None:
+    def _step(self, engine: "Engine | Leader") -> None:
         started = time.perf_counter()
         for finished in engine.step():
             self._num_tokens += len(finished.completion.token_ids)
             self._deliver(engine, finished)
-        self.load = engine.load
+        self.load = replace(engine.load, admits=self._draining is None)
         self._busy_s += time.perf_counter() - started
 
-    def _admit(self, engine: "Engine", requests: Sequence[GenerationRequest], num_kept: int) -> Future[list[Completion]]:
+    def _admit(self, engine: "Engine | Leader", requests: Sequence[GenerationRequest], num_kept: int) -> Future[list[Completion]]:
         group = _Group(Future(), [None] * len(requests), num_kept)
         for place, request in enumerate(requests):
             self._waiting[engine.add(request)] = (group, place)
         return group.result
 
-    def _deliver(self, engine: "Engine", finished: "Finished") -> None:
+    def _deliver(self, engine: "Engine | Leader", finished: "Finished") -> None:
         """Put a completion into its group; the last one answers it, so that the event loop is woken once a group."""
         if finished.ticket not in self._waiting:
             return  # a spare that ended at the very step that completed its group
@@ -155,7 +156,7 @@ class EngineLoop:
             self._abort_spares(engine, group)
             group.result.set_result([completion for completion in group.completions if completion is not None])
 
-    def _abort_spares(self, engine: "Engine", group: _Group) -> None:
+    def _abort_spares(self, engine: "Engine | Leader", group: _Group) -> None:
         if None in group.completions:
             spares = [ticket for ticket, (of, _) in self._waiting.items() if of is group]
             for ticket in spares:

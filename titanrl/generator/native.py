@@ -1,4 +1,4 @@
-"""vLLM's own Qwen3: where the trainer's tensors lie in its fused parameters."""
+"""vLLM's own Qwen3: where the trainer's tensors lie in its fused parameters, of which a rank may hold a share only."""
 
 import re
 from collections.abc import Mapping
@@ -6,44 +6,61 @@ from typing import Any
 
 import torch
 
-# Trainer's name -> vLLM's parameter, and which part of a fused one.
+from titanrl.weights.layout import PartOf
+
+# Trainer's name -> vLLM's parameter, which part of a fused one, and the dimension that tensor-parallel ranks share.
 _LAYER = {
-    "attention.qkv_linear.wq.weight": ("self_attn.qkv_proj.weight", "q"),
-    "attention.qkv_linear.wk.weight": ("self_attn.qkv_proj.weight", "k"),
-    "attention.qkv_linear.wv.weight": ("self_attn.qkv_proj.weight", "v"),
-    "attention.wo.weight": ("self_attn.o_proj.weight", None),
-    "attention.q_norm.weight": ("self_attn.q_norm.weight", None),
-    "attention.k_norm.weight": ("self_attn.k_norm.weight", None),
-    "feed_forward.w1.weight": ("mlp.gate_up_proj.weight", "gate"),
-    "feed_forward.w3.weight": ("mlp.gate_up_proj.weight", "up"),
-    "feed_forward.w2.weight": ("mlp.down_proj.weight", None),
-    "attention_norm.weight": ("input_layernorm.weight", None),
-    "ffn_norm.weight": ("post_attention_layernorm.weight", None),
+    "attention.qkv_linear.wq.weight": ("self_attn.qkv_proj.weight", "q", 0),
+    "attention.qkv_linear.wk.weight": ("self_attn.qkv_proj.weight", "k", 0),
+    "attention.qkv_linear.wv.weight": ("self_attn.qkv_proj.weight", "v", 0),
+    "attention.wo.weight": ("self_attn.o_proj.weight", None, 1),
+    "attention.q_norm.weight": ("self_attn.q_norm.weight", None, None),
+    "attention.k_norm.weight": ("self_attn.k_norm.weight", None, None),
+    "feed_forward.w1.weight": ("mlp.gate_up_proj.weight", "gate", 0),
+    "feed_forward.w3.weight": ("mlp.gate_up_proj.weight", "up", 0),
+    "feed_forward.w2.weight": ("mlp.down_proj.weight", None, 1),
+    "attention_norm.weight": ("input_layernorm.weight", None, None),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", None, None),
 }
-_TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 
 
-def weight_targets(model: torch.nn.Module, hf_config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def weight_targets(
+    model: torch.nn.Module, hf_config: Mapping[str, Any], rank: int = 0, tp: int = 1
+) -> dict[str, torch.Tensor | PartOf]:
     """Where each tensor of the trainer's state dict goes, by its name there; fused parameters as views of their parts."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     vocab_size = hf_config["vocab_size"]
-    targets = {name: parameters[theirs] for name, theirs in _TOP.items()}
-    # vLLM pads the vocabulary; only the real rows are ever filled or read.
-    targets["tok_embeddings.weight"] = targets["tok_embeddings.weight"][:vocab_size]
+    targets: dict[str, torch.Tensor | PartOf] = {"norm.weight": parameters["model.norm.weight"]}
+    targets["tok_embeddings.weight"] = vocab_rows(parameters["model.embed_tokens.weight"], vocab_size, rank)
     if not hf_config.get("tie_word_embeddings", False):
-        targets["lm_head.weight"] = parameters["lm_head.weight"][:vocab_size]
-    rows = part_rows(hf_config)
+        targets["lm_head.weight"] = vocab_rows(parameters["lm_head.weight"], vocab_size, rank)
+    rows = part_rows(hf_config, tp)
     for layer in sorted({int(match[1]) for name in parameters if (match := re.match(r"model\.layers\.(\d+)\.", name))}):
-        for ours, (theirs, part) in _LAYER.items():
+        for ours, (theirs, part, dim) in _LAYER.items():
             fused = parameters[f"model.layers.{layer}.{theirs}"]
-            targets[f"layers.{layer}.{ours}"] = fused if part is None else fused[rows[part]]
+            held = fused if part is None else fused[rows[part]]
+            targets[f"layers.{layer}.{ours}"] = held if dim is None else share_of(held, dim, rank, tp)
     return targets
 
 
-def part_rows(hf_config: Mapping[str, Any]) -> dict[str, slice]:
-    """Rows of each part of `qkv_proj` and `gate_up_proj`."""
-    head_dim, hidden = hf_config["head_dim"], hf_config["intermediate_size"]
-    q, kv = hf_config["num_attention_heads"] * head_dim, hf_config["num_key_value_heads"] * head_dim
+def vocab_rows(held: torch.Tensor, vocab_size: int, rank: int) -> PartOf:
+    """A rank's rows of an embedding. vLLM pads the vocabulary before it is shared; only the real rows are ever filled or read."""
+    start = min(rank * len(held), vocab_size)
+    return PartOf(held[: vocab_size - start], (vocab_size, held.shape[1]), (start, 0))
+
+
+def share_of(held: torch.Tensor, dim: int, rank: int, tp: int) -> PartOf:
+    """An even share of a tensor, cut along one dimension."""
+    size = held.shape[dim]
+    shape, offset = list(held.shape), [0] * held.ndim
+    shape[dim], offset[dim] = tp * size, rank * size
+    return PartOf(held, tuple(shape), tuple(offset))
+
+
+def part_rows(hf_config: Mapping[str, Any], tp: int = 1) -> dict[str, slice]:
+    """Rows of each part of `qkv_proj` and `gate_up_proj`, as one of `tp` ranks has them."""
+    head_dim, hidden = hf_config["head_dim"], hf_config["intermediate_size"] // tp
+    q, kv = (hf_config[heads] * head_dim // tp for heads in ("num_attention_heads", "num_key_value_heads"))
     return {
         "q": slice(0, q),
         "k": slice(q, q + kv),

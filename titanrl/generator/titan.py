@@ -6,11 +6,13 @@ from pathlib import Path
 import torch
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import CompileConfig, OverrideConfig
+from torchtitan.distributed.spmd_types import plain_tensor_to_dtensor_state_dict
 from torchtitan.experiments.rl.models.vllm_registry import (
     TORCHTITAN_CONFIG_FORMAT,
     InferenceParallelismConfig,
     register_to_vllm,
 )
+from torchtitan.experiments.rl.models.vllm_wrapper import VLLMModelWrapper
 from torchtitan.protocols.module import Module
 
 from titanrl.device import Device
@@ -19,11 +21,11 @@ from titanrl.models.qwen3 import qwen3_spec
 CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT
 
 
-def register_titan_model(model_dir: Path, device: Device) -> None:
-    """Let vLLM build the model of a Hugging Face directory from torchtitan's definition."""
+def register_titan_model(model_dir: Path, device: Device, tp: int = 1) -> None:
+    """Let vLLM build the model of a Hugging Face directory from torchtitan's definition, over `tp` ranks."""
     register_to_vllm(
         qwen3_spec(model_dir, device),
-        parallelism=InferenceParallelismConfig(),
+        parallelism=InferenceParallelismConfig(tensor_parallel_degree=tp),
         compile_config=CompileConfig(enable=False),
         checkpoint_config=CheckpointManager.Config(enable=False),
         override=OverrideConfig(),
@@ -44,5 +46,13 @@ def unwrap_forward(model: torch.nn.Module) -> None:
 
 
 def weight_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Where each tensor of the trainer's state dict goes, by its name there; a tied head appears once."""
-    return {name.removeprefix("model."): parameter.data for name, parameter in model.named_parameters()}
+    """Where each tensor of the trainer's state dict goes, by its name there; a tied head appears once.
+
+    Of a tensor-parallel model they are DTensors over what this rank holds.
+    """
+    held = {name.removeprefix("model."): parameter.data for name, parameter in model.named_parameters()}
+    assert isinstance(model, VLLMModelWrapper)
+    targets: dict[str, torch.Tensor] = plain_tensor_to_dtensor_state_dict(
+        held, state_dict_layouts=model.get_state_dict_layouts(), parallel_dims=model.parallel_dims
+    )
+    return targets

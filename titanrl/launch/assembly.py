@@ -105,7 +105,7 @@ async def _assemble(
         fleet.spawn(
             f"generator_{replica}",
             host,
-            1,
+            config.generator.tp,
             generator_environment(config, device, replica),
             imports=("titanrl.generator.actor",),
         )
@@ -118,7 +118,10 @@ async def _assemble(
         "rollout", hosts.local, config.rollout.num_workers, worker_environment(), imports=("titanrl.rollout.actor",)
     )
 
-    await join_process_group(trainer_procs, one_machine=config.hosts.kind != "slurm")
+    one_machine = config.hosts.kind != "slurm"
+    tensor_parallel = generator_procs if config.generator.tp > 1 else []
+    for procs in (trainer_procs, *tensor_parallel):
+        await join_process_group(procs, one_machine=one_machine)
     store = await spawn_store(store_procs)
     shards = store_procs.spawn("shards", StorageShard)
     buffer = store_procs.spawn(
@@ -132,7 +135,7 @@ async def _assemble(
         stop_ids=files.stop_ids,
         reader=WeightReader(config.name, store, config.weights.verify),
     )
-    generators = tuple(
+    generator_meshes = tuple(
         procs.spawn(f"generator_{replica}", Generator, generator_setup) for replica, procs in enumerate(generator_procs)
     )
     trainer_setup = TrainerSetup(
@@ -149,23 +152,28 @@ async def _assemble(
         store=store,
         shards=shards,
     )
-    worker_setup = WorkerSetup(
-        config=config, model_dir=files.model_dir, run_dir=files.run_dir, buffer=buffer, shards=shards, generators=generators
-    )
     timeouts = config.timeouts
+    generators = GeneratorsClient(generator_meshes, supervisor, timeouts)
+    worker_setup = WorkerSetup(
+        config=config,
+        model_dir=files.model_dir,
+        run_dir=files.run_dir,
+        buffer=buffer,
+        shards=shards,
+        generators=generators.actors,
+    )
     trainer = TrainerClient(trainer_procs.spawn("trainer", PolicyTrainer, trainer_setup), supervisor, timeouts)
-    generators_client = GeneratorsClient(generators, supervisor, timeouts)
     return Parts(
         trainer=trainer,
-        generators=generators_client,
+        generators=generators,
         workers=WorkersClient(worker_procs.spawn("rollout", RolloutWorker, worker_setup), supervisor, timeouts),
         buffer=BufferClient(buffer, supervisor, timeouts, config.rollout.starvation_timeout_s),
         weights=WeightSync(
             config.name,
             store,
             push=trainer.push_weights,
-            expect=generators_client.expect_weights,
-            pulls=[partial(generators_client.pull_weights, replica) for replica in range(len(generators))],
+            expect=generators.expect_weights,
+            pulls=[partial(generators.pull_weights, replica) for replica in range(config.generator.replicas)],
         ),
         supervisor=supervisor,
         fleet=fleet,

@@ -182,15 +182,24 @@ class TrainerClient:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorsClient:
-    """All generator replicas."""
+    """All generator replicas, each a mesh of its tensor-parallel ranks."""
 
-    actors: tuple[Any, ...]
+    meshes: tuple[Any, ...]
     supervisor: Supervisor
     timeouts: TimeoutsConfig
 
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """Rank 0 of each replica, which answers for it."""
+        return tuple(mesh.slice(procs=0) for mesh in self.meshes)
+
     async def start(self) -> None:
-        """Load vLLM and build the engines."""
-        await self._each("generator.start", [actor.start.call_one() for actor in self.actors], self.timeouts.start_s)
+        """Load vLLM and build the engines; from then on the run ends with a rank that cannot follow rank 0."""
+        await self._each("generator.start", [mesh.start.call() for mesh in self.meshes], self.timeouts.start_s)
+        for replica, mesh in enumerate(self.meshes):
+            for rank in range(1, mesh.size()):
+                follower = mesh.slice(procs=rank)
+                self.supervisor.guard(f"rank {rank} of generator_{replica}", follower.follow.call_one())
 
     async def expect_weights(self, version: int) -> None:
         """Let every replica hold new requests until it has pulled a version."""
@@ -198,8 +207,8 @@ class GeneratorsClient:
         await self._each("generator.expect_weights", calls, self.timeouts.sync_s)
 
     async def pull_weights(self, replica: int, commit: Commit) -> None:
-        """Bring a version into one replica."""
-        call = self.actors[replica].pull_weights.call_one(commit)
+        """Bring a version into all ranks of one replica."""
+        call = self.meshes[replica].pull_weights.call(commit)
         await self.supervisor.ask(f"generator_{replica}.pull_weights", call, self.timeouts.sync_s)
 
     async def take_stats(self) -> tuple[int, float]:
@@ -211,7 +220,7 @@ class GeneratorsClient:
 
     async def close(self) -> None:
         """End the engines."""
-        await self._each("generator.close", [actor.close.call_one() for actor in self.actors], self.timeouts.close_s / 2)
+        await self._each("generator.close", [mesh.close.call() for mesh in self.meshes], self.timeouts.close_s / 2)
 
     async def _each(self, name: str, calls: Sequence[Awaitable[T]], timeout_s: float) -> list[T]:
         return await self.supervisor.ask(name, asyncio.gather(*map(_awaited, calls)), timeout_s)

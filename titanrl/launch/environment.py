@@ -25,7 +25,7 @@ def trainer_environment(config: Config, device: Device) -> dict[str, str]:
 
 
 def generator_environment(config: Config, device: Device, replica: int) -> dict[str, str]:
-    """For one generator replica: one device, and vLLM in this very process."""
+    """For the ranks of one generator replica: they see its devices, of which `LOCAL_RANK` picks one, and vLLM runs in-process."""
     environment = {
         **_COMMON,
         **_KEEP_MEMORY,
@@ -37,7 +37,8 @@ def generator_environment(config: Config, device: Device, replica: int) -> dict[
     if device.kind == "cpu":
         # vLLM compiles a sampler helper at the first request even with enforce_eager: 10 s, for nothing at these sizes.
         environment["TORCHDYNAMO_DISABLE"] = "1"
-    return environment | visible(device, [generator_device(config, replica)])
+    first, tp = generator_device(config, replica), config.generator.tp
+    return environment | visible(device, range(first, first + tp))
 
 
 def worker_environment() -> dict[str, str]:
@@ -46,11 +47,11 @@ def worker_environment() -> dict[str, str]:
 
 
 def generator_device(config: Config, replica: int) -> int:
-    """Index of a replica's device on its machine: after the trainer's devices, where the two are on one."""
-    hosts = config.hosts
+    """Index of a replica's first device on its machine: after the trainer's devices, where the two are on one."""
+    hosts, tp = config.hosts, config.generator.tp
     if hosts.kind == "slurm":
-        return replica // hosts.generator_hosts
-    return replica if hosts.share_devices else config.trainer.parallelism.world_size + replica
+        return replica // hosts.generator_hosts * tp
+    return replica * tp if hosts.share_devices else config.trainer.parallelism.world_size + replica * tp
 
 
 def visible(device: Device, indices: Iterable[int]) -> dict[str, str]:

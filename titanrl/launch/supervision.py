@@ -35,6 +35,7 @@ class Supervisor:
         self._pidfds: dict[int, str] = {}
         self._none_left = asyncio.Event()
         self._death: asyncio.Future[str] = self._loop.create_future()
+        self._guards: set[asyncio.Task[None]] = set()
         self._closing = False
         monarch.actor.unhandled_fault_hook = self._on_fault
 
@@ -71,6 +72,12 @@ class Supervisor:
         self._none_left.clear()
         self._loop.add_reader(pidfd, self._on_end, pidfd)
 
+    def guard(self, name: str, call: Awaitable[None]) -> None:
+        """Take the failure of a call for the death of its actor; it is to last as long as that."""
+        task = asyncio.create_task(_resolve(call), name=name)
+        self._guards.add(task)
+        task.add_done_callback(self._on_guard_end)
+
     def expect_deaths(self) -> None:
         """From here on processes are being stopped on purpose.
 
@@ -98,6 +105,13 @@ class Supervisor:
             self._none_left.set()
         if not self._closing:
             self._note_death(f"{name} has ended")
+
+    def _on_guard_end(self, task: "asyncio.Task[None]") -> None:
+        self._guards.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._closing:
+            cause = error.exception if isinstance(error, ActorError) else error
+            self._note_death(f"{task.get_name()} failed: {' '.join(str(cause).split())[:600]}")
 
     def _on_fault(self, failure: Any) -> None:
         """Called by torchmonarch on a thread of its own."""

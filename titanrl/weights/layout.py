@@ -90,12 +90,32 @@ def box_pieces(runs: Sequence[Sequence[Run]]) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def held_pieces(name: str, value: torch.Tensor) -> tuple[Piece, ...]:
+@dataclass(frozen=True, slots=True, eq=False)
+class PartOf:
+    """A block of a tensor whose other blocks other ranks hold, cut where no DTensor would be."""
+
+    local: torch.Tensor
+    """The block; a view of where it is to be written."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where the block begins in it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+        return self.local.dtype
+
+
+def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
     """The boxes of a tensor that this rank holds; none if its shard is empty.
 
     Raises:
         ValueError: a partial sum, or a placement that is not understood.
     """
+    if isinstance(value, PartOf):
+        inside = whole(tuple(value.local.shape))
+        return (Piece(Box(value.offset, inside.shape), inside),) if inside.numel else ()
     if not isinstance(value, DTensor):
         everything = whole(tuple(value.shape))
         return (Piece(everything, everything),) if everything.numel else ()
@@ -127,8 +147,10 @@ def is_first_holder(value: torch.Tensor, rank: int) -> bool:
     return not any(isinstance(placement, Replicate) and at for placement, at in zip(value.placements, coordinate, strict=True))
 
 
-def local_part(value: torch.Tensor) -> torch.Tensor:
+def local_part(value: "torch.Tensor | PartOf") -> torch.Tensor:
     """What this rank holds of a tensor, without a copy."""
+    if isinstance(value, PartOf):
+        return value.local
     if not isinstance(value, DTensor):
         return value
     with torch.no_grad():

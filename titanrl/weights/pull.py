@@ -8,17 +8,20 @@ import torch
 
 from titanrl.weights.copying import copy_in, pin
 from titanrl.weights.digest import Verify, digest
-from titanrl.weights.layout import entry_view, held_pieces, local_part
+from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
 from titanrl.weights.manifest import Commit, Layout, WeightManifest, WeightMismatchError, commit_key, layout_key
 from titanrl.weights.plan import SliceCopy, Target, plan_copies
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import Payload, Transport, make_transports
 
+Targets = Mapping[str, torch.Tensor | PartOf]
+"""Where each tensor of the trainer goes, by its name there."""
+
 
 class CopyPlan:
     """The slice copies from some layouts into some tensors, with views of both sides kept."""
 
-    def __init__(self, layouts: Sequence[Layout], targets: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, layouts: Sequence[Layout], targets: Targets) -> None:
         """Plan once; it is proved here that the layouts fill every target.
 
         Raises:
@@ -31,7 +34,7 @@ class CopyPlan:
         self._filled = [local_part(targets[copy.name])[copy.destination] for copy in self._copies]
         self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
-    def fits(self, layout_ids: Sequence[str], targets: Mapping[str, torch.Tensor]) -> bool:
+    def fits(self, layout_ids: Sequence[str], targets: Targets) -> bool:
         """Whether this is the plan for these layouts and this very mapping."""
         return self.targets is targets and self.layout_ids == layout_ids
 
@@ -48,7 +51,7 @@ class CopyPlan:
         return self._views[where]
 
 
-def as_target(name: str, value: torch.Tensor) -> Target:
+def as_target(name: str, value: torch.Tensor | PartOf) -> Target:
     """What a tensor of the reader needs."""
     return Target(tuple(value.shape), str(value.dtype), held_pieces(name, value))
 
@@ -95,7 +98,7 @@ class WeightReader:
         payloads = await asyncio.gather(*(self._payload(manifest) for manifest in commit.manifests))
         return FetchedWeights(self, commit, layouts, payloads)
 
-    def plan_for(self, layouts: Sequence[Layout], targets: Mapping[str, torch.Tensor]) -> CopyPlan:
+    def plan_for(self, layouts: Sequence[Layout], targets: Targets) -> CopyPlan:
         """The plan for some layouts and targets; kept until one of them is another."""
         if self.plan is None or not self.plan.fits([layout.layout_id for layout in layouts], targets):
             self.plan = CopyPlan(layouts, targets)
@@ -156,11 +159,11 @@ class FetchedWeights:
     layouts: Sequence[Layout] = field(repr=False)
     payloads: Sequence[Payload] = field(repr=False)
 
-    def copy_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+    def copy_into(self, targets: Targets) -> None:
         """Fill every target; all that can be checked before the first byte is written is.
 
         Args:
-            targets: tensors or DTensors by the trainer's names; pass the same mapping each time, and the plan is kept.
+            targets: tensors, DTensors or parts by the trainer's names; pass the same mapping each time, and the plan is kept.
 
         Raises:
             WeightMismatchError: a tensor is missing, extra, or of another shape or type; the bytes are not those that were
