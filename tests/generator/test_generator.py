@@ -19,7 +19,7 @@ from titanrl.data.recipe import create_model
 from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, worker_environment
-from titanrl.launch.fleet import Fleet
+from titanrl.launch.fleet import Fleet, join_process_group
 from titanrl.launch.supervision import Supervisor
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, GenerationRequest, SamplingParams
@@ -32,13 +32,22 @@ PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(8)]
 RECIPE = RecipeConfig(init_std=0.2)  # large weights, so that every token has a favourite
 
 
+IMPLEMENTATIONS = {
+    "titan": {"model_impl": "titan", "on_update": "continue"},
+    "native": {"model_impl": "native", "on_update": "restart"},
+    "titan-tp2": {"model_impl": "titan", "on_update": "continue", "tp": 2},
+    "native-tp2": {"model_impl": "native", "on_update": "restart", "tp": 2},
+}
+
+
 @dataclass
 class Lab:
-    """A store, one generator of each model implementation, and two versions of the weights."""
+    """A store, one generator of each model implementation, alone and tensor-parallel, and two versions of the weights."""
 
     runner: asyncio.Runner
     store: WeightStore
     generators: dict[str, Any]
+    fleet: Fleet
     models: dict[int, Path]
     publisher: WeightPublisher
     commits: dict[int, Commit] = field(default_factory=dict)
@@ -54,7 +63,10 @@ class Lab:
         self, impl: str, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS
     ) -> list[Completion]:
         requests = [GenerationRequest(token_ids=prompt, sampling=sampling) for prompt in prompts]
-        return await GeneratorPool([self.generators[impl]], max_num_seqs=256).generate(requests)
+        return await self.pool(impl).generate(requests)
+
+    def pool(self, impl: str) -> GeneratorPool:
+        return GeneratorPool([self.generators[impl].slice(procs=0)], max_num_seqs=256)
 
 
 def titan_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -97,12 +109,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             procs = fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",))
             store = await spawn_store(procs)
             generators = {}
-            for impl, on_update in (("titan", "continue"), ("native", "restart")):
+            for impl, options in IMPLEMENTATIONS.items():
                 environment = generator_environment(config, DEVICES["cpu"], 0)
-                procs = fleet.spawn(impl, this_host(), 1, environment, ("titanrl.generator.actor",))
+                settings = config.generator.model_copy(update=options)
+                procs = fleet.spawn(impl, this_host(), settings.tp, environment, ("titanrl.generator.actor",))
+                if settings.tp > 1:
+                    await join_process_group(procs, one_machine=True)
                 setup = GeneratorSetup(
                     model_dir=models[1],
-                    config=config.generator.model_copy(update={"model_impl": impl, "on_update": on_update}),
+                    config=settings,
                     device=DEVICES["cpu"],
                     max_len=256,
                     stop_ids=(1,),
@@ -110,7 +125,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
                 )
                 generators[impl] = procs.spawn("generator", Generator, setup)
             await asyncio.gather(*(start_one(generator) for generator in generators.values()))
-            lab = Lab(runner, store, generators, models, WeightPublisher("lab", 0, store, torch.float32, ["arena"]))
+            lab = Lab(runner, store, generators, fleet, models, WeightPublisher("lab", 0, store, torch.float32, ["arena"]))
             for version in models:
                 await lab.publish(version)
             return lab, fleet, supervisor
@@ -125,10 +140,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 async def start_one(generator: Any) -> None:
-    await generator.start.call_one()
+    await generator.start.call()
 
 
-@pytest.fixture(params=["titan", "native"])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def impl(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -156,7 +171,7 @@ async def pull(lab: Lab, impl: str, version: int) -> None:
 
 
 async def pull_commit(lab: Lab, impl: str, commit: Commit) -> None:
-    await lab.generators[impl].pull_weights.call_one(commit)
+    await lab.generators[impl].pull_weights.call(commit)
 
 
 def test_of_two_pulls_in_a_row_each_gets_its_own_answer_and_the_last_counts(lab: Lab, impl: str) -> None:
@@ -175,13 +190,14 @@ def test_of_two_pulls_in_a_row_each_gets_its_own_answer_and_the_last_counts(lab:
 
 def test_requests_wait_for_weights_that_are_expected(lab: Lab, impl: str) -> None:
     async def scenario() -> Completion:
+        leader = lab.generators[impl].slice(procs=0)
         await pull(lab, impl, 1)
-        await lab.generators[impl].expect_weights.call_one(10)
+        await leader.expect_weights.call_one(10)
         generating = asyncio.create_task(lab.generate(impl, GREEDY, PROMPTS[:1]))
-        await lab.generators[impl].stats.call_one()  # the request, sent before, is there when this is answered
+        await leader.stats.call_one()  # the request, sent before, is there when this is answered
         await lab.publish(10)
         await pull(lab, impl, 10)
-        await lab.generators[impl].expect_weights.call_one(10)  # too late to hold anything
+        await leader.expect_weights.call_one(10)  # too late to hold anything
         return (await generating)[0]
 
     lab.models[10] = lab.models[2]
@@ -223,6 +239,18 @@ def test_the_same_seed_draws_the_same_completion_and_another_seed_another(lab: L
     assert [c.token_ids.tolist() for c in first] != [c.token_ids.tolist() for c in other]
 
 
+@pytest.mark.parametrize("impl", ["titan", "native"])
+def test_tensor_parallel_ranks_answer_as_one_alone(lab: Lab, impl: str) -> None:
+    for version in (1, 2):
+        answers = []
+        for name in (impl, f"{impl}-tp2"):
+            lab.do(pull(lab, name, version))
+            answers.append(lab.do(lab.generate(name, GREEDY)))
+        for alone, parallel in zip(*answers, strict=True):
+            assert parallel.token_ids.tolist() == alone.token_ids.tolist()
+            np.testing.assert_allclose(parallel.logprobs, alone.logprobs, atol=1e-5)
+
+
 def scored_by(model_dir: Path, prompt: tuple[int, ...], completion: Completion, temperature: float) -> np.ndarray:
     """Log-probability of each token of a completion after all tokens before it."""
     tokens = torch.tensor([[*prompt, *completion.token_ids]])
@@ -248,9 +276,12 @@ def update_in_mid_generation(lab: Lab, impl: str, sampling: SamplingParams) -> l
     return completions
 
 
-def test_an_update_in_mid_generation_leaves_tokens_of_both_versions_each_with_its_own_log_probability(lab: Lab) -> None:
+@pytest.mark.parametrize("impl", ["titan", "titan-tp2"])
+def test_an_update_in_mid_generation_leaves_tokens_of_both_versions_each_with_its_own_log_probability(
+    lab: Lab, impl: str
+) -> None:
     sampling = SamplingParams(max_new_tokens=200, temperature=0.7, seed=3)
-    completions = update_in_mid_generation(lab, "titan", sampling)
+    completions = update_in_mid_generation(lab, impl, sampling)
     assert any(set(completion.versions.tolist()) == {1, 2} for completion in completions)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert len(completion.versions) == len(completion.token_ids) == len(completion.logprobs)
@@ -261,10 +292,11 @@ def test_an_update_in_mid_generation_leaves_tokens_of_both_versions_each_with_it
             np.testing.assert_allclose(completion.logprobs[made], expected[made], atol=5e-5)
 
 
-def test_restarted_completions_are_those_of_the_new_version_alone(lab: Lab) -> None:
+@pytest.mark.parametrize("impl", ["native", "native-tp2"])
+def test_restarted_completions_are_those_of_the_new_version_alone(lab: Lab, impl: str) -> None:
     sampling = SamplingParams(max_new_tokens=200, temperature=0.7, seed=3)
-    restarted = update_in_mid_generation(lab, "native", sampling)
-    fresh = lab.do(lab.generate("native", sampling))
+    restarted = update_in_mid_generation(lab, impl, sampling)
+    fresh = lab.do(lab.generate(impl, sampling))
     assert [set(completion.versions.tolist()) for completion in restarted] == [{2}] * len(PROMPTS)
     assert [completion.token_ids.tolist() for completion in restarted] == [c.token_ids.tolist() for c in fresh]
 
@@ -279,7 +311,7 @@ def test_of_spare_completions_only_the_first_to_end_are_kept(lab: Lab, impl: str
             )
             for length in lengths
         ]
-        return await GeneratorPool([lab.generators[impl]], max_num_seqs=256).generate(requests, num_kept=2)
+        return await lab.pool(impl).generate(requests, num_kept=2)
 
     assert all(len(completion.token_ids) <= 5 for completion in lab.do(scenario()))
 

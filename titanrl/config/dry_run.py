@@ -58,7 +58,7 @@ def _memory_rows(config: Config, sizes: Sizes) -> dict[str, str]:
     return {
         "parameters": f"{memory.num_parameters:,}",
         "trainer rank": _trainer_text(config, memory.trainer),
-        "generator replica": f"{gigabytes(memory.replica_weights)} of weights in {config.generator.dtype}",
+        "generator replica": _replica_text(config, memory),
         "KV cache": _cache_text(config, memory),
     }
 
@@ -73,6 +73,12 @@ def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
     }
     listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in parts.items() if size)
     return f"{gigabytes(trainer.total)}: {listed}"
+
+
+def _replica_text(config: Config, memory: Memory) -> str:
+    text = f"{gigabytes(memory.replica_weights)} of weights in {config.generator.dtype}"
+    tp = config.generator.tp
+    return text if tp == 1 else f"{text}; {gigabytes(memory.generator_rank_weights)} on each of {tp} ranks"
 
 
 def _cache_text(config: Config, memory: Memory) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from titanrl.config.errors import BrokenRule
 from titanrl.config.explain import explain_rule
 from titanrl.config.schema import Config
-from titanrl.config.shapes import ModelShape, checkpoint_shape
+from titanrl.config.shapes import ModelShape, checkpoint_shape, recipe_shape
 from titanrl.config.source import Source
 
 
@@ -23,32 +23,45 @@ def check_files(config: Config, source: Source | None = None) -> list[str]:
 def _broken_by_model(config: Config) -> Iterator[BrokenRule]:
     path = config.model.path
     if path is None:
+        yield from _broken_by_vocabulary(config, recipe_shape(config.model.recipe))
         return
     shape = checkpoint_shape(path)
     if isinstance(shape, BrokenRule):
         yield shape
         return
     yield from _broken_by_shape(config, shape)
+    yield from _broken_by_vocabulary(config, shape)
     for pattern, what in (("*.safetensors", "weights"), ("tokenizer*", "tokenizer")):
         if not any(path.glob(pattern)):
             rule = f"must hold the {what} ({pattern})"
             yield BrokenRule(values={"model.path": str(path)}, rule=rule, fix="complete the download")
 
 
+def _broken_by_vocabulary(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
+    tp = config.generator.tp
+    if config.generator.model_impl == "titan" and shape.vocab_size % tp:
+        yield BrokenRule(
+            values={"generator.tp": tp, "generator.model_impl": "titan"},
+            rule=f"tp must divide the model's vocabulary of {shape.vocab_size} tokens, which only vLLM's own model fills up",
+            fix="set generator.model_impl to native, or generator.tp to a divisor",
+        )
+
+
 def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
     path, tp, row_tokens = str(config.model.path), config.trainer.parallelism.tp, config.trainer.row_tokens
-    if shape.num_heads % tp or shape.num_kv_heads % tp:
-        yield BrokenRule(
-            values={"trainer.parallelism.tp": tp, "model.path": path},
-            rule=f"tp must divide the model's {shape.num_heads} query heads and {shape.num_kv_heads} key and value heads",
-            fix="set trainer.parallelism.tp to 1, or to a common divisor of both",
-        )
-    if shape.intermediate_size % tp:
-        yield BrokenRule(
-            values={"trainer.parallelism.tp": tp, "model.path": path},
-            rule=f"tp must divide the model's intermediate size {shape.intermediate_size}",
-            fix="set trainer.parallelism.tp to a power of two that does",
-        )
+    for key, degree in config.tensor_parallel_degrees.items():
+        if shape.num_heads % degree or shape.num_kv_heads % degree:
+            yield BrokenRule(
+                values={key: degree, "model.path": path},
+                rule=f"tp must divide the model's {shape.num_heads} query heads and {shape.num_kv_heads} key and value heads",
+                fix=f"set {key} to 1, or to a common divisor of both",
+            )
+        if shape.intermediate_size % degree:
+            yield BrokenRule(
+                values={key: degree, "model.path": path},
+                rule=f"tp must divide the model's intermediate size {shape.intermediate_size}",
+                fix=f"set {key} to a power of two that does",
+            )
     if config.trainer.float8 is not None and (shape.hidden_size % 16 or shape.intermediate_size // tp % 16):
         yield BrokenRule(
             values={"trainer.float8": config.trainer.float8, "trainer.parallelism.tp": tp, "model.path": path},

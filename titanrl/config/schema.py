@@ -175,19 +175,20 @@ class Config(Section):
     def _broken_by_recipe(self) -> Iterator[BrokenRule]:
         if self.model.path is not None:
             return
-        recipe, tp = self.model.recipe, self.trainer.parallelism.tp
-        if recipe.num_kv_heads % tp:
-            yield BrokenRule(
-                values={"trainer.parallelism.tp": tp, "model.recipe.num_kv_heads": recipe.num_kv_heads},
-                rule="tp must divide the key and value heads",
-                fix=f"set trainer.parallelism.tp to {largest_divisor(recipe.num_kv_heads, tp)}",
-            )
-        if recipe.intermediate_size % tp:
-            yield BrokenRule(
-                values={"trainer.parallelism.tp": tp, "model.recipe.intermediate_size": recipe.intermediate_size},
-                rule="tp must divide the width of the feed-forward block",
-                fix=f"set model.recipe.intermediate_size to {recipe.intermediate_size + tp - recipe.intermediate_size % tp}",
-            )
+        recipe = self.model.recipe
+        for key, tp in self.tensor_parallel_degrees.items():
+            if recipe.num_kv_heads % tp:
+                yield BrokenRule(
+                    values={key: tp, "model.recipe.num_kv_heads": recipe.num_kv_heads},
+                    rule="tp must divide the key and value heads",
+                    fix=f"set {key} to {largest_divisor(recipe.num_kv_heads, tp)}",
+                )
+            if recipe.intermediate_size % tp:
+                yield BrokenRule(
+                    values={key: tp, "model.recipe.intermediate_size": recipe.intermediate_size},
+                    rule="tp must divide the width of the feed-forward block",
+                    fix=f"set model.recipe.intermediate_size to {recipe.intermediate_size + tp - recipe.intermediate_size % tp}",
+                )
         longest = self.trainer.row_tokens
         if self.trainer.overlong != "error":
             longest = max(longest, self.max_sequence_tokens)
@@ -245,29 +246,35 @@ class Config(Section):
 
     def device_shortage(self) -> Iterator[BrokenRule]:
         """The rule that breaks where a host has too few accelerators; matters only where the device is one."""
-        hosts, ranks, replicas = self.hosts, self.trainer.parallelism.world_size, self.generator.replicas
+        hosts, ranks, generators = self.hosts, self.trainer.parallelism.world_size, self.generator.num_ranks
         advice = "lower the degrees or the replicas"
         if hosts.kind == "slurm":
-            needed = max(ranks // hosts.trainer_hosts, replicas // hosts.generator_hosts)
+            needed = max(ranks // hosts.trainer_hosts, generators // hosts.generator_hosts)
         elif hosts.share_devices:
-            needed = max(ranks, replicas)
+            needed = max(ranks, generators)
         else:  # emulated hosts (`process`) are one machine too, and see the same accelerators
-            needed = ranks + replicas
+            needed = ranks + generators
             advice += ", or let them share with hosts.share_devices: true"
         if needed > hosts.devices_per_host:
             yield BrokenRule(
                 values={
                     "hosts.devices_per_host": hosts.devices_per_host,
                     **self._parallelism_values(),
-                    "generator.replicas": replicas,
+                    "generator.replicas": self.generator.replicas,
+                    **({"generator.tp": self.generator.tp} if self.generator.tp > 1 else {}),
                 },
-                rule=f"a host must have an accelerator for each trainer rank and each replica on it, here {needed}",
+                rule=f"a host must have an accelerator for each trainer rank and each replica's ranks on it, here {needed}",
                 fix=f"set hosts.devices_per_host to {needed} if it has them; else {advice}",
             )
 
     def _parallelism_values(self) -> dict[str, int]:
         degrees = self.trainer.parallelism.model_dump(include={"dp_replicate", "dp_shard", "tp"})
         return {f"trainer.parallelism.{axis}": degree for axis, degree in degrees.items() if degree > 1}
+
+    @property
+    def tensor_parallel_degrees(self) -> dict[str, int]:
+        """By key: over how many ranks the trainer and each generator replica split the layers of the model."""
+        return {"trainer.parallelism.tp": self.trainer.parallelism.tp, "generator.tp": self.generator.tp}
 
     @property
     def max_sequence_tokens(self) -> int:

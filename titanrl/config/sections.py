@@ -464,7 +464,7 @@ class HostsConfig(Section):
     devices_per_host: PositiveInt = 8
     """Accelerators on one host; not read on CPU."""
     share_devices: bool = False
-    """Put generator replica i on the accelerator of trainer rank i; otherwise each has one of its own."""
+    """Put the generators' ranks on the accelerators of the trainer's, from the first on; otherwise each has one of its own."""
     slurm: dict[str, Any] = {}
     """Options of `monarch.job.SlurmJob`, such as `partition` and `time_limit`, passed through."""
 

@@ -51,6 +51,11 @@ class ModelShape:
         """Numbers of embedding and output layer."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
+    def rank_parameters(self, tp: int) -> int:
+        """Numbers that one of `tp` tensor-parallel ranks holds: its share of each matrix, and every norm."""
+        norms = self.num_layers * (2 * self.hidden_size + 2 * self.head_dim) + self.hidden_size
+        return (self.num_parameters - norms) // tp + norms
+
     @property
     def layer_activations(self) -> int:
         """Numbers that one block keeps of a token for its backward pass, with an attention that keeps no scores."""

@@ -51,9 +51,11 @@ class Memory:
     trainer: TrainerMemory
     """On one trainer rank."""
     replica_weights: int
-    """Weights of one generator replica."""
+    """Weights of one generator replica, over all its ranks."""
+    generator_rank_weights: int
+    """What one of its tensor-parallel ranks holds of them."""
     kv_cache: int
-    """Cache that `generator.max_num_seqs` completions of full length take."""
+    """Cache that `generator.max_num_seqs` completions of full length take in one replica, shared evenly by its ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ def derive(config: Config) -> Sizes:
         processes={
             "controller": 1,
             "trainer": config.trainer.parallelism.world_size,
-            "generator": config.generator.replicas,
+            "generator": config.generator.num_ranks,
             "rollout": config.rollout.num_workers,
             "buffer": 1,
             "sandbox": config.rollout.num_workers * config.sandbox.num_processes,
@@ -129,6 +131,7 @@ def _memory(config: Config, shape: ModelShape) -> Memory:
         num_parameters=shape.num_parameters,
         trainer=_trainer_memory(config, shape),
         replica_weights=shape.num_parameters * DTYPE_BYTES[generator.dtype],
+        generator_rank_weights=shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype],
         kv_cache=generator.max_num_seqs * config.max_sequence_tokens * shape.kv_token_bytes(generator.dtype),
     )
 
@@ -185,13 +188,14 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
         )
     if config.hosts.kind == "slurm":
         return  # the memory of other machines is not known here
-    ranks, replicas = config.trainer.parallelism.world_size, config.generator.replicas
+    ranks, generator = config.trainer.parallelism.world_size, config.generator
     published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
-    needed = ranks * memory.trainer.total + published + replicas * (memory.replica_weights + configured)
+    generators = generator.num_ranks * memory.generator_rank_weights + generator.replicas * configured
+    needed = ranks * memory.trainer.total + published + generators
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > available:
         yield BrokenRule(
-            values={**_model_values(config), "generator.replicas": replicas},
+            values={**_model_values(config), "generator.replicas": generator.replicas},
             rule=f"trainer and generators need {gigabytes(needed)}, this machine has {gigabytes(available)}",
             fix="take a smaller model, fewer replicas, or trainer.dtype=bfloat16",
         )
@@ -205,16 +209,22 @@ def _accelerator_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]
             rule="vLLM takes 0.9 of a device by default, which leaves the trainer on it too little",
             fix="set generator.vllm.gpu_memory_utilization, for example to 0.4",
         )
-    needs = {"trainer rank": memory.trainer.total, "generator replica": memory.replica_weights}
+    shard = {"trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard}
+    tp = {"generator.tp": config.generator.tp}
+    needs = {
+        "trainer rank": (memory.trainer.total, shard, "trainer.parallelism.dp_shard or tp"),
+        "generator rank": (memory.generator_rank_weights, tp, "generator.tp"),
+    }
     if shares:
-        needs = {"trainer rank with its generator replica": sum(needs.values())}
+        total = memory.trainer.total + memory.generator_rank_weights
+        needs = {"trainer rank with its generator rank": (total, shard | tp, "trainer.parallelism.dp_shard or generator.tp")}
     device = gigabytes(DEVICE_BYTES)
-    for role, needed in needs.items():
+    for role, (needed, values, keys) in needs.items():
         if needed > DEVICE_BYTES:
             yield BrokenRule(
-                values={**_model_values(config), "trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard},
+                values={**_model_values(config), **values},
                 rule=f"a {role} needs about {gigabytes(needed)} without KV cache, a device often has {device}",
-                fix="raise trainer.parallelism.dp_shard or tp, take bfloat16, a smaller model or larger devices",
+                fix=f"raise {keys}, take bfloat16, a smaller model or larger devices",
             )
 
 

@@ -57,6 +57,7 @@ class Generator(Actor):
     def __init__(self, setup: GeneratorSetup) -> None:
         """Keep the set-up; `start` loads."""
         self._setup = setup
+        self._rank = current_rank().rank  # is 0 on any other thread
         self._targets: Targets = {}
         self._leader: Leader | None = None
         self._follower: Follower | None = None
@@ -70,7 +71,7 @@ class Generator(Actor):
         from titanrl.models.titan import prepare_torchtitan
 
         prepare_torchtitan(self._setup.device)
-        if current_rank().rank > 0:
+        if self._rank > 0:
             from titanrl.generator.lockstep import Follower
 
             self._follower = Follower(self._build_follower)
@@ -150,13 +151,18 @@ class Generator(Actor):
 
     @endpoint
     async def close(self) -> None:
-        """End the engine's thread."""
+        """End the engine's thread; the other ranks' threads end with that of rank 0."""
         if self._follower is not None:
             self._follower.close()
-            return
-        await self._loop.close()
+            await asyncio.wait({asyncio.wrap_future(self._follower.ended)})
+        else:
+            await self._loop.close()
         if self._leader is not None:
             self._leader.close()
+        if self._setup.config.tp > 1:
+            from titanrl.generator.compat import leave_ranks
+
+            leave_ranks()
 
     def _build_engine(self) -> "Engine":
         from titanrl.generator.engine import Engine
@@ -175,7 +181,7 @@ class Generator(Actor):
         from titanrl.generator.lockstep import connect
 
         engine = self._build_engine()
-        (leader,) = connect(current_rank().rank, self._setup.config.tp)
+        (leader,) = connect(self._rank, self._setup.config.tp)
         return engine, leader
 
     async def _fetch(self, commit: Commit) -> "tuple[Callable[[torch.nn.Module], None], bool]":
@@ -199,7 +205,7 @@ class Generator(Actor):
                 self._targets = titan.weight_targets(model)
             else:
                 config = read_hf_config(self._setup.model_dir)
-                self._targets = native.weight_targets(model, config, current_rank().rank, self._setup.config.tp)
+                self._targets = native.weight_targets(model, config, self._rank, self._setup.config.tp)
         return self._targets
 
 

@@ -13,7 +13,8 @@ import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
 from torch import nn
 from vllm import LLMEngine
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_world_group
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 
@@ -30,13 +31,20 @@ def keep_weight(layer: nn.Module, remove_weight: bool) -> None:
     vars(layer)["cpu_linear"] = torch.nn.functional.linear
 
 
-def meet_at_address() -> None:
-    """Let the ranks of a tensor-parallel engine meet at `MASTER_ADDR`; call before the engine is built.
+def prepare_ranks() -> None:
+    """Let several tensor-parallel engines live on a host and leave nothing there; call on each rank before its engine is built.
 
-    vLLM's own way, `env://`, names the shared memory of every such engine of a host alike, and the second cannot start.
+    vLLM's own way to meet, `env://`, names the shared memory of every such engine alike, and the second cannot start. Its queue
+    between a driver and workers is not used by ranks that all are drivers, but is 25 MB of shared memory and a socket's file.
     """
     assert callable(ExecutorWithExternalLauncher._distributed_args), "vLLM moved how external ranks meet"
-    ExecutorWithExternalLauncher._distributed_args = distributed_args  # type: ignore[method-assign]
+    ExecutorWithExternalLauncher._distributed_args = distributed_args
+    assert callable(MessageQueue.create_from_process_group), "vLLM moved its queue between driver and workers"
+    MessageQueue.create_from_process_group = no_queue
+
+
+def no_queue(*args: Any) -> None:
+    """Replacement for vLLM's queue: groups without one talk through torch.distributed."""
 
 
 def distributed_args(executor: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
@@ -53,6 +61,12 @@ def unlink_shared_memory() -> None:
     """
     for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*-cpushm*"):
         path.unlink(missing_ok=True)
+
+
+def leave_ranks() -> None:
+    """End this rank's part in the process groups of a tensor-parallel engine; their threads would abort the process's exit."""
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def gather_objects(value: object) -> list[Any]:

@@ -17,7 +17,7 @@ from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.compat import (
     engine_model,
-    meet_at_address,
+    prepare_ranks,
     num_generated_tokens,
     num_queued,
     prepare_vllm,
@@ -160,7 +160,7 @@ def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_l
     """vLLM's engine with dummy weights; of a tensor-parallel one this rank's part, which returns when all ranks have theirs."""
     prepare_vllm()
     if config.tp > 1:
-        meet_at_address()
+        prepare_ranks()
     if config.model_impl == "titan":
         from titanrl.generator.titan import register_titan_model
 

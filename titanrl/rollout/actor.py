@@ -136,8 +136,9 @@ class RolloutWorker(Actor):
         config = self._setup.config
         prompt = self._stream[reservation.index]
         requests = sampling_requests(prompt, config.rollout, config.seed)
-        generate = partial(self._pool.generate, num_kept=config.rollout.group_size)
-        group = await roll_out(prompt, requests, generate, self._score, self._tokenizer.decode)
+        with self._pool.session() as session:
+            generate = partial(session.generate, num_kept=config.rollout.group_size)
+            group = await roll_out(prompt, requests, generate, self._score, self._tokenizer.decode)
         trained, num_overlong = fit_to_rows(group, config.trainer)
         has_payload = group.has_signal or config.trains_on_equal_rewards
         record = record_of(trained, reservation.handle, has_payload=has_payload, num_overlong=num_overlong)
