@@ -87,9 +87,9 @@ class Command:
         _, alive = psutil.wait_procs(self.descendants, timeout=3)
         return [str(process) for process in alive]
 
-    def process_of(self, role: str) -> psutil.Process:
-        """The first process of a role; a child of it, such as a resource tracker, writes to the same log."""
-        return psutil.Process(int((self.run_dir / "logs" / f"{role}_0.pid").read_text().split()[0]))
+    def process_of(self, role: str, rank: int = 0) -> psutil.Process:
+        """A process of a role; a child of it, such as a resource tracker, writes to the same log."""
+        return psutil.Process(int((self.run_dir / "logs" / f"{role}_{rank}.pid").read_text().split()[0]))
 
 
 Start = Callable[..., Command]

@@ -1,4 +1,4 @@
-"""The objects a notebook uses, with two trainer ranks and both generator models, against transformers."""
+"""The objects a notebook uses, with two trainer ranks and both generator models on two processes each, against transformers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,13 @@ from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, Prompt
 
 LAYOUTS = {
-    "fsdp": ("trainer.parallelism.dp_shard=2", "generator.model_impl=native", "rollout.num_workers=2", "algorithm.kl.coef=0.1"),
+    "fsdp": (
+        "trainer.parallelism.dp_shard=2",
+        "generator.tp=2",
+        "generator.model_impl=native",
+        "rollout.num_workers=2",
+        "algorithm.kl.coef=0.1",
+    ),
     "tp": ("trainer.parallelism.tp=2", "generator.replicas=2", "trainer.lora={rank: 8}"),
 }
 

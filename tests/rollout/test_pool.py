@@ -14,8 +14,8 @@ from titanrl.types import EngineLoad, GenerationRequest, SamplingParams
 class Replica:
     """Stands for a generator actor: answers with its name, and notes the size of each message."""
 
-    def __init__(self, name: str, error: Exception | None = None, *, latency_s: float = 0.01, num_queued: int = 0) -> None:
-        self.name, self.error, self.latency_s = name, error, latency_s
+    def __init__(self, name: str, error: Exception | None = None, *, num_queued: int = 0) -> None:
+        self.name, self.error = name, error
         self.held_message: int | None = None
         self.release = asyncio.Event()
         self.load = EngineLoad(num_requests=8, num_queued=num_queued)
@@ -28,7 +28,7 @@ class Replica:
         self.messages.append(sum(map(len, groups)))
         if len(self.messages) == self.held_message:
             await self.release.wait()
-        await asyncio.sleep(self.latency_s)
+        await asyncio.sleep(0.01)
         for place in reversed(range(len(groups))):
             if self.error is not None and place == 0:
                 raise self.error
@@ -75,17 +75,50 @@ def test_an_error_of_a_replica_reaches_every_caller_that_has_no_answer_yet() -> 
     asyncio.run(scenario())
 
 
-def test_a_slow_replica_gets_fewer_groups_and_neither_is_ever_idle() -> None:
+def test_turns_of_a_session_go_to_one_replica_while_others_are_idle() -> None:
     async def scenario() -> None:
-        slow, fast = Replica("slow", latency_s=0.05), Replica("fast", latency_s=0.01)
-        pool = GeneratorPool([slow, fast], max_num_seqs=8)
+        replicas = [Replica("a"), Replica("b")]
+        pool = GeneratorPool(replicas, max_num_seqs=64)
 
-        async def one_after_another(first: int) -> None:
-            for group in range(8):
-                await pool.generate(requests(first + group, first + group))
+        async def converse(first: int) -> None:
+            with pool.session() as session:
+                turns = [await session.generate(requests(first + turn)) for turn in range(3)]
+            assert len({name for ((name, _),) in turns}) == 1  # type: ignore[misc]
 
-        await asyncio.gather(*(one_after_another(100 * lane) for lane in range(4)))
-        assert sum(fast.messages) > sum(slow.messages) > 0
+        await asyncio.gather(*(converse(10 * lane) for lane in range(4)))
+        assert [sum(replica.messages) for replica in replicas] == [6, 6]
+
+    asyncio.run(scenario())
+
+
+def test_a_session_goes_on_elsewhere_when_its_replica_has_failed() -> None:
+    async def scenario() -> None:
+        pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone")), Replica("b")], max_num_seqs=64)
+        with pool.session() as session:
+            with pytest.raises(RuntimeError, match="engine gone"):
+                await session.generate(requests(1))
+            assert await session.generate(requests(2)) == [("b", (2,))]
+        assert await pool.generate(requests(3)) == [("b", (3,))]
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_waits_for_weights_gets_nothing_while_another_does_not() -> None:
+    async def scenario() -> None:
+        held, free = Replica("held"), Replica("free")
+        held.load = EngineLoad(num_requests=2, num_queued=0, admits=False)
+        held.held_message = 2
+        pool = GeneratorPool([held, free], max_num_seqs=64)
+        first = asyncio.create_task(pool.generate(requests(1)))
+        other = asyncio.create_task(pool.generate(requests(2)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        second = asyncio.create_task(pool.generate(requests(3)))  # keeps the first replica busy
+        await asyncio.gather(first, other)
+        assert [answer[0] for answer in await pool.generate(requests(4, 5))] == ["free", "free"]
+        held.release.set()
+        await second
+        assert await pool.generate(requests(6)) == [("held", (6,))]
 
     asyncio.run(scenario())
 

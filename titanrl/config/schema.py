@@ -184,10 +184,11 @@ class Config(Section):
                     fix=f"set {key} to {largest_divisor(recipe.num_kv_heads, tp)}",
                 )
             if recipe.intermediate_size % tp:
+                fitting = recipe.intermediate_size + tp - recipe.intermediate_size % tp
                 yield BrokenRule(
                     values={key: tp, "model.recipe.intermediate_size": recipe.intermediate_size},
                     rule="tp must divide the width of the feed-forward block",
-                    fix=f"set model.recipe.intermediate_size to {recipe.intermediate_size + tp - recipe.intermediate_size % tp}",
+                    fix=f"set model.recipe.intermediate_size to {fitting}",
                 )
         longest = self.trainer.row_tokens
         if self.trainer.overlong != "error":

@@ -50,8 +50,8 @@ class GeneratorSetup:
 class Generator(Actor):
     """One vLLM engine that many callers share. It serves only with weights it has pulled whole.
 
-    With `generator.tp` a replica is a mesh of this actor, one for each tensor-parallel rank: `start`, `pull_weights` and `close`
-    are called on all ranks, `follow` on all but rank 0, everything else on rank 0.
+    With `generator.tp` a replica is a mesh of this actor, one for each tensor-parallel rank: `start`, `pull_weights` and
+    `close` are called on all ranks, `follow` on all but rank 0, everything else on rank 0.
     """
 
     def __init__(self, setup: GeneratorSetup) -> None:

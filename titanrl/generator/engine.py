@@ -17,9 +17,9 @@ from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.compat import (
     engine_model,
-    prepare_ranks,
     num_generated_tokens,
     num_queued,
+    prepare_ranks,
     prepare_vllm,
     reset_prefix_cache,
     unlink_shared_memory,
@@ -72,7 +72,7 @@ class Engine:
         """
         self._engine = build_engine(model_dir, config, device, max_len)
         self._stop_ids = tuple(stop_ids)
-        self._tickets = itertools.count()
+        self._next_ticket = 0
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}
         self.version: int | None = None
@@ -99,9 +99,10 @@ class Engine:
         return EngineLoad(num_requests=self.num_running, num_queued=num_queued(self._engine))
 
     def add(self, request: GenerationRequest) -> int:
-        """Queue a request; it joins the batch at the next step. Returns its ticket."""
-        ticket = next(self._tickets)
+        """Queue a request; it joins the batch at the next step. Returns its ticket; those that fail use none up."""
+        ticket = self._next_ticket
         self._start(ticket, request)
+        self._next_ticket += 1
         return ticket
 
     def abort(self, tickets: Iterable[int]) -> None:

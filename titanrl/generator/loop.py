@@ -139,7 +139,9 @@ class EngineLoop:
         self.load = replace(engine.load, admits=self._draining is None)
         self._busy_s += time.perf_counter() - started
 
-    def _admit(self, engine: "Engine | Leader", requests: Sequence[GenerationRequest], num_kept: int) -> Future[list[Completion]]:
+    def _admit(
+        self, engine: "Engine | Leader", requests: Sequence[GenerationRequest], num_kept: int
+    ) -> Future[list[Completion]]:
         group = _Group(Future(), [None] * len(requests), num_kept)
         for place, request in enumerate(requests):
             self._waiting[engine.add(request)] = (group, place)

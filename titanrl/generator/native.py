@@ -44,7 +44,7 @@ def weight_targets(
 
 
 def vocab_rows(held: torch.Tensor, vocab_size: int, rank: int) -> PartOf:
-    """A rank's rows of an embedding. vLLM pads the vocabulary before it is shared; only the real rows are ever filled or read."""
+    """A rank's rows of an embedding. vLLM pads the vocabulary, then shares it; only the real rows are ever filled or read."""
     start = min(rank * len(held), vocab_size)
     return PartOf(held[: vocab_size - start], (vocab_size, held.shape[1]), (start, 0))
 

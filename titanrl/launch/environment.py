@@ -25,7 +25,7 @@ def trainer_environment(config: Config, device: Device) -> dict[str, str]:
 
 
 def generator_environment(config: Config, device: Device, replica: int) -> dict[str, str]:
-    """For the ranks of one generator replica: they see its devices, of which `LOCAL_RANK` picks one, and vLLM runs in-process."""
+    """For the ranks of one generator replica: they see its devices, `LOCAL_RANK` picks one, and vLLM runs in-process."""
     environment = {
         **_COMMON,
         **_KEEP_MEMORY,

@@ -90,9 +90,7 @@ class GeneratorPool:
         with self.session() as session:
             return await session.generate(requests, num_kept)
 
-    async def _generate(
-        self, requests: Sequence[GenerationRequest], num_kept: int | None, key: SessionKey
-    ) -> list[Completion]:
+    async def _generate(self, requests: Sequence[GenerationRequest], num_kept: int | None, key: SessionKey) -> list[Completion]:
         replica = self._replicas[self._router.assign(len(requests), key).place]
         call = _Call(requests, num_kept or len(requests), asyncio.get_running_loop().create_future())
         if not replica.gathered:
