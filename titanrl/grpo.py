@@ -141,7 +141,7 @@ class GRPO:
         base = prepare_base(config)
         files = RunFiles(run_dir=self.run_dir, model_dir=base.initial, stop_ids=load_tokenizer(base.initial).eos_ids)
         console.note(describe_staleness(config))
-        console.phase("start", f"trainer x{config.trainer.parallelism.world_size}, generator x{config.generator.replicas}")
+        console.phase("start", f"trainer x{config.trainer.parallelism.world_size}, generator x{config.generator.num_ranks}")
         self._parts = parts = await assemble(config, self.device, files, self.state.next_index)
         generators = asyncio.create_task(parts.generators.start())
         await asyncio.gather(parts.trainer.start(), parts.workers.start())

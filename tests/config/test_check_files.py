@@ -82,6 +82,16 @@ def test_rules_that_need_the_shape_of_the_model(tmp_path: Path) -> None:
     assert "tp must divide the model's 4 query heads and 2 key and value heads" in heads
     assert heads.startswith("here/run.yaml:4: trainer.parallelism.tp=4, model.path=")
     assert "must not be longer than the model's 256 positions" in positions
+    (heads,) = problems(tmp_path, f"model: {{path: {model}}}\ngenerator: {{tp: 4}}")
+    assert heads.startswith("here/run.yaml:4: generator.tp=4, model.path=")
+    assert "set generator.tp to 1, or to a common divisor" in heads
+
+
+def test_only_vllms_own_model_fills_up_a_vocabulary_that_ranks_cannot_share(tmp_path: Path) -> None:
+    recipe = "model: {recipe: {num_heads: 3, num_kv_heads: 3}}"
+    (vocabulary,) = problems(tmp_path, f"{recipe}\ngenerator: {{tp: 3}}")
+    assert "tp must divide the model's vocabulary of 112 tokens" in vocabulary
+    assert problems(tmp_path, f"{recipe}\ngenerator: {{tp: 3, model_impl: native}}") == []
 
 
 def test_missing_data_and_loggers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,10 +61,35 @@ def test_sizes_of_the_default_recipe() -> None:
             activations=800 * (3 * 4 * 704 + 2 * 112) * 4,
         ),
         replica_weights=408_320 * 4,
+        generator_rank_weights=408_320 * 4,
         # Keys and values of 2 layers x 2 heads x 32 floats are 1024 bytes a token.
         kv_cache=256 * 90 * 1024,
     )
     assert sizes.misfits == ()
+
+
+def test_ranks_of_a_generator_share_its_matrices_and_each_has_all_norms() -> None:
+    sizes = derive(make_config(generator={"replicas": 3, "tp": 2}))
+    assert sizes.processes["generator"] == 6
+    assert sizes.memory is not None
+    norms = 2 * (2 * 128 + 2 * 32) + 128
+    assert sizes.memory.generator_rank_weights == ((408_320 - norms) // 2 + norms) * 4
+    assert sizes.memory.replica_weights == 408_320 * 4
+    assert "1.6 MB of weights in float32; 818.4 kB on each of 2 ranks" in render_dry_run(make_config(generator={"tp": 2}))
+
+
+def test_a_model_too_large_for_a_device_fits_over_the_ranks_of_a_generator() -> None:
+    sections: dict[str, Any] = {
+        "device": "cuda",
+        "model": {"path": "nowhere/Qwen3-32B"},
+        "trainer": {"parallelism": {"dp_shard": 32}, "activation_checkpointing": "full", "compute_dtype": "bfloat16"},
+        "hosts": {"devices_per_host": 40},
+    }
+    (misfit,) = derive(make_config(**sections)).misfits  # in float32
+    assert misfit.values == {"model.path": "nowhere/Qwen3-32B", "generator.tp": 1}
+    assert "a generator rank needs about 131.0 GB without KV cache" in misfit.rule
+    assert "raise generator.tp" in misfit.fix
+    assert derive(make_config(**sections, generator={"tp": 4})).misfits == ()
 
 
 def test_sharding_divides_the_state_and_replication_does_not() -> None:

@@ -327,9 +327,28 @@ def test_the_last_version_must_be_one_that_is_published(tmp_path: Path) -> None:
         ("trainer: {lora: {targets: []}}", "trainer.lora.targets", "must", "attention"),
         ("trainer: {lora: {rank: 0}}", "trainer.lora.rank=0", "must be an integer > 0", "Rank of each adapter"),
         ("trainer: {float8: tensorwise}", "trainer.float8", "must be one of", "rowwise"),
+        ("generator: {tp: 4}", "generator.tp=4", "tp must divide the key and value heads", "set generator.tp to 2"),
+        (
+            "model: {recipe: {intermediate_size: 385}}\ngenerator: {tp: 2}",
+            "generator.tp=2",
+            "tp must divide the width of the feed-forward block",
+            "set model.recipe.intermediate_size to 386",
+        ),
+        (
+            "generator: {vllm: {tensor_parallel_size: 2}}",
+            "generator.vllm.tensor_parallel_size=2",
+            "started here, one for each tensor-parallel rank, not by vLLM",
+            "remove vllm.tensor_parallel_size, and set generator.tp",
+        ),
+        (
+            "device: cuda\ngenerator: {replicas: 2, tp: 2}\nhosts: {devices_per_host: 4}",
+            "generator.tp=2",
+            "a host must have an accelerator for each trainer rank and each replica's ranks on it, here 5",
+            "set hosts.devices_per_host to 5",
+        ),
     ],
 )
-def test_trainers_that_cannot_work(tmp_path: Path, text: str, keys: str, rule: str, fix: str) -> None:
+def test_trainers_and_generators_that_cannot_work(tmp_path: Path, text: str, keys: str, rule: str, fix: str) -> None:
     told = complaint(tmp_path, f"{GOOD}{text}\n")
     assert keys.split("=")[0] in told
     assert rule in told

@@ -15,9 +15,10 @@ import torch
 from tests.weights.processes import MemoryStore, publish_versions
 from titanrl.weights.arena import MappedArena
 from titanrl.weights.digest import Verify
+from titanrl.weights.layout import PartOf
 from titanrl.weights.manifest import ArenaHandle, Commit, WeightManifest, WeightMismatchError
 from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import WeightReader
+from titanrl.weights.pull import Targets, WeightReader
 
 STATE = {"norm.weight": torch.arange(6.0).view(2, 3), "head.weight": torch.ones(2)}
 
@@ -29,7 +30,7 @@ def publish(
     return Commit(version, (asyncio.run(publisher.publish(version, state)),)), publisher
 
 
-def pull(reader: WeightReader, commit: Commit, targets: dict[str, torch.Tensor]) -> None:
+def pull(reader: WeightReader, commit: Commit, targets: Targets) -> None:
     async def run() -> None:
         (await reader.fetch(commit)).copy_into(targets)
 
@@ -92,6 +93,22 @@ def test_a_digest_finds_bytes_that_changed_behind_the_header(verify: Verify, is_
             pull(WeightReader("run", store), commit, targets)
     else:
         pull(WeightReader("run", store), commit, targets)
+
+
+# Readers that hold a part only
+
+
+def test_ranks_that_hold_uneven_parts_are_each_filled_with_their_own() -> None:
+    store: Any = MemoryStore()
+    state = {"embed.weight": torch.arange(21.0).view(7, 3)}
+    commit, _publisher = publish(store, 1, state)
+    for rows in ((0, 4), (4, 7), (7, 7)):
+        local = torch.zeros(rows[1] - rows[0], 3)
+        pull(WeightReader("run", store), commit, {"embed.weight": PartOf(local, (7, 3), (rows[0], 0))})
+        assert torch.equal(local, state["embed.weight"][slice(*rows)])
+    outside = PartOf(torch.zeros(4, 3), (7, 3), (4, 0))
+    with pytest.raises(WeightMismatchError, match="embed.weight: only 9 of 12 elements published"):
+        pull(WeightReader("run", store), commit, {"embed.weight": outside})
 
 
 # A writer that does not wait

@@ -1,0 +1,30 @@
+"""Which devices the processes of each role see."""
+
+from typing import Any
+
+import pytest
+
+from titanrl.config import Config
+from titanrl.device import DEVICES
+from titanrl.launch.environment import generator_environment
+
+BEHIND = {"hosts": {"devices_per_host": 16}}
+SHARED = {"hosts": {"share_devices": True}}
+SLURM = {"hosts": {"kind": "slurm", "generator_hosts": 2}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "devices"),
+    [
+        (BEHIND, ["2,3", "4,5", "6,7", "8,9"]),  # after the trainer's two
+        (SHARED, ["0,1", "2,3", "4,5", "6,7"]),
+        (SLURM, ["0,1", "0,1", "2,3", "2,3"]),  # replicas go to the two hosts by turns
+    ],
+)
+def test_the_ranks_of_a_replica_have_devices_side_by_side_that_no_other_replica_has(
+    sections: dict[str, Any], devices: list[str]
+) -> None:
+    trainer = {"parallelism": {"dp_shard": 2}}
+    config = Config(name="a", num_steps=1, trainer=trainer, generator={"replicas": 4, "tp": 2}, **sections)
+    environments = [generator_environment(config, DEVICES["cuda"], replica) for replica in range(4)]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == devices
