@@ -107,7 +107,7 @@ def test_ranks_that_hold_uneven_parts_are_each_filled_with_their_own() -> None:
         pull(WeightReader("run", store), commit, {"embed.weight": PartOf(local, (7, 3), (rows[0], 0))})
         assert torch.equal(local, state["embed.weight"][slice(*rows)])
     outside = PartOf(torch.zeros(4, 3), (7, 3), (4, 0))
-    with pytest.raises(WeightMismatchError, match="embed.weight: only 9 of 12 elements published"):
+    with pytest.raises(WeightMismatchError, match=r"embed\.weight: only 9 of 12 elements published"):
         pull(WeightReader("run", store), commit, {"embed.weight": outside})
 
 
