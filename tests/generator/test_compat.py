@@ -2,10 +2,13 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+import pytest
 import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from titanrl.generator.compat import keep_weight, prepare_vllm
+from titanrl.generator.compat import distributed_args, keep_weight, no_queue, prepare_ranks, prepare_vllm
 
 
 def test_vllm_is_the_version_our_patches_were_written_for() -> None:
@@ -20,3 +23,20 @@ def test_the_patches_take_hold() -> None:
     prepare_vllm()
     assert linear_layers.dispatch_cpu_unquantized_gemm is keep_weight
     assert config_utils.PretrainedConfig.__module__.startswith("transformers")
+
+
+def test_ranks_meet_at_the_address_they_are_given_and_make_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Undone afterwards: what is patched belongs to the ranks of a tensor-parallel engine.
+    monkeypatch.setattr(ExecutorWithExternalLauncher, "_distributed_args", ExecutorWithExternalLauncher._distributed_args)
+    monkeypatch.setattr(MessageQueue, "create_from_process_group", MessageQueue.create_from_process_group)
+    prepare_ranks()
+    assert ExecutorWithExternalLauncher._distributed_args is distributed_args
+    assert MessageQueue.create_from_process_group is no_queue
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    executor = ExecutorWithExternalLauncher.__new__(ExecutorWithExternalLauncher)
+    assert distributed_args(executor) == (
+        "tcp://127.0.0.1:29500",
+        3,
+        1,
+    )

@@ -1,6 +1,7 @@
 """The real engine in its actor: weights that take effect, exact versions, log-probabilities against transformers."""
 
 import asyncio
+import re
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,6 +250,28 @@ def test_tensor_parallel_ranks_answer_as_one_alone(lab: Lab, impl: str) -> None:
         for alone, parallel in zip(*answers, strict=True):
             assert parallel.token_ids.tolist() == alone.token_ids.tolist()
             np.testing.assert_allclose(parallel.logprobs, alone.logprobs, atol=1e-5)
+
+
+def test_a_pull_that_fails_on_one_rank_fails_on_all_and_the_next_one_counts(lab: Lab) -> None:
+    leader, follower = (lab.generators["titan-tp2"].slice(procs=rank) for rank in (0, 1))
+    broken = Commit(9, lab.commits[2].manifests)
+
+    async def scenario() -> list[Any]:
+        pulls = [rank.pull_weights.call_one(commit) for rank, commit in ((leader, lab.commits[2]), (follower, broken))]
+        return await asyncio.gather(*map(waited_for, pulls), return_exceptions=True)
+
+    lab.do(pull(lab, "titan-tp2", 1))
+    told = "version 9: the manifests of ranks .0. are of another version"
+    for answer, text in zip(lab.do(scenario()), (f"rank 1: {told}", told), strict=True):
+        assert re.search(text, str(answer))
+    with pytest.raises(Exception, match=f"no valid weights: the pull of version 2 failed: rank 1: {told}"):
+        lab.do(lab.generate("titan-tp2", GREEDY))
+    lab.do(pull(lab, "titan-tp2", 2))
+    assert set(lab.do(lab.generate("titan-tp2", GREEDY))[0].versions.tolist()) == {2}
+
+
+async def waited_for(call: Any) -> Any:
+    return await call
 
 
 def scored_by(model_dir: Path, prompt: tuple[int, ...], completion: Completion, temperature: float) -> np.ndarray:

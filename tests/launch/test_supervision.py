@@ -100,6 +100,17 @@ def test_a_death_ends_every_wait_and_names_the_mesh(tmp_path: Path) -> None:
     with_patient(tmp_path, scenario)
 
 
+def test_a_guarded_call_that_fails_ends_every_wait_with_its_cause_and_one_that_returns_does_not(tmp_path: Path) -> None:
+    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
+        supervisor.guard("the first", patient.pid.call_one())
+        assert await supervisor.ask("pid", patient.pid.call_one(), 30) > 0
+        supervisor.guard("rank 1", patient.fail.call_one())
+        with pytest.raises(ActorDiedError, match=r"rank 1 failed: data\.task=sums: no such task .while waiting for: patient"):
+            await supervisor.ask("patient.hang", patient.hang.call_one(), 30)
+
+    with_patient(tmp_path, scenario)
+
+
 def test_a_process_that_does_not_end_is_killed_and_named() -> None:
     async def run() -> None:
         supervisor = Supervisor()

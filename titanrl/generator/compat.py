@@ -40,7 +40,7 @@ def prepare_ranks() -> None:
     assert callable(ExecutorWithExternalLauncher._distributed_args), "vLLM moved how external ranks meet"
     ExecutorWithExternalLauncher._distributed_args = distributed_args
     assert callable(MessageQueue.create_from_process_group), "vLLM moved its queue between driver and workers"
-    MessageQueue.create_from_process_group = no_queue
+    MessageQueue.create_from_process_group = no_queue  # type: ignore[method-assign, assignment]
 
 
 def no_queue(*args: Any) -> None:
@@ -65,8 +65,8 @@ def unlink_shared_memory() -> None:
 
 def leave_ranks() -> None:
     """End this rank's part in the process groups of a tensor-parallel engine; their threads would abort the process's exit."""
-    destroy_model_parallel()
-    destroy_distributed_environment()
+    destroy_model_parallel()  # type: ignore[no-untyped-call]
+    destroy_distributed_environment()  # type: ignore[no-untyped-call]
 
 
 def gather_objects(value: object) -> list[Any]:

@@ -1,0 +1,92 @@
+"""What reaches the other ranks of a replica, with engines that only write down what is done to them."""
+
+from collections.abc import Iterable
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanrl.generator.lockstep import Abort, DivergedError, Follower, Leader, Turn, repeat
+from titanrl.types import GenerationRequest, SamplingParams
+
+REQUEST = GenerationRequest(token_ids=(1,), sampling=SamplingParams(max_new_tokens=4, temperature=1.0, seed=None))
+
+
+class Noting:
+    """Stands for an engine: a request runs until it is aborted."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.running: list[int] = []
+        self.next_ticket = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def add(self, request: GenerationRequest) -> int:
+        self.log.append("add")
+        self.running.append(self.next_ticket)
+        self.next_ticket += 1
+        return self.running[-1]
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        self.log.append(("abort", tuple(tickets)))
+        for ticket in self.log[-1][1]:
+            self.running.remove(ticket)
+
+    def restart(self) -> None:
+        self.log.append("restart")
+
+    def step(self) -> list[Any]:
+        self.log.append("step")
+        return []
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["add", "abort", "restart", "step"]), max_size=30))
+def test_another_rank_does_what_was_done_to_rank_0_between_the_same_steps(actions: list[str]) -> None:
+    mine, theirs, (here, there) = Noting(), Noting(), Pipe()
+    leader: Any = Leader(mine, [here])  # type: ignore[arg-type]
+    follower = Follower(lambda: (theirs, there))  # type: ignore[arg-type,return-value]
+    for action in [*actions, "step"]:
+        if action == "add":
+            leader.add(REQUEST)
+        elif action != "abort":
+            getattr(leader, action)()
+        elif mine.running:
+            leader.abort(iter(mine.running[:2]))
+    leader.close()
+    follower.ended.result(timeout=10)
+    assert theirs.log == mine.log
+
+
+def test_a_rank_that_counts_other_requests_than_rank_0_says_so_and_ends() -> None:
+    engine, (here, there) = Noting(), Pipe()
+    follower = Follower(lambda: (engine, there))  # type: ignore[arg-type,return-value]
+    here.send(Turn((REQUEST, REQUEST), num_running=1, version=None))
+    with pytest.raises(DivergedError, match="2 requests are running on this rank, 1 on rank 0"):
+        follower.ended.result(timeout=10)
+    assert "step" not in engine.log
+    repeat(engine, Turn((Abort((0,)),), num_running=1, version=None))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_cannot_start_fails_whoever_waits_for_it() -> None:
+    def build() -> Any:
+        raise RuntimeError("no such device")
+
+    follower = Follower(build)
+    for waiting in (follower.started, follower.ended):
+        with pytest.raises(RuntimeError, match="no such device"):
+            waiting.result(timeout=10)
+
+
+def test_a_swap_that_rank_0_never_reached_fails_when_rank_0_ends() -> None:
+    here, there = Pipe()
+    follower = Follower(lambda: (Noting(), there))  # type: ignore[arg-type,return-value]
+    swap = follower.swap(lambda model: None)
+    here.close()
+    with pytest.raises(Exception, match="the engine of this rank has ended"):
+        swap.result(timeout=10)
