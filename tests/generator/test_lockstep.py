@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from titanrl.generator.lockstep import Abort, DivergedError, Follower, Leader, Turn, repeat
 from titanrl.types import GenerationRequest, SamplingParams
+from titanrl.weights.manifest import WeightMismatchError
 
 REQUEST = GenerationRequest(token_ids=(1,), sampling=SamplingParams(max_new_tokens=4, temperature=1.0, seed=None))
 
@@ -88,5 +89,7 @@ def test_a_swap_that_rank_0_never_reached_fails_when_rank_0_ends() -> None:
     follower = Follower(lambda: (Noting(), there))  # type: ignore[arg-type,return-value]
     swap = follower.swap(lambda model: None)
     here.close()
-    with pytest.raises(Exception, match="the engine of this rank has ended"):
-        swap.result(timeout=10)
+    follower.ended.result(timeout=10)
+    for refused in (swap, follower.swap(lambda model: None)):
+        with pytest.raises(WeightMismatchError, match="the engine of this rank has ended"):
+            refused.result(timeout=10)

@@ -135,6 +135,8 @@ class Follower:
         """Fill the model when rank 0 swaps in its next version; fails if that fails on any rank."""
         result: Future[None] = Future()
         self._swaps.put((fill, result))
+        if self.ended.done():
+            self._fail_swaps()
         return result
 
     def close(self) -> None:
