@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -28,6 +29,7 @@ def test_the_patches_take_hold() -> None:
 def test_ranks_meet_at_the_address_they_are_given_and_make_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     # Undone afterwards: what is patched belongs to the ranks of a tensor-parallel engine.
     monkeypatch.setattr(ExecutorWithExternalLauncher, "_distributed_args", ExecutorWithExternalLauncher._distributed_args)
+    monkeypatch.setattr(_CPUSHMDistributed, "_init_cpu_shm", _CPUSHMDistributed._init_cpu_shm)
     monkeypatch.setattr(MessageQueue, "create_from_process_group", MessageQueue.create_from_process_group)
     prepare_ranks()
     assert ExecutorWithExternalLauncher._distributed_args is distributed_args

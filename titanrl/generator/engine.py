@@ -22,7 +22,6 @@ from titanrl.generator.compat import (
     prepare_ranks,
     prepare_vllm,
     reset_prefix_cache,
-    unlink_shared_memory,
 )
 from titanrl.types import Completion, EngineLoad, FinishReason, GenerationRequest, SamplingParams
 
@@ -167,9 +166,7 @@ def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_l
 
         register_titan_model(model_dir, device, config.tp)
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
-    if config.tp > 1:
-        unlink_shared_memory()
-    elif config.model_impl == "titan":
+    if config.model_impl == "titan" and config.tp == 1:
         from titanrl.generator.kernels import use_cpu_kernels
         from titanrl.generator.titan import unwrap_forward
 
