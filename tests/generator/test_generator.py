@@ -352,6 +352,33 @@ def test_cached_prompts_are_forgotten_with_the_weights_that_made_them(lab: Lab, 
         assert answers[version] == [output[0, 100:].tolist()] * 2
 
 
+def test_turns_of_a_session_go_on_where_the_last_one_ended_at_the_same_replica(lab: Lab) -> None:
+    leaders = [lab.generators[impl].slice(procs=0) for impl in ("titan", "native-tp2")]
+    pool = GeneratorPool(leaders, max_num_seqs=256)
+    half = SamplingParams(max_new_tokens=12, temperature=0.0, seed=None)
+
+    async def converse(prompt: tuple[int, ...]) -> list[int]:
+        said = prompt
+        with pool.session() as session:
+            for _ in range(2):
+                (completion,) = await session.generate([GenerationRequest(token_ids=said, sampling=half)])
+                said += tuple(completion.token_ids.tolist())
+        return list(said[len(prompt) :])
+
+    async def scenario() -> tuple[list[list[int]], list[list[int]], list[int]]:
+        await asyncio.gather(*(pull(lab, impl, 1) for impl in ("titan", "native-tp2")))
+        answers = [completion.token_ids.tolist() for completion in await lab.generate("titan", GREEDY)]
+        whole = {prompt: answer for prompt, answer in zip(PROMPTS, answers, strict=True) if len(answer) == 24}
+        await asyncio.gather(*(waited_for(leader.stats.call_one()) for leader in leaders))
+        spoken = await asyncio.gather(*map(converse, list(whole)[:2]))
+        stats = await asyncio.gather(*(waited_for(leader.stats.call_one()) for leader in leaders))
+        return spoken, list(whole.values())[:2], [stat.num_tokens for stat in stats]
+
+    spoken, expected, num_tokens = lab.do(scenario())
+    assert spoken == expected
+    assert num_tokens == [24, 24]
+
+
 def test_weights_that_do_not_fit_are_refused_by_name(lab: Lab, impl: str) -> None:
     async def scenario() -> None:
         odd = WeightPublisher("lab", 0, lab.store, torch.float32, ["store"])
