@@ -44,7 +44,7 @@ def prepare_ranks() -> None:
     assert callable(ExecutorWithExternalLauncher._distributed_args), "vLLM moved how external ranks meet"
     ExecutorWithExternalLauncher._distributed_args = distributed_args
     assert callable(MessageQueue.create_from_process_group), "vLLM moved its queue between driver and workers"
-    _CPUSHMDistributed._init_cpu_shm = nameless_shared_memory  # type: ignore[method-assign]
+    _CPUSHMDistributed._init_cpu_shm = nameless_shared_memory  # type: ignore[method-assign, assignment]
     MessageQueue.create_from_process_group = no_queue  # type: ignore[method-assign, assignment]
 
 
