@@ -34,6 +34,7 @@ from titanrl.weights.digest import Verify
 from titanrl.weights.manifest import Commit, WeightManifest
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
+from titanrl.weights.state import LiveState
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
 
@@ -170,20 +171,21 @@ class Writer(Actor):
             mesh = torch.distributed.init_device_mesh("cpu", (layout.fsdp, layout.tp), mesh_dim_names=("fsdp", "tp"))
         self._rank = torch.distributed.get_rank() if mesh is not None else 0
         self._module = build_module(PAYLOADS[payload](), DTYPES[dtype], mesh)
+        self._state = LiveState(self._module)
 
     @endpoint
     async def prepare(self, run: str, verify: Verify) -> float:
         """Allocate the arenas; returns seconds."""
         self._publisher = WeightPublisher(run, self._rank, self._store, PUBLISHED, ["arena"], verify)
         started = time.perf_counter()
-        await self._publisher.prepare(self._module.state_dict(keep_vars=True))
+        await self._publisher.prepare(self._state.tensors())
         return time.perf_counter() - started
 
     @endpoint
     async def push(self, version: int) -> WeightManifest:
         """Publish a version."""
         started = time.perf_counter()
-        manifest = await self._publisher.publish(version, self._module.state_dict(keep_vars=True))
+        manifest = await self._publisher.publish(version, self._state.tensors())
         self._seconds = time.perf_counter() - started
         return manifest
 

@@ -27,6 +27,7 @@ from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
 from titanrl.trainer.snapshots import Snapshots, check_recoverable, local_part
 from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, OptimUpdate
+from titanrl.weights.state import LiveState
 
 LossName = Literal["policy", "cross_entropy"]
 Objective = Callable[[PackedRows, Tensor, Tensor], tuple[Tensor, LossMetrics]]
@@ -68,6 +69,7 @@ class Learner:
         self.temperature = temperature
         self._algorithm = algorithm
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
+        self._state = LiveState(model.module)
         self._merged: dict[str, Tensor] = {}
         self._num_pending = 0
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
@@ -177,12 +179,11 @@ class Learner:
             if version != 0 or not keep_first:
                 self.snapshots.drop(version)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """The parameters and persistent buffers by name, sharded, as they are now, adapters merged; to be read only.
 
-        They are the model's own tensors: `state_dict()` otherwise detaches each, which for DTensors takes longer than
-        to copy a small model, and torch.distributed's `get_model_state_dict` takes longer still for the same. Merged ones are
-        kept from step to step, in the same memory, so that no rank waits for another here.
+        They are the model's own tensors. Merged ones are kept from step to step, in the same memory, so that no rank waits for
+        another here.
 
         Raises:
             PhaseError: a snapshot stands in for the live weights.
@@ -191,8 +192,7 @@ class Learner:
         if self.model.lora is not None:
             return self._merged
         self.model.reshard()
-        state = self.model.module.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        return self._state.tensors()
 
     def weights_changed(self) -> None:
         """Merge the adapters anew; whoever changes weights calls it, on all ranks alike."""

@@ -7,8 +7,9 @@ import torch
 from titanrl.weights.arena import Arena
 from titanrl.weights.copying import CopyOut, pin
 from titanrl.weights.digest import Verify, digest
-from titanrl.weights.layout import local_parts, plan_pack, signature
+from titanrl.weights.layout import local_parts, plan_pack
 from titanrl.weights.manifest import Layout, WeightManifest, layout_key
+from titanrl.weights.state import Whereabouts
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import TransportName, make_transports
 
@@ -42,7 +43,7 @@ class WeightPublisher:
         self._dtype, self._verify = dtype, verify
         self._transports = make_transports(transports, run, rank, store)
         self._copier = CopyOut()
-        self._signature: object = None
+        self._planned: Whereabouts | None = None
         self._layout: Layout
         self._sources: list[torch.Tensor] = []
         self._arenas: list[Arena] = []
@@ -52,17 +53,17 @@ class WeightPublisher:
         """Work out the layout of a state dict and allocate all memory; without it the first `publish` does so.
 
         Args:
-            state: the model's state dict.
+            state: the model's state dict; the plan is kept while it holds the same tensors (`state_dict` detaches them
+                unless it is told `keep_vars=True`) in the same memory.
             keep: names of tensors that keep their type (buffers).
 
         Raises:
             ValueError: a tensor that cannot be published; its name is in the text.
             OSError: not enough memory.
         """
-        parts = local_parts(state)
-        found = signature(state, parts)
-        if found == self._signature:
+        if self._planned is not None and self._planned.are_those_of(state):
             return
+        parts = local_parts(state)
         plan = plan_pack(state, self._rank, self._dtype, keep)
         self._layout, self._sources = plan.layout, plan.local_blocks(parts)
         self._allocate(next((part.device for part in parts.values()), torch.device("cpu")))
@@ -70,7 +71,7 @@ class WeightPublisher:
         key = layout_key(self._run, plan.layout.layout_id)
         if not await self._store.exists(key):
             await self._store.put(key, plan.layout)
-        self._signature = found
+        self._planned = Whereabouts(state)
 
     def _allocate(self, device: torch.device) -> None:
         """Make the arenas, once; pinned if the weights are on a device."""
