@@ -10,13 +10,13 @@ the controller sees, from `publish` to the moment when slots are freed, calls in
 import argparse
 import asyncio
 import ctypes
+import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 DTYPES = {"bf16->bf16": torch.bfloat16, "fp32->bf16": torch.float32}
 PUBLISHED = torch.bfloat16
 NUM_WARM_UPS = 3
+NUM_REPETITIONS = {"small": 25, "large": 9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Case:
     torchstore_s: float | None
     torchstore_ratio: float | None
     state_dict_ratio: float | None
-    """Seconds of `state_dict(keep_vars=True)` by those of torch.distributed's `get_model_state_dict`, where there is FSDP."""
+    """Seconds to find all tensors of the model, by those of torch.distributed's `get_model_state_dict`; None without FSDP."""
 
 
 # Payloads
@@ -204,7 +205,7 @@ class Writer(Actor):
 
     @endpoint
     async def state_dict_ratio(self) -> float | None:
-        """Seconds of `state_dict(keep_vars=True)` by those of `get_model_state_dict`."""
+        """Seconds to find all tensors, as a push does, by those of `get_model_state_dict`."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         if not isinstance(self._module, torch.distributed.fsdp.FSDPModule):
@@ -215,8 +216,7 @@ class Writer(Actor):
             make()
             return time.perf_counter() - started
 
-        ours = partial(self._module.state_dict, keep_vars=True)
-        pairs = [(seconds(ours), seconds(lambda: get_model_state_dict(self._module))) for _ in range(5)]
+        pairs = [(seconds(self._state.tensors), seconds(lambda: get_model_state_dict(self._module))) for _ in range(5)]
         return statistics.median(one / other for one, other in pairs)
 
 
@@ -399,29 +399,39 @@ async def answers(call: Any) -> list[Any]:
     return [answer for _, answer in (await call).items()]
 
 
-async def run_all(arguments: argparse.Namespace) -> list[Case]:
-    """Measure every case, with fresh processes for each set of weights."""
-    cases: list[Case] = []
-    for payload in arguments.payloads:
-        for layout in arguments.layouts:
-            for dtype in arguments.dtypes:
-                measured = await run_one(payload, layout, dtype, arguments)
-                print(*map(summary, measured), sep="\n", flush=True)
-                cases += measured
-    return cases
+async def run_all(arguments: argparse.Namespace) -> None:
+    """Measure every case, with fresh processes for each set of weights, and write the file anew after each."""
+    result: dict[str, Any] = {"benchmark": "weight_sync", "machine": describe_machine(), "cases": []}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    chosen = list(itertools.product(arguments.payloads, arguments.layouts, arguments.dtypes))
+    for number, (payload, layout, dtype) in enumerate(chosen, start=1):
+        print(f"[{number}/{len(chosen)}] {payload} {layout} {dtype}", flush=True)
+        async for case in run_one(payload, layout, dtype, arguments):
+            print(summary(case), flush=True)
+            result["cases"].append(asdict(case))
+            write_whole(arguments.json, json.dumps(result, indent=2) + "\n")
 
 
-async def run_one(payload: str, layout: str, dtype: str, arguments: argparse.Namespace) -> list[Case]:
+def write_whole(path: Path, text: str) -> None:
+    """Put a text in a file's place, all at once: an interruption leaves the one before."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+async def run_one(payload: str, layout: str, dtype: str, arguments: argparse.Namespace) -> AsyncIterator[Case]:
     """Measure one set of weights: the default digest always, the others where one process writes and one reads."""
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         supervisor = Supervisor()
         fleet = Fleet(Path(folder), supervisor)
         bench = Bench(payload, layout, dtype, fleet)
+        num_repetitions = arguments.repetitions or NUM_REPETITIONS[payload]
         try:
             await bench.start()
-            cases = [await bench.measure("sampled", arguments.repetitions, torchstore=arguments.torchstore)]
+            yield await bench.measure("sampled", num_repetitions, torchstore=arguments.torchstore)
             others: Sequence[Verify] = ("off", "full") if layout == "1->1" else ()
-            return cases + [await bench.measure(verify, arguments.repetitions, torchstore=False) for verify in others]
+            for verify in others:
+                yield await bench.measure(verify, num_repetitions, torchstore=False)
         finally:
             supervisor.expect_deaths()
             await fleet.stop(30)
@@ -437,19 +447,16 @@ def summary(case: Case) -> str:
 
 
 def main() -> None:
-    """Measure and write the JSON."""
+    """Measure what the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--json", type=Path, required=True, help="file to write, anew after each case")
     parser.add_argument("--payloads", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, help=f"after {NUM_WARM_UPS} to warm up; default {NUM_REPETITIONS}")
     parser.add_argument("--no-torchstore", dest="torchstore", action="store_false", help="leave torchstore's own calls out")
     arguments = parser.parse_args()
-    cases = asyncio.run(run_all(arguments))
-    result = {"benchmark": "weight_sync", "machine": describe_machine(), "cases": [asdict(case) for case in cases]}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    asyncio.run(run_all(arguments))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ from pathlib import Path
 def test_four_writers_and_two_readers_are_measured_and_what_arrives_is_right(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     which = ["--payloads", "small", "--layouts", "FSDP2xTP2->TP2", "--dtypes", "fp32->bf16", "--repetitions", "1"]
-    subprocess.run([sys.executable, "-m", "benchmarks.weight_sync", "--json", out, *which, "--no-torchstore"], check=True)
+    command = [sys.executable, "-m", "benchmarks.weight_sync", "--json", out, *which, "--no-torchstore"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "[1/1] small FSDP2xTP2->TP2 fp32->bf16" in shown
     (case,) = json.loads(out.read_text())["cases"]
     assert case["name"] == "small FSDP2xTP2->TP2 fp32->bf16 sampled"
     assert case["bytes"] == 2 * 150 * (512 * 320 + 512)
     assert min(case[name] for name in ("memcpy_s", "push_s", "pull_s", "e2e_s", "push_ratio", "pull_ratio", "e2e_ratio")) > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
