@@ -250,7 +250,6 @@ class GRPO:
         """Have log-probabilities computed with the weights the run began with, where a divergence from these counts."""
         if not self.config.algorithm.kl.coef:
             return None
-        await self.parts.weights.ready()  # a push must not read weights while others stand in for them
         for microbatch in microbatches:
             await self.parts.trainer.compute_logprobs(microbatch, at_version=0)
         return 0

@@ -322,3 +322,17 @@ def test_a_push_beside_the_next_pass_sends_the_weights_of_before_the_next_step(l
     alone, overlapped, later = lab.do(run())
     assert all(torch.equal(alone[name], overlapped[name]) for name in alone)
     assert not any(torch.equal(alone[name], later[name]) for name in alone)
+
+
+def test_a_push_beside_a_pass_of_an_older_version_sends_the_live_weights(lab: Lab) -> None:
+    async def run() -> tuple[dict[str, torch.Tensor], ...]:
+        held = await lab.client.keep_weights()
+        await lab.client.forward_backward(DATA, "ppo")
+        version = (await lab.client.optim_step(ADAM)).version
+        alone = await read_weights(lab, Commit(version, tuple(await lab.trainer.push_weights(version))))
+        passes = [lab.client.compute_logprobs(DATA, held) for _ in range(3)]
+        beside, *_ = await asyncio.gather(lab.trainer.push_weights(version), *passes)
+        return alone, await read_weights(lab, Commit(version, tuple(beside)))
+
+    alone, overlapped = lab.do(run())
+    assert all(torch.equal(alone[name], overlapped[name]) for name in alone)
