@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.records import make_record
 from titanrl.config import Config, load_config
 from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError, StarvationError
 from titanrl.types import GroupRecord, Handle
@@ -15,23 +16,8 @@ from titanrl.types import GroupRecord, Handle
 
 def record(reservation: Reservation, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupRecord:
     signal = len(set(rewards)) > 1
-    return GroupRecord(
-        index=reservation.index,
-        task="sums",
-        handle=reservation.handle,
-        has_payload=signal,
-        rewards=rewards,
-        reward_parts={"answer": rewards},
-        prompt_len=2,
-        lengths=(4,) * len(rewards),
-        num_sampled=(2,) * len(rewards),
-        num_truncated=0,
-        num_overlong=0,
-        num_nonfinite=0,
-        min_version=0,
-        max_version=0,
-        generate_s=0.0,
-        score_s=0.0,
+    return make_record(
+        reservation.index, rewards, handle=reservation.handle, has_payload=signal, reward_parts={"answer": rewards}
     )
 
 

@@ -4,29 +4,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tests.records import make_record
 from titanrl.rollout.outbox import Outbox
 from titanrl.types import GroupRecord, Handle
-
-
-def record(index: int, *, has_payload: bool = True) -> GroupRecord:
-    return GroupRecord(
-        index=index,
-        task="sums",
-        handle=Handle(shard=0, slot=index, generation=1),
-        has_payload=has_payload,
-        rewards=(0.0, 1.0),
-        reward_parts={},
-        prompt_len=2,
-        lengths=(4, 4),
-        num_sampled=(2, 2),
-        num_truncated=0,
-        num_overlong=0,
-        num_nonfinite=0,
-        min_version=0,
-        max_version=0,
-        generate_s=0.0,
-        score_s=0.0,
-    )
 
 
 class Notes:
@@ -55,7 +35,7 @@ def test_payloads_go_before_records_and_what_finishes_meanwhile_goes_together() 
         outbox = Outbox(notes, notes)
 
         async def deliver(index: int) -> None:
-            await outbox.deliver(record(index), ())
+            await outbox.deliver(make_record(index), ())
             assert any(name == "commit" and index in slots for name, slots in notes.log)
 
         first = asyncio.create_task(deliver(0))
@@ -69,7 +49,7 @@ def test_payloads_go_before_records_and_what_finishes_meanwhile_goes_together() 
 def test_groups_without_payload_send_their_record_alone() -> None:
     async def scenario() -> None:
         notes = Notes()
-        await Outbox(notes, notes).deliver(record(4, has_payload=False), ())
+        await Outbox(notes, notes).deliver(make_record(4, has_payload=False), ())
         assert notes.log == [("commit", [4])]
 
     asyncio.run(scenario())

@@ -1,0 +1,33 @@
+"""Records of groups, as the controller gets them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from titanrl.types import GroupRecord, Handle
+
+
+def make_record(
+    index: int, rewards: Sequence[float] = (0.0, 1.0), num_sampled: Sequence[int] = (), **others: Any
+) -> GroupRecord:
+    """A group with these rewards and numbers of sampled tokens, by default two a completion; `others` are further fields."""
+    num_sampled = tuple(num_sampled) or (2,) * len(rewards)
+    prompt_len = others.get("prompt_len", 2)
+    fields: dict[str, Any] = {
+        "index": index,
+        "task": "sums",
+        "handle": Handle(shard=0, slot=index, generation=0),
+        "has_payload": True,
+        "rewards": tuple(rewards),
+        "reward_parts": {},
+        "prompt_len": prompt_len,
+        "lengths": tuple(prompt_len + count for count in num_sampled),
+        "num_sampled": num_sampled,
+        "num_truncated": 0,
+        "num_overlong": 0,
+        "num_nonfinite": 0,
+        "min_version": 0,
+        "max_version": 0,
+        "generate_s": 0.0,
+        "score_s": 0.0,
+    }
+    return GroupRecord(**(fields | others))
