@@ -7,6 +7,16 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
+from titanrl.rollout import confine
+
+needs_confinement = pytest.mark.skipif(
+    bool(confine.missing_features()) and "CI" not in os.environ,
+    reason=f"nothing is scored here, since this machine lacks {'; '.join(confine.missing_features())}",
+)
+"""For tests of confined processes. A developer's machine may be unable to have any; one that checks a change may not."""
+
 
 def parents() -> dict[int, int]:
     """Parent of every process, zombies included."""

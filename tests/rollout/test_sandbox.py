@@ -13,12 +13,19 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.processes import children, descendants, kill_all, num_descriptors, parents, wait_until_gone
+from tests.rollout.processes import (
+    children,
+    descendants,
+    kill_all,
+    needs_confinement,
+    num_descriptors,
+    parents,
+    wait_until_gone,
+)
 from titanrl.config.sections import DataConfig, SandboxConfig
-from titanrl.rollout import confine
 from titanrl.rollout.sandbox import Answer, SandboxDied, SandboxUnavailable, Score, ScorerSpec, ScoringPool, scorer_spec
 
-pytestmark = pytest.mark.skipif(bool(confine.missing_features()), reason="this machine cannot confine processes")
+pytestmark = needs_confinement
 
 CONFIG = SandboxConfig(timeout_s=1.0, num_processes=2, memory_bytes=1 << 29)
 PATIENT = SandboxConfig(timeout_s=20.0, num_processes=2)
@@ -414,11 +421,6 @@ def refused(spec: ScorerSpec, config: SandboxConfig, error: type[Exception], mat
     before = children(os.getpid())
     asyncio.run(main())
     assert children(os.getpid()) == before
-
-
-def test_a_kernel_without_landlock_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confine, "landlock_abi", lambda: 0)
-    refused(CARELESS, CONFIG, SandboxUnavailable, "lacks Landlock .*there is no unconfined mode")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Models of every kind on every layout: against transformers, through files, with adapters, and when losses go wrong."""
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,7 +115,6 @@ def test_a_model_trained_with_lora_is_exported_merged(world: Worlds, untied_mode
     assert_close(found[0][0], expected_logprobs(tmp_path / "out"))
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="float8 needs the package torchao")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float8_emulated_on_cpu_stays_close(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
