@@ -1,6 +1,7 @@
 """Deadlines, errors and deaths, with real actors."""
 
 import asyncio
+import atexit
 import os
 import signal
 import subprocess
@@ -15,6 +16,19 @@ from monarch.actor import ProcMesh, this_host
 from titanrl.actors import Actor, RemoteError, concurrent_endpoint, endpoint
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.supervision import ActorDiedError, DeadlineError, Supervisor
+
+
+class Trace:
+    """Makes a file when it is deleted."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = str(file)
+
+    def __del__(self, make: Callable[[str], None] = os.mknod) -> None:
+        make(self._file)
+
+
+TRACES: list[Trace] = []
 
 
 class Patient(Actor):
@@ -41,6 +55,12 @@ class Patient(Actor):
     @endpoint
     async def exit(self) -> None:
         raise SystemExit(3)
+
+    @endpoint
+    async def leave_traces(self, folder: Path) -> None:
+        TRACES.append(Trace(folder / "taken apart"))
+        atexit.register((folder / "handled").touch)
+        sys.stdout.write("last words")
 
     @concurrent_endpoint
     async def hang(self) -> None:
@@ -109,6 +129,16 @@ def test_a_guarded_call_that_fails_ends_every_wait_with_its_cause_and_one_that_r
             await supervisor.ask("patient.hang", patient.hang.call_one(), 30)
 
     with_patient(tmp_path, scenario)
+
+
+def test_a_process_that_is_stopped_runs_its_exit_handlers_and_is_not_taken_apart(tmp_path: Path) -> None:
+    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
+        await supervisor.ask("patient.leave_traces", patient.leave_traces.call_one(tmp_path), 60)
+
+    with_patient(tmp_path, scenario)
+    assert (tmp_path / "handled").exists()
+    assert (tmp_path / "patient_0.log").read_text().endswith("last words")
+    assert not (tmp_path / "taken apart").exists()
 
 
 def test_a_process_that_does_not_end_is_killed_and_named() -> None:
