@@ -1,1 +1,1 @@
-"""One file per question; each writes JSON that says where it was measured. `python -m benchmarks.table` fills the README."""
+"""One file per question, each writing JSON that says where it was measured. `python -m benchmarks.table` fills the docs."""

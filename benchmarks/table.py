@@ -1,9 +1,9 @@
-"""Put the figures of `benchmarks/baselines/` into the README: `python -m benchmarks.table [--check]`."""
+"""Put the figures of `benchmarks/baselines/` into README and docs: `python -m benchmarks.table [--check]`."""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,23 @@ BEGIN, END = "<!-- figures: python -m benchmarks.table -->", "<!-- end of figure
 
 
 def main() -> None:
-    """Rewrite the README's table, or check that it is up to date."""
+    """Rewrite the tables, or check that they are up to date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the README is outdated")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is outdated")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    updated = with_table(text, quickstart_table(json.loads((ROOT / "benchmarks/baselines/quickstart.json").read_text())))
-    if arguments.check:
-        sys.exit(0 if updated == text else "README.md: the figures are outdated; run python -m benchmarks.table")
-    readme.write_text(updated)
+    outdated = []
+    for document, (baseline, table) in TABLES.items():
+        measured = ROOT / "benchmarks/baselines" / baseline
+        if not measured.exists():  # nothing is kept to fill it with
+            continue
+        text = (ROOT / document).read_text()
+        updated = with_table(text, table(json.loads(measured.read_text())))
+        if updated != text:
+            outdated.append(document)
+        if not arguments.check:
+            (ROOT / document).write_text(updated)
+    if arguments.check and outdated:
+        sys.exit(f"{', '.join(outdated)}: the figures are outdated; run python -m benchmarks.table")
 
 
 def with_table(text: str, table: str) -> str:
@@ -60,8 +67,59 @@ def quickstart_table(result: Mapping[str, Any]) -> str:
     head = "| | " + " | ".join(f"seed {run['seed']}" for run in runs) + " |"
     lines = [head, "|---|" + "---|" * len(runs)]
     lines += [f"| {label} | " + " | ".join(map(cell, runs)) + " |" for label, cell in QUICKSTART_ROWS.items()]
-    where = f"{machine['cores']} cores of an {machine['processor']}, commit {machine['commit']}"
-    return "\n".join(lines) + f"\n\n`python -m benchmarks.quickstart --json FILE`, {where}."
+    return "\n".join(lines) + f"\n\n`python -m benchmarks.quickstart --json FILE`, {where(machine)}."
+
+
+def where(machine: Mapping[str, Any]) -> str:
+    """Where and of what something was measured."""
+    return f"{machine['cores']} cores of an {machine['processor']}, commit {machine['commit']}"
+
+
+def weight_sync_tables(result: Mapping[str, Any]) -> str:
+    """Weight sync: a row per case with the default digest, then what the digests cost."""
+    cases: Sequence[Mapping[str, Any]] = result["cases"]
+    lines = [
+        "| payload, layout | types | memcpy | push | pull | end to end | first push | torchstore's own |",
+        "|---|---|---|---|---|---|---|---|",
+        *(sync_row(case) for case in cases if case["verify"] == "sampled"),
+        "",
+        f"`python -m benchmarks.weight_sync --json FILE`, {where(result['machine'])}.",
+        "",
+        "What the digest costs, 1->1, bf16->bf16 (differences of a tenth are noise):",
+        "",
+        "| verify | push | pull | end to end |",
+        "|---|---|---|---|",
+        *(
+            f"| {payload}, {verify} | x{case['push_ratio']:.2f} | x{case['pull_ratio']:.2f} | x{case['e2e_ratio']:.2f} |"
+            for payload in ("small", "large")
+            for verify in ("off", "sampled", "full")
+            for case in cases
+            if (case["payload"], case["layout"], case["dtype"], case["verify"]) == (payload, "1->1", "bf16->bf16", verify)
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def sync_row(case: Mapping[str, Any]) -> str:
+    """One case as a row."""
+    cells = [
+        f"{case['payload']} {case['layout']}",
+        case["dtype"],
+        f"{case['memcpy_s'] * 1e3:.1f} ms",
+        f"x{case['push_ratio']:.2f}",
+        f"x{case['pull_ratio']:.2f}",
+        f"x{case['e2e_ratio']:.2f} ({case['e2e_s'] * 1e3:.0f} ms)",
+        f"{case['first_push_s']:.2f} s",
+        "-" if case["torchstore_ratio"] is None else f"x{case['torchstore_ratio']:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "README.md": ("quickstart.json", quickstart_table),
+    "docs/weights.md": ("weight_sync.json", weight_sync_tables),
+}
+"""What fills the marked part of a document: a kept result, and what makes a table of it."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from benchmarks import table
 
 ROOT = Path(__file__).parents[1]
 LISTS = ("cpu", "cuda", "dev", "npu")
@@ -92,5 +95,19 @@ def test_on_cpu_torch_is_left_to_its_own_step() -> None:
     assert not [name for name in read_pins("cpu") if name.startswith("nvidia")]
 
 
-def test_the_figures_in_the_readme_are_those_of_the_baselines() -> None:
+def test_the_figures_in_readme_and_docs_are_those_of_the_baselines() -> None:
     subprocess.run([sys.executable, "-m", "benchmarks.table", "--check"], cwd=ROOT, check=True)
+
+
+def test_a_figure_that_is_not_its_baselines_is_found_and_put_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks/baselines").mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks/baselines/quickstart.json", tmp_path / "benchmarks/baselines")
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text.replace("| step, median |", "| step, guessed |"))
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["table", "--check"])
+    with pytest.raises(SystemExit, match=r"README\.md: the figures are outdated"):
+        table.main()
+    monkeypatch.setattr(sys, "argv", ["table"])
+    table.main()
+    assert (tmp_path / "README.md").read_text() == text

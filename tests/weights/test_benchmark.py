@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.table import weight_sync_tables
+
 
 def test_four_writers_and_two_readers_are_measured_and_what_arrives_is_right(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -12,8 +14,10 @@ def test_four_writers_and_two_readers_are_measured_and_what_arrives_is_right(tmp
     command = [sys.executable, "-m", "benchmarks.weight_sync", "--json", out, *which, "--no-torchstore"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "[1/1] small FSDP2xTP2->TP2 fp32->bf16" in shown
-    (case,) = json.loads(out.read_text())["cases"]
+    result = json.loads(out.read_text())
+    (case,) = result["cases"]
     assert case["name"] == "small FSDP2xTP2->TP2 fp32->bf16 sampled"
     assert case["bytes"] == 2 * 150 * (512 * 320 + 512)
     assert min(case[name] for name in ("memcpy_s", "push_s", "pull_s", "e2e_s", "push_ratio", "pull_ratio", "e2e_ratio")) > 0
+    assert "\n| small FSDP2xTP2->TP2 | fp32->bf16 | " in weight_sync_tables(result)
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
