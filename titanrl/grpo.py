@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from titanrl.algorithms.planning import plan_batch
 from titanrl.algorithms.schedule import learning_rate
 from titanrl.algorithms.weights import correction_totals
@@ -34,7 +36,8 @@ from titanrl.metrics.record import Recorder
 from titanrl.metrics.sinks import RunDirectory
 from titanrl.metrics.trackers import make_trackers
 from titanrl.replay.buffer import Batch
-from titanrl.types import AdamParams, BatchPlan, EvaluationResult, Handle, LossSums, MicroBatch, OptimUpdate, StepMetrics
+from titanrl.tables import BatchPlan, MicroBatch, Table
+from titanrl.types import AdamParams, EvaluationResult, LossSums, OptimUpdate, StepMetrics
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -72,7 +75,7 @@ class GRPO:
         self._timer = PhaseTimer(on_change=self.console.current_phase)
         self._num_skipped_in_a_row = 0
         self._published: list[int] = []
-        self._unpublished: list[Handle] = []
+        self._unpublished: list[Table] = []
         self._held: int | None = None
         self._parts: Parts | None = None
         self._recorder: Recorder | None = None
@@ -95,9 +98,10 @@ class GRPO:
         with self._timer.phase("sync"):  # the last push and pull are done: weights may change
             await parts.weights.ready()
         with self._timer.phase("optim"):
-            update = await parts.trainer.optim_step(self._adam_params())
+            stepping = parts.trainer.optim_step(self._adam_params())
+            update, generated = await asyncio.gather(stepping, parts.generators.take_stats())
         await self._publish(batch, update)
-        return await self._report(batch, ages, plan, merge_losses(losses), update, time.perf_counter() - started)
+        return self._report(batch, ages, plan, merge_losses(losses), update, generated, time.perf_counter() - started)
 
     async def train(self, num_steps: int | None = None) -> None:
         """Step until the policy has `num_steps` versions (default: the config's), with evaluations and checkpoints."""
@@ -213,7 +217,9 @@ class GRPO:
 
     def _ages(self, batch: Batch) -> list[int]:
         """Versions published since the oldest token of each group was sampled; asserts the staleness bound."""
-        ages = [len(self._published) - bisect_right(self._published, record.min_version) for record in batch.records]
+        versions = batch.records.groups["min_version"].tolist()
+        age_of = {version: len(self._published) - bisect_right(self._published, version) for version in set(versions)}
+        ages = [age_of[version] for version in versions]
         bound = self.config.worst_staleness
         assert max(ages) <= bound, f"step {self.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
         return ages
@@ -274,13 +280,13 @@ class GRPO:
 
     async def _publish(self, batch: Batch, update: OptimUpdate) -> None:
         """After `updates_per_publish` updates start to publish, and free their slots after it; a skipped step frees its own."""
-        handles = [record.handle for record in batch.records]
+        handles = batch.records.handles
         if not update.skipped:
             self._num_skipped_in_a_row = 0
-            self._unpublished += handles
+            self._unpublished.append(handles)
             if update.version - self._published[-1] >= self.config.algorithm.updates_per_publish:
                 self._published.append(update.version)
-                release, self._unpublished = partial(self.parts.buffer.release, self._unpublished), []
+                release, self._unpublished = partial(self.parts.buffer.release, np.concatenate(self._unpublished)), []
                 self.parts.weights.publish(update.version, then=release)
             return
         self._num_skipped_in_a_row += 1
@@ -292,12 +298,19 @@ class GRPO:
             )
         await self.parts.buffer.release(handles)
 
-    async def _report(
-        self, batch: Batch, ages: Sequence[int], plan: BatchPlan, losses: LossSums, update: OptimUpdate, step_s: float
+    def _report(
+        self,
+        batch: Batch,
+        ages: Sequence[int],
+        plan: BatchPlan,
+        losses: LossSums,
+        update: OptimUpdate,
+        generated: tuple[int, float],
+        step_s: float,
     ) -> StepMetrics:
         rate = self._adam_params().learning_rate
         self.state = RunState(step=self.state.step + 1, version=update.version, next_index=batch.next_index)
-        generated_tokens, idle_frac = await self.parts.generators.take_stats()
+        generated_tokens, idle_frac = generated
         seconds = self._timer.take()
         values = {
             **measured.rollout_metrics(batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal),

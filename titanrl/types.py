@@ -237,30 +237,6 @@ NOT_MEASURED = CorrectionTotals()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Rows that run through the model at once, by data-parallel rank. A rank without rows runs one empty row."""
-
-    rows: tuple[tuple[Row, ...], ...]
-    """`rows[dp_rank]`."""
-    correction: CorrectionTotals = NOT_MEASURED
-    """The off-policy correction over the whole step, where the config has it measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
-    """Everything ranks must agree on for one optimizer step; metadata only."""
-
-    microbatches: tuple[MicroBatch, ...]
-    """In order."""
-    records: tuple[GroupRecord, ...]
-    """The groups of the batch, those without signal included."""
-    num_tokens: int
-    """Tokens that count in the loss, over all groups of the batch."""
-    packing_efficiency: float
-    """Share of the token places of all rows that hold a token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
     """Numerators of the loss metrics of one micro-batch; `num_tokens` among the sums is what means are divided by."""
 

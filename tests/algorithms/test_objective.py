@@ -12,7 +12,8 @@ from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.objective import LossInputs, policy_loss
 from titanrl.algorithms.planning import plan_batch
 from titanrl.config.sections import AlgorithmConfig
-from titanrl.types import BatchPlan, GroupRecord, Row
+from titanrl.tables import BatchPlan, RecordTable
+from titanrl.types import GroupRecord, Row
 
 VOCAB_SIZE, PROMPT_LEN, GROUP_SIZE = 11, 2, 4
 REDUCTIONS = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
@@ -153,7 +154,7 @@ def plan(
     dp_size: int = 1,
 ) -> BatchPlan:
     return plan_batch(
-        records,
+        RecordTable.of(records),
         algorithm=AlgorithmConfig(reduction=reduction, **ALGORITHMS[name]),
         constant_length=26,
         row_tokens=row_tokens,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.packing import LINEAR_POSITIONS, balance, pack, pack_sharing, row_cost
+from titanrl.algorithms.packing import LINEAR_POSITIONS, balance, pack, pack_sharing, row_costs
 
 
 def test_each_sequence_goes_to_the_fullest_row_that_still_holds_it() -> None:
@@ -84,8 +84,10 @@ def test_shared_prompts_are_counted_once_a_row(groups: list[tuple[int, list[int]
 
 
 def test_cost_of_a_row_is_quadratic_in_its_sequences_not_in_the_row() -> None:
-    assert row_cost([3, 5]) == 9 + 25 + 8 * LINEAR_POSITIONS
-    assert row_cost([3, 5], num_shared=[0, 2]) == 9 + 3 * 5 + 6 * LINEAR_POSITIONS
+    lengths, nothing = np.array([5, 7, 3]), np.zeros(3, np.int64)
+    assert row_costs(lengths, nothing, [[2, 0], [1]]) == [9 + 25 + 8 * LINEAR_POSITIONS, 49 + 7 * LINEAR_POSITIONS]
+    assert row_costs(lengths, np.array([2, 0, 0]), [[2, 0]]) == [9 + 3 * 5 + 6 * LINEAR_POSITIONS]
+    assert row_costs(nothing[:0], nothing[:0], []) == []
 
 
 def test_rows_are_dealt_in_rounds_costliest_to_the_least_loaded() -> None:
@@ -109,7 +111,7 @@ def test_shares_are_complete_and_even(costs: list[int], num_ranks: int) -> None:
 
 def test_costs_of_full_rounds_are_near_equal() -> None:
     lengths = np.random.default_rng(1).lognormal(mean=6.3, sigma=0.9, size=4096).clip(16, 8192).astype(int).tolist()
-    costs = [row_cost(lengths[index] for index in row) for row in pack(lengths, row_tokens=8192)]
+    costs = row_costs(np.array(lengths), np.zeros(len(lengths), np.int64), pack(lengths, row_tokens=8192))
     costs = costs[: len(costs) // 8 * 8]
     totals = [sum(costs[row] for row in rank) for rank in balance(costs, num_ranks=8)]
     assert max(totals) / min(totals) < 1.01

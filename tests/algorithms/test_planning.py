@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from titanrl.algorithms.planning import plan_batch, plan_demonstrations
 from titanrl.config.sections import AlgorithmConfig
-from titanrl.types import BatchPlan, GroupRecord, SequencePlan
+from titanrl.tables import BatchPlan, RecordTable
+from titanrl.types import GroupRecord, Row, SequencePlan
 
 RecordMaker = Callable[..., GroupRecord]
 
@@ -24,7 +25,7 @@ def plan(
     **algorithm,
 ) -> BatchPlan:
     return plan_batch(
-        records,
+        RecordTable.of(records),
         algorithm=AlgorithmConfig(**algorithm),
         constant_length=26,
         row_tokens=row_tokens,
@@ -32,6 +33,10 @@ def plan(
         dp_size=dp_size,
         share_prompts=share_prompts,
     )
+
+
+def rows(plan: BatchPlan) -> list[list[list[Row]]]:
+    return [[list(rank) for rank in microbatch.rows] for microbatch in plan.microbatches]
 
 
 def sequences(plan: BatchPlan) -> list[SequencePlan]:
@@ -44,8 +49,7 @@ def test_a_small_batch_is_planned_as_by_hand(make_record: RecordMaker) -> None:
     # The third rollout has reward = mean; of the others, 7 and 5 tokens do not share a row of 8. Weight 1 / (3 + 5 + 4).
     good = SequencePlan(handle=record.handle, rollout=0, length=5, advantage=0.5, weight=1 / 12)
     bad = SequencePlan(handle=record.handle, rollout=1, length=7, advantage=-0.5, weight=1 / 12)
-    assert [microbatch.rows for microbatch in batch.microbatches] == [(((bad,),),), (((good,),),)]
-    assert batch.records == (record,)
+    assert rows(batch) == [[[(bad,)]], [[(good,)]]]
     assert batch.num_tokens == 12
     assert batch.packing_efficiency == 12 / 16
 
@@ -56,7 +60,6 @@ def test_groups_without_payload_count_in_the_weights_but_do_not_run(make_record:
     assert {sequence.handle.slot for sequence in sequences(batch)} == {0}
     assert {sequence.weight for sequence in sequences(batch)} == {1 / 40}
     assert batch.num_tokens == 40
-    assert len(batch.records) == 2
 
 
 def test_a_sequence_without_counted_tokens_does_not_run(make_record: RecordMaker) -> None:
@@ -165,7 +168,7 @@ def test_more_ranks_than_rows_leaves_ranks_empty_and_counts_their_places(make_re
 
 def test_a_batch_without_any_gradient_gives_every_rank_one_empty_micro_batch(make_record: RecordMaker) -> None:
     batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 3], has_payload=False)], dp_size=2)
-    assert [microbatch.rows for microbatch in batch.microbatches] == [((), ())]
+    assert rows(batch) == [[[], []]]
     assert batch.packing_efficiency == 0.0
     # Of four answers with three right ones the best of two is always right.
     record = make_record(0, rewards=[1.0, 1.0, 1.0, 0.0], num_sampled=[3, 3, 3, 3])

@@ -6,12 +6,14 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.records import make_record
 from titanrl.config import Config, load_config
 from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError, StarvationError
-from titanrl.types import GroupRecord, Handle
+from titanrl.tables import Table
+from titanrl.types import GroupRecord
 
 
 def record(reservation: Reservation, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupRecord:
@@ -36,7 +38,7 @@ def test_a_batch_comes_in_prompt_order_whatever_finished_first() -> None:
         for reservation in (third, first, second):
             await groups.commit([record(reservation)])
         batch = await groups.take_batch(3, timeout_s=1)
-        assert [taken.index for taken in batch.records] == [0, 1, 2]
+        assert batch.records.groups["index"].tolist() == [0, 1, 2]
         assert batch.next_index == 3
 
     run(scenario())
@@ -52,7 +54,7 @@ def test_no_prompt_is_admitted_until_a_batch_is_released() -> None:
         batch = await groups.take_batch(2, timeout_s=1)
         await asyncio.sleep(0)
         assert not waiting.done()
-        await groups.release([taken.handle for taken in batch.records])
+        await groups.release(batch.records.handles)
         assert [reservation.index for reservation in await waiting] == [2, 3]
 
     run(scenario())
@@ -65,7 +67,7 @@ def test_a_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
         await groups.commit([record(first, (1.0, 1.0))])
         await groups.commit([record(second)])
         batch = await groups.take_batch(2, timeout_s=1)
-        assert [taken.has_payload for taken in batch.records] == [False, True]
+        assert batch.records.groups["has_payload"].tolist() == [0, 1]
         assert (batch.num_tried, batch.num_without_signal) == (2, 1)
 
     run(scenario())
@@ -80,7 +82,7 @@ def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
         (third,) = await groups.reserve(2)
         await groups.commit([record(third)])
         batch = await groups.take_batch(2, timeout_s=1)
-        assert [taken.index for taken in batch.records] == [1, 2]
+        assert batch.records.groups["index"].tolist() == [1, 2]
         assert (batch.num_tried, batch.num_without_signal) == (3, 1)
 
     run(scenario())
@@ -95,7 +97,7 @@ def test_a_batch_without_any_signal_is_tried_again_with_other_prompts() -> None:
         for reservation in await groups.reserve(2):
             await groups.commit([record(reservation)])
         batch = await taking
-        assert [taken.index for taken in batch.records] == [2, 3]
+        assert batch.records.groups["index"].tolist() == [2, 3]
         assert (batch.num_tried, batch.num_without_signal) == (4, 2)
 
     run(scenario())
@@ -153,7 +155,7 @@ def test_a_reused_slot_has_a_new_generation() -> None:
         (first,) = await groups.reserve(1)
         await groups.commit([record(first)])
         batch = await groups.take_batch(1, timeout_s=1)
-        await groups.release([taken.handle for taken in batch.records])
+        await groups.release(batch.records.handles)
         (second,) = await groups.reserve(1)
         assert (second.handle.slot, second.handle.generation) == (first.handle.slot, first.handle.generation + 1)
 
@@ -166,12 +168,12 @@ def test_finished_groups_overtake_a_straggler_within_the_window_and_no_further()
         straggler, *others = await groups.reserve(8)
         await groups.commit([record(reservation) for reservation in others])
         batch = await groups.take_batch(2, timeout_s=1)
-        assert [taken.index for taken in batch.records] == [1, 2]
+        assert batch.records.groups["index"].tolist() == [1, 2]
         with pytest.raises(StarvationError):
             await groups.take_batch(2, timeout_s=0.05)
         await groups.commit([record(straggler)])
         batch = await groups.take_batch(2, timeout_s=1)
-        assert [taken.index for taken in batch.records] == [0, 3]
+        assert batch.records.groups["index"].tolist() == [0, 3]
 
     run(scenario())
 
@@ -233,18 +235,18 @@ async def simulate(config: Config, seed: int, *, num_steps: int) -> Oldest:
                 for reservation in await groups.reserve(rng.randint(1, 4)):
                     rolling.create_task(generate(reservation))
 
-    async def publish(version: int, handles: list[Handle]) -> None:
+    async def publish(version: int, handles: list[Table]) -> None:
         nonlocal generators
         await asyncio.sleep(rng.random() * 0.002)
         generators = version
-        await groups.release(handles)
+        await groups.release(np.concatenate(handles))
 
     admitting, publishing, held = asyncio.create_task(admit()), asyncio.create_task(asyncio.sleep(0)), []
     for step in range(1, num_steps + 1):
         batch = await groups.take_batch(num_groups, timeout_s=10)
-        ages.append(trained - min(taken.min_version for taken in batch.records))
+        ages.append(trained - int(batch.records.groups["min_version"].min()))
         await asyncio.sleep(rng.random() * 0.002)
-        held += [taken.handle for taken in batch.records]
+        held.append(batch.records.handles)
         if step % config.algorithm.updates_per_publish == 0:
             await publishing
             trained += 1

@@ -17,6 +17,7 @@ from titanrl.algorithms.planning import pack_sequences
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import DEVICES
 from titanrl.models.qwen3 import qwen3_spec
+from titanrl.tables import SEQUENCE, RowTable
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import build_model
@@ -138,16 +139,20 @@ def gradient_of_groups(
     """Gradient and loss of 3 made-up groups of 5 under a layout, and the rows they took; from rank 0."""
     learner = shared_learner(model_dir, plan)
     random = np.random.default_rng(1)
-    sequences, payload, prompt_lens = [], {}, {}
+    sequences, payload, groups, prompt_lens = [], {}, [], []
     for index, num_prompt in enumerate((4, 9, 14)):
         handle, prompt = Handle(shard=0, slot=index, generation=1), random.integers(1, VOCAB, num_prompt)
         payload[handle] = {place: made_up(random, prompt, int(random.integers(1, 15))) for place in range(5)}
-        prompt_lens[handle] = num_prompt
+        groups += [index] * 5
+        prompt_lens += [num_prompt] * 5
         for place, rollout in payload[handle].items():
             advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
             length = len(rollout.token_ids)
-            sequences.append(SequencePlan(handle=handle, rollout=place, length=length, advantage=advantage, weight=weight))
-    rows = pack_sequences(sequences, prompt_lens if share_prompts else {}, ROW_TOKENS)
+            sequences.append(((0, index, 1), place, length, advantage, weight, 0))
+    table = np.array(sequences, SEQUENCE)
+    places = pack_sequences(table, np.array(groups), np.array(prompt_lens) if share_prompts else None, ROW_TOKENS)
+    order = np.array([place for row in places for place in row])
+    rows = list(RowTable(table[order], np.cumsum([len(row) for row in places])))
     loss = 0.0
     for batch in microbatches(learner, rows, 2, payload):
         loss += learner.run(batch, everything).sums.sums.get("loss/policy", 0.0)

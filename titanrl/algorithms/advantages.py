@@ -30,7 +30,12 @@ def batch_advantages(
 
     Raises ValueError as `group_advantages` does.
     """
-    advantages = [group_advantages(rewards, method, std_ddof=std_ddof, pass_k=pass_k) for rewards in groups]
+    by_rewards: dict[tuple[float, ...], tuple[float, ...]] = {}  # few rewards are different, so few groups are
+    advantages = []
+    for rewards in map(tuple, groups):
+        if rewards not in by_rewards:
+            by_rewards[rewards] = group_advantages(rewards, method, std_ddof=std_ddof, pass_k=pass_k)
+        advantages.append(by_rewards[rewards])
     return standardized(advantages, num_sampled) if method.startswith("reinforce_pp") else advantages
 
 

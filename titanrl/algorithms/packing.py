@@ -1,9 +1,16 @@
-"""Packing of sequences into rows of a fixed number of tokens, and of rows onto data-parallel ranks."""
+"""Packing of sequences into rows of a fixed number of tokens, and of rows onto data-parallel ranks.
+
+Shape suffix: S sequences.
+"""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
+import numpy as np
+
+from titanrl.types import IntArray
 
 LINEAR_POSITIONS = 12 * 1024
 """The matrix products of one token cost as much as attention over 12 * hidden_size positions (24 d^2 against 2 d FLOPs per
@@ -17,18 +24,25 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
     Raises ValueError if a sequence is longer than a row.
     """
+    lengths_N = np.asarray(lengths, np.int64)
+    for index in np.flatnonzero(lengths_N > row_tokens).tolist():
+        raise ValueError(f"sequence {index} has {lengths[index]} tokens, which do not fit a row of row_tokens={row_tokens}")
+    by_length = np.argsort(-lengths_N, kind="stable")
+    firsts = np.flatnonzero(np.diff(lengths_N[by_length], prepend=row_tokens + 1))
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (tokens still free, row), sorted: the first that fits is the best fit
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length > row_tokens:
-            raise ValueError(f"sequence {index} has {length} tokens, which do not fit a row of row_tokens={row_tokens}")
-        fit = bisect_left(open_rows, (length, -1))
-        free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(index)
-        insort(open_rows, (free - length, row))
+    for first, last in pairwise([*firsts.tolist(), len(by_length)]):
+        length, equal = lengths[by_length[first]], by_length[first:last].tolist()
+        placed = 0
+        while placed < len(equal):  # the best fit of one is that of the next of equal length, until the row is full
+            fit = bisect_left(open_rows, (length, -1))
+            free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
+            if row == len(rows):
+                rows.append([])
+            count = min(free // length, len(equal) - placed)
+            rows[row] += equal[placed : placed + count]
+            placed += count
+            insort(open_rows, (free - count * length, row))
     return rows
 
 
@@ -71,9 +85,20 @@ def pack_sharing(lengths: Sequence[int], groups: Sequence[int], num_shared: Sequ
     return rows
 
 
-def row_cost(lengths: Iterable[int], num_shared: Iterable[int] = repeat(0)) -> int:
-    """Relative compute of a row of packed sequences: attention is quadratic in each sequence, all the rest linear."""
-    return sum((length - shared) * (length + LINEAR_POSITIONS) for length, shared in zip(lengths, num_shared, strict=False))
+def row_costs(lengths_S: IntArray, num_shared_S: IntArray, rows: Sequence[Sequence[int]]) -> list[int]:
+    """Relative compute of rows of packed sequences: attention is quadratic in each sequence, all the rest linear.
+
+    Args:
+        lengths_S: tokens of each sequence.
+        num_shared_S: those of them that another sequence of the row has computed.
+        rows: places of the sequences of each row, at least one.
+    """
+    if not rows:
+        return []
+    costs_S = (lengths_S - num_shared_S).astype(np.int64) * (lengths_S + LINEAR_POSITIONS)
+    in_rows = costs_S[np.fromiter(chain.from_iterable(rows), np.int64)]
+    costs: list[int] = np.add.reduceat(in_rows, np.cumsum([0, *map(len, rows[:-1])])).tolist()
+    return costs
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
@@ -83,9 +108,11 @@ def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     So the number of rows differs by at most 1 between ranks, the total cost by no more than one row's, and rows of one
     round, which run at the same time, cost about the same.
     """
+    by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    if num_ranks == 1:
+        return [by_cost]
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
-    by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     for start in range(0, len(by_cost), num_ranks):
         least_first = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
         for rank, row in zip(least_first, by_cost[start : start + num_ranks], strict=False):

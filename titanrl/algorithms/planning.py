@@ -1,18 +1,27 @@
-"""The plan of one optimizer step: which sequence runs where, with which advantage and which loss weight."""
+"""The plan of one optimizer step: which sequence runs where, with which advantage and which loss weight.
+
+Shape suffix: S sequences.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import chain
+from typing import TypeVar
+
+import numpy as np
 
 from titanrl.algorithms.advantages import batch_advantages
-from titanrl.algorithms.packing import balance, pack, pack_sharing, row_cost
+from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.algorithms.weights import sequence_weights
 from titanrl.config.sections import AlgorithmConfig
-from titanrl.types import BatchPlan, GroupRecord, Handle, MicroBatch, Row, SequencePlan
+from titanrl.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordTable, RowTable, Table
+from titanrl.types import BoolArray, GroupRecord, IntArray
+
+T = TypeVar("T")
 
 
 def plan_batch(
-    records: Sequence[GroupRecord],
+    records: RecordTable,
     *,
     algorithm: AlgorithmConfig,
     constant_length: int,
@@ -30,16 +39,16 @@ def plan_batch(
 
     Raises ValueError if a sequence does not fit a row, or a reward is not finite or not allowed.
     """
-    ordered = sorted(records, key=lambda record: record.index)
-    assert len({record.index for record in ordered}) == len(ordered), "a group must not be in a batch twice"
-    sequences = _sequences_with_gradient(ordered, algorithm, constant_length)
-    prompt_lens = {record.handle: record.prompt_len for record in ordered} if share_prompts else {}
-    microbatches = _microbatches(pack_sequences(sequences, prompt_lens, row_tokens), rows_per_microbatch, dp_size)
+    ordered = records.by_index()
+    assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not be in a batch twice"
+    sequences, groups_S = _sequences_with_gradient(ordered, algorithm, constant_length)
+    prompt_lens_S = ordered.groups["prompt_len"][groups_S] if share_prompts else None
+    rows = pack_sequences(sequences, groups_S, prompt_lens_S, row_tokens)
+    microbatches = _microbatches(sequences, rows, rows_per_microbatch, dp_size)
     return BatchPlan(
         microbatches=microbatches,
-        records=tuple(ordered),
-        num_tokens=sum(sum(record.num_sampled) for record in ordered),
-        packing_efficiency=_num_placed(microbatches) / (_num_rows_run(microbatches) * row_tokens),
+        num_tokens=int(ordered.num_sampled.sum()),
+        packing_efficiency=int((sequences["length"] - sequences["num_shared"]).sum()) / (_num_rows_run(microbatches) * row_tokens),
     )
 
 
@@ -47,85 +56,94 @@ def plan_demonstrations(
     record: GroupRecord, *, row_tokens: int, rows_per_microbatch: int, dp_size: int
 ) -> tuple[MicroBatch, ...]:
     """Micro-batches of a batch of demonstrations, every trained token with the same weight (`token_mean`)."""
-    weights = sequence_weights(
-        "token_mean", num_sampled=record.num_sampled, prompt_of=range(len(record.lengths)), constant_length=1
-    )
-    sequences = [
-        SequencePlan(handle=record.handle, rollout=rollout, length=length, advantage=0.0, weight=weight)
-        for rollout, (length, weight) in enumerate(zip(record.lengths, weights, strict=True))
-    ]
-    return _microbatches(pack_sequences(sequences, {}, row_tokens), rows_per_microbatch, dp_size)
+    table = RecordTable.of([record])
+    weights = sequence_weights("token_mean", num_sampled=table.num_sampled, prompt_of=table.group_of, constant_length=1)
+    sequences, groups_S = _sequences(table, np.ones(len(weights), np.bool_), np.zeros(len(weights)), weights)
+    rows = pack_sequences(sequences, groups_S, None, row_tokens)
+    return _microbatches(sequences, rows, rows_per_microbatch, dp_size)
+
+
+def pack_sequences(sequences: Table, groups_S: IntArray, prompt_lens_S: IntArray | None, row_tokens: int) -> list[list[int]]:
+    """Rows of the sequences, as places of them; notes in the table what each shares with the one before it in its row.
+
+    Those of a group share its prompt where the lengths of prompts are given and that saves rows. The last token of the prompt
+    is never shared: it predicts the first of each completion.
+    """
+    lengths = sequences["length"].tolist()
+    apart = pack(lengths, row_tokens)
+    if prompt_lens_S is None:
+        return apart
+    together = pack_sharing(lengths, groups_S.tolist(), (prompt_lens_S - 1).tolist(), row_tokens)
+    if len(apart) < len(together):
+        return apart
+    order = np.fromiter(chain.from_iterable(together), np.int64, len(lengths))
+    follows = np.diff(groups_S[order], prepend=-1) == 0
+    follows[np.cumsum([0, *map(len, together)])[:-1]] = False  # the first of a row
+    sequences["num_shared"][order[follows]] = (prompt_lens_S - 1)[order[follows]]
+    return together
 
 
 def _sequences_with_gradient(
-    records: Sequence[GroupRecord], algorithm: AlgorithmConfig, constant_length: int
-) -> list[SequencePlan]:
-    """Plans of the sequences that have a gradient, in order of group and rollout."""
-    places = [(record, rollout) for record in records for rollout in range(len(record.rewards))]
+    records: RecordTable, algorithm: AlgorithmConfig, constant_length: int
+) -> tuple[Table, IntArray]:
+    """The sequences that have a gradient, in order of group and rollout, and the place of each one's group."""
+    ends = np.cumsum(records.groups["num_rollouts"]).tolist()
     by_group = batch_advantages(
-        [record.rewards for record in records],
-        [record.num_sampled for record in records],
+        _by_group(records.rewards.tolist(), ends),
+        _by_group(records.num_sampled.tolist(), ends),
         algorithm.advantage,
         std_ddof=algorithm.std_ddof,
         pass_k=algorithm.pass_k,
     )
-    advantages = [advantage for group in by_group for advantage in group]
+    advantages = np.fromiter(chain.from_iterable(by_group), np.float64, len(records.rewards))
     weights = sequence_weights(
         algorithm.reduction,
-        num_sampled=[record.num_sampled[rollout] for record, rollout in places],
-        prompt_of=[record.index for record, _ in places],
+        num_sampled=records.num_sampled,
+        prompt_of=records.group_of,
         constant_length=constant_length,
     )
-    sequences = []
-    for (record, rollout), advantage, weight in zip(places, advantages, weights, strict=True):
-        if weight and (advantage or algorithm.runs_without_advantage):
-            assert record.has_payload, f"group {record.index} has a gradient but no payload"
-            length = record.lengths[rollout]
-            sequences.append(
-                SequencePlan(handle=record.handle, rollout=rollout, length=length, advantage=advantage, weight=weight)
-            )
-    return sequences
+    has_gradient = (weights != 0.0) & ((advantages != 0.0) | algorithm.runs_without_advantage)
+    return _sequences(records, has_gradient, advantages, weights)
 
 
-def pack_sequences(sequences: Sequence[SequencePlan], prompt_lens: Mapping[Handle, int], row_tokens: int) -> list[Row]:
-    """Rows of the sequences; those of a group share its prompt where the lengths of prompts are given and that saves rows.
-
-    The last token of the prompt is never shared: it predicts the first of each completion.
-    """
-    lengths = [sequence.length for sequence in sequences]
-    apart = pack(lengths, row_tokens)
-    if not prompt_lens:
-        return [tuple(sequences[i] for i in row) for row in apart]
-    place_of = {handle: place for place, handle in enumerate(prompt_lens)}
-    groups = [place_of[sequence.handle] for sequence in sequences]
-    num_shared = [prompt_lens[sequence.handle] - 1 for sequence in sequences]
-    together = pack_sharing(lengths, groups, num_shared, row_tokens)
-    if len(apart) < len(together):
-        return [tuple(sequences[i] for i in row) for row in apart]
-    return [
-        tuple(
-            replace(sequences[i], num_shared=num_shared[i])
-            if before is not None and groups[before] == groups[i]
-            else sequences[i]
-            for before, i in zip([None, *row], row, strict=False)
-        )
-        for row in together
-    ]
+def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _microbatches(rows: Sequence[Row], rows_per_microbatch: int, dp_size: int) -> tuple[MicroBatch, ...]:
+def _sequences(
+    records: RecordTable, chosen: BoolArray, advantages: DoubleArray, weights: DoubleArray
+) -> tuple[Table, IntArray]:
+    """Plans of the chosen rollouts, in their order, and the place of each one's group."""
+    group_of = records.group_of[chosen]
+    groups = records.groups[group_of]
+    for index in groups["index"][groups["has_payload"] == 0].tolist():
+        raise AssertionError(f"group {index} has a gradient but no payload")
+    sequences = np.zeros(len(group_of), SEQUENCE)
+    sequences["handle"] = groups["handle"]
+    sequences["rollout"] = np.flatnonzero(chosen) - records.starts[group_of]
+    sequences["length"] = records.lengths[chosen]
+    sequences["advantage"], sequences["weight"] = advantages[chosen], weights[chosen]
+    return sequences, group_of
+
+
+def _microbatches(
+    sequences: Table, rows: Sequence[Sequence[int]], rows_per_microbatch: int, dp_size: int
+) -> tuple[MicroBatch, ...]:
     """Balance the rows over ranks and cut each rank's share; a rank whose share ends early gets empty micro-batches."""
-    costs = [row_cost([sequence.length for sequence in row], [sequence.num_shared for sequence in row]) for row in rows]
+    costs = row_costs(sequences["length"], sequences["num_shared"], rows)
     ranks = [[rows[i] for i in indices] for indices in balance(costs, dp_size)]
     num_microbatches = max(1, math.ceil(max(len(rank) for rank in ranks) / rows_per_microbatch))
     starts = [i * rows_per_microbatch for i in range(num_microbatches)]
-    return tuple(MicroBatch(rows=tuple(tuple(rank[start : start + rows_per_microbatch]) for rank in ranks)) for start in starts)
-
-
-def _num_placed(microbatches: Sequence[MicroBatch]) -> int:
-    return sum(
-        sequence.num_placed for microbatch in microbatches for rank in microbatch.rows for row in rank for sequence in row
+    return tuple(
+        MicroBatch(rows=tuple(_row_table(sequences, rank[start : start + rows_per_microbatch]) for rank in ranks))
+        for start in starts
     )
+
+
+def _row_table(sequences: Table, rows: Sequence[Sequence[int]]) -> RowTable:
+    """Rows, given as places in `sequences`, as columns."""
+    places = np.fromiter(chain.from_iterable(rows), np.int64)
+    return RowTable(sequences[places], np.cumsum([len(row) for row in rows], dtype=np.int64))
 
 
 def _num_rows_run(microbatches: Sequence[MicroBatch]) -> int:

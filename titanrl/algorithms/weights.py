@@ -2,11 +2,15 @@
 
 The weights are fixed before the first micro-batch from the counts of the whole step, all ranks included, so neither the
 micro-batch split nor the number of data-parallel ranks can change the gradient (a mean of micro-batch means would).
+
+Shape suffixes: N sequences, P prompts.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from titanrl.types import CorrectionTotals
 
@@ -14,9 +18,9 @@ Reduction = Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_s
 
 
 def sequence_weights(
-    reduction: Reduction, *, num_sampled: Sequence[int], prompt_of: Sequence[int], constant_length: int
-) -> list[float]:
-    """Weight w_i of every sampled token of sequence i, for all sequences of an optimizer step.
+    reduction: Reduction, *, num_sampled: npt.ArrayLike, prompt_of: npt.ArrayLike, constant_length: int
+) -> npt.NDArray[np.float64]:
+    """Weight w_i of every sampled token of sequence i, for all sequences of an optimizer step, `[N]`.
 
     With n tokens in all, n_i in the sequence and n_p in the sequence's prompt, N sequences and P prompts that have a token:
 
@@ -29,29 +33,24 @@ def sequence_weights(
 
     A sequence without sampled tokens has weight 0 and counts nowhere. `prompt_of[i]` is the id of sequence i's prompt.
     """
-    prompt_tokens: Counter[int] = Counter()
-    for prompt, count in zip(prompt_of, num_sampled, strict=True):
-        prompt_tokens[prompt] += count
-    num_tokens = prompt_tokens.total()
-    num_sequences = sum(count > 0 for count in num_sampled)
-    num_prompts = sum(count > 0 for count in prompt_tokens.values())
-
-    def denominator(prompt: int, count: int) -> int:
-        match reduction:
-            case "sum":
-                return 1
-            case "token_mean":
-                return num_tokens
-            case "sequence_mean":
-                return num_sequences * count
-            case "sequence_mean_token_sum":
-                return num_sequences
-            case "prompt_mean":
-                return num_prompts * prompt_tokens[prompt]
-            case "constant":
-                return num_sequences * constant_length
-
-    return [1.0 / denominator(prompt, count) if count else 0.0 for prompt, count in zip(prompt_of, num_sampled, strict=True)]
+    counts_N = np.asarray(num_sampled, np.int64)
+    _, place_N = np.unique(np.asarray(prompt_of), return_inverse=True)
+    prompt_tokens_P = np.bincount(place_N, weights=counts_N).astype(np.int64)
+    num_sequences = np.count_nonzero(counts_N)
+    match reduction:
+        case "sum":
+            denominators_N = np.ones_like(counts_N)
+        case "token_mean":
+            denominators_N = np.full_like(counts_N, counts_N.sum())
+        case "sequence_mean":
+            denominators_N = num_sequences * counts_N
+        case "sequence_mean_token_sum":
+            denominators_N = np.full_like(counts_N, num_sequences)
+        case "prompt_mean":
+            denominators_N = np.count_nonzero(prompt_tokens_P) * prompt_tokens_P[place_N]
+        case "constant":
+            denominators_N = np.full_like(counts_N, num_sequences * constant_length)
+    return np.divide(1.0, denominators_N, out=np.zeros(len(counts_N)), where=counts_N > 0)
 
 
 def correction_totals(sums: Mapping[str, float]) -> CorrectionTotals:

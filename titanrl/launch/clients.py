@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.buffer import Batch
+from titanrl.tables import MicroBatch, Table
 from titanrl.types import (
     AdamParams,
     Datum,
@@ -17,7 +18,6 @@ from titanrl.types import (
     GroupRecord,
     Handle,
     LossSums,
-    MicroBatch,
     OptimUpdate,
 )
 from titanrl.weights.manifest import Commit, WeightManifest
@@ -283,8 +283,8 @@ class BufferClient:
         batch: Batch = await self.supervisor.ask("buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s)
         return batch
 
-    async def release(self, handles: Sequence[Handle]) -> None:
-        """Free the slots of a batch."""
+    async def release(self, handles: Table) -> None:
+        """Free the slots of a batch, given as a table of handles."""
         await self.supervisor.ask("buffer.release", self.actor.release.call_one(handles), self.timeouts.step_s)
 
 

@@ -2,35 +2,31 @@
 
 from collections.abc import Mapping, Sequence
 
-from titanrl.types import GroupRecord, LossSums, OptimUpdate
+from titanrl.tables import RecordTable
+from titanrl.types import LossSums, OptimUpdate
 
 LAG = "lag/"
 """Prefix of the trainer's sums by age of the token; `algorithms/staleness.py` makes them."""
 
 
-def rollout_metrics(records: Sequence[GroupRecord], *, num_tried: int, num_without_signal: int) -> dict[str, float]:
+def rollout_metrics(records: RecordTable, *, num_tried: int, num_without_signal: int) -> dict[str, float]:
     """What the batch looks like: rewards, lengths, groups without signal."""
-    rewards = [reward for record in records for reward in record.rewards]
-    response_lens = [length - record.prompt_len for record in records for length in record.lengths]
-    prompt_lens = [record.prompt_len for record in records]
-    nonfinite = sum(record.num_nonfinite for record in records)
-    parts = {part for record in records for part in record.reward_parts}
-    by_part = {
-        f"reward/{part}": mean([value for record in records for value in record.reward_parts.get(part, ())]) for part in parts
-    }
+    groups, num_rollouts = records.groups, len(records.rewards)
+    response_lens = records.lengths - groups["prompt_len"][records.group_of]
+    nonfinite, sampled = int(groups["num_nonfinite"].sum()), int(records.num_sampled.sum())
     return {
-        "reward/mean": mean(rewards),
-        **by_part,
+        "reward/mean": mean(records.rewards.tolist()),
+        **{f"reward/{part}": mean(values.tolist()) for part, values in records.reward_parts.items()},
         "group/zero_variance_frac": num_without_signal / num_tried,
-        "tokens/prompt_len_mean": mean(prompt_lens),
-        "tokens/prompt_len_max": float(max(prompt_lens)),
-        "tokens/response_len_mean": mean(response_lens),
-        "tokens/response_len_max": float(max(response_lens)),
-        "tokens/truncated_frac": sum(record.num_truncated for record in records) / len(rewards),
-        "tokens/overlong_frac": sum(record.num_overlong for record in records) / len(rewards),
-        "tokens/nonfinite_frac": nonfinite / max(nonfinite + sum(sum(record.num_sampled) for record in records), 1),
-        "group/generate_s_mean": mean([record.generate_s for record in records]),
-        "group/score_s_mean": mean([record.score_s for record in records]),
+        "tokens/prompt_len_mean": mean(groups["prompt_len"].tolist()),
+        "tokens/prompt_len_max": float(groups["prompt_len"].max()),
+        "tokens/response_len_mean": mean(response_lens.tolist()),
+        "tokens/response_len_max": float(response_lens.max()),
+        "tokens/truncated_frac": int(groups["num_truncated"].sum()) / num_rollouts,
+        "tokens/overlong_frac": int(groups["num_overlong"].sum()) / num_rollouts,
+        "tokens/nonfinite_frac": nonfinite / max(nonfinite + sampled, 1),
+        "group/generate_s_mean": mean(groups["generate_s"].tolist()),
+        "group/score_s_mean": mean(groups["score_s"].tolist()),
     }
 
 
@@ -96,5 +92,5 @@ def speed_metrics(
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; 0 of nothing."""
+    """Arithmetic mean, added up from the left, so that the same values give the same bits; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0

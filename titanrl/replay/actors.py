@@ -6,6 +6,7 @@ from typing import Any
 
 from titanrl.actors import Actor, concurrent_endpoint
 from titanrl.replay.buffer import Batch, GroupBuffer, Reservation
+from titanrl.tables import Table
 from titanrl.types import GroupRecord, Handle, Rollout
 
 
@@ -43,8 +44,8 @@ class ReplayBuffer(Actor):
         return await self._buffer.take_batch(num_groups, timeout_s)
 
     @concurrent_endpoint
-    async def release(self, handles: Sequence[Handle]) -> None:
-        """Free the slots of a batch."""
+    async def release(self, handles: Table) -> None:
+        """Free the slots of a batch, given as a table of handles."""
         await self._buffer.release(handles)
 
 

@@ -8,9 +8,10 @@ trained on as short ones.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from titanrl.tables import PackedRecord, RecordTable, Table, pack_record
 from titanrl.types import GroupRecord, Handle
 
 
@@ -33,10 +34,19 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class _Finished:
+    """A finished group that waits for its batch, made ready for it when there is time."""
+
+    record: GroupRecord
+    packed: PackedRecord
+    has_signal: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The groups of one optimizer step, by prompt order."""
 
-    records: tuple[GroupRecord, ...]
+    records: RecordTable
     """Groups without signal included, unless they were replaced (`dynamic_sampling`)."""
     num_tried: int
     """Groups of the batch, and those freed without being trained on since the last one."""
@@ -69,16 +79,16 @@ class GroupBuffer:
             first_index: first position of the prompt stream; later than 0 after a resume.
         """
         self._free = deque(range(num_slots))
-        self._charged: dict[int, Handle] = {}
+        self._charged: dict[int, tuple[int, int, int]] = {}  # by slot: shard, slot, generation
         self._generations = [0] * num_slots
         self._num_shards = num_shards
         self._dynamic_sampling = dynamic_sampling
         self._window = window
         self._next_index = first_index
         self._in_flight: dict[int, Handle] = {}  # by prompt index, in order of admission
-        self._ready: dict[int, GroupRecord] = {}
+        self._ready: dict[int, _Finished] = {}
         self._overtakers: set[int] = set()  # taken although an older group was still in flight
-        self._dropped: list[GroupRecord] = []  # without signal, freed since the last batch
+        self._dropped: list[_Finished] = []  # without signal, freed since the last batch
         self._failure: str | None = None
         self._changed = asyncio.Condition()
 
@@ -120,10 +130,10 @@ class GroupBuffer:
             raise RolloutError(self._failure)
         return self._take(picked)
 
-    async def release(self, handles: Iterable[Handle]) -> None:
-        """Free the slots of groups that were trained on."""
+    async def release(self, handles: Table) -> None:
+        """Free the slots of groups that were trained on, given as a table of `HANDLE`."""
         async with self._changed:
-            for handle in handles:
+            for handle in handles.tolist():
                 self._free_slot(handle)
             self._changed.notify_all()
 
@@ -132,25 +142,26 @@ class GroupBuffer:
         self._next_index += 1
         self._generations[slot] += 1
         handle = Handle(shard=slot % self._num_shards, slot=slot, generation=self._generations[slot])
-        self._charged[slot] = handle
+        self._charged[slot] = (handle.shard, slot, handle.generation)
         self._in_flight[index] = handle
         return Reservation(index, handle)
 
-    def _free_slot(self, handle: Handle) -> None:
-        assert self._charged.pop(handle.slot, None) == handle, "slot freed twice, or after it was charged again"
-        self._free.append(handle.slot)
+    def _free_slot(self, handle: tuple[int, int, int]) -> None:
+        assert self._charged.pop(handle[1], None) == handle, "slot freed twice, or after it was charged again"
+        self._free.append(handle[1])
 
     def _take_up(self, record: GroupRecord) -> None:
         if self._in_flight.pop(record.index, None) != record.handle:
             raise RuntimeError(f"group {record.index} was committed without a reservation, or twice")
+        group = _Finished(record, pack_record(record), record.has_signal)
         if self._dynamic_sampling and not record.has_payload:
-            self._drop(record)
+            self._drop(group)
         else:
-            self._ready[record.index] = record
+            self._ready[record.index] = group
 
-    def _drop(self, record: GroupRecord) -> None:
-        self._dropped.append(record)
-        self._free_slot(record.handle)
+    def _drop(self, group: _Finished) -> None:
+        self._dropped.append(group)
+        self._free_slot(self._charged[group.record.handle.slot])
 
     def _pick(self, num_groups: int) -> list[int]:
         """Indices of the next batch, oldest first; fewer than asked for if it has to wait.
@@ -164,7 +175,7 @@ class GroupBuffer:
             in_order = [index for index in ready if index < oldest_in_flight]
             overtaking = ready[len(in_order) :][: self._window - 1 - len(self._overtakers)]
             picked = [*in_order, *overtaking][:num_groups]
-            if len(picked) < num_groups or any(self._ready[index].has_payload for index in picked):
+            if len(picked) < num_groups or any(self._ready[index].record.has_payload for index in picked):
                 return picked
             for index in picked:
                 self._drop(self._ready.pop(index))
@@ -174,21 +185,21 @@ class GroupBuffer:
     def _take(self, picked: Sequence[int]) -> Batch:
         oldest_in_flight = next(iter(self._in_flight), self._next_index)
         self._overtakers |= {index for index in picked if index > oldest_in_flight}
-        records = tuple(self._ready.pop(index) for index in picked)
-        tried = [*records, *self._dropped]
+        groups = [self._ready.pop(index) for index in picked]
+        tried = [*groups, *self._dropped]
         self._dropped = []
         return Batch(
-            records=records,
+            records=RecordTable.join([group.packed for group in groups]),
             num_tried=len(tried),
-            num_without_signal=sum(not record.has_signal for record in tried),
+            num_without_signal=sum(not group.has_signal for group in tried),
             next_index=min([oldest_in_flight, *self._ready]),
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),
-            num_held=len(self._charged) - len(self._in_flight) - len(self._ready) - len(records),
+            num_held=len(self._charged) - len(self._in_flight) - len(self._ready) - len(groups),
         )
 
     def _why_starved(self, num_groups: int, timeout_s: float) -> str:
-        tried = [*self._ready.values(), *self._dropped]
+        tried = [group.record for group in (*self._ready.values(), *self._dropped)]
         if not tried:
             return (
                 f"no group finished in {timeout_s:g} s, {len(self._in_flight)} are under way; "

@@ -12,7 +12,8 @@ from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import Device, num_threads
 from titanrl.replay.actors import fetch
-from titanrl.types import AdamParams, Datum, Handle, LossSums, MicroBatch, OptimUpdate, Rollout, Row
+from titanrl.tables import MicroBatch
+from titanrl.types import AdamParams, Datum, Handle, LossSums, OptimUpdate, Rollout, Row
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
@@ -251,7 +252,7 @@ class PolicyTrainer(Actor):
         """This rank's rows of a micro-batch, as planned and as tensors."""
         from titanrl.trainer.collate import collate, row_length
 
-        rows = microbatch.rows[self._learner.model.dp_rank]
+        rows = tuple(microbatch.rows[self._learner.model.dp_rank])
         used = [sum(sequence.num_placed for sequence in row) for row in rows]
         length = row_length(used, self._setup.config.row_tokens, self._row_multiple)
         return rows, collate(rows, await self._fetch(rows), length)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.losses import LossMetrics
-from titanrl.algorithms.packing import balance, pack, row_cost
+from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.trainer.collate import PackedRows, empty_rows, row_length
 from titanrl.trainer.learner import Learner, Objective, named_objective
 from titanrl.types import Datum, FloatArray, LossSums
@@ -95,7 +95,7 @@ def run_data(
 def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: int) -> Iterator[list[Place]]:
     """The micro-batches of one rank, as many as on every other; those without data run one empty row."""
     rows = pack(lengths, sizes.row_tokens)
-    shares = balance([row_cost(lengths[i] for i in row) for row in rows], dp_size)
+    shares = balance(row_costs(np.asarray(lengths), np.zeros(len(lengths), np.int64), rows), dp_size)
     per_microbatch = sizes.rows_per_microbatch
     own = [rows[i] for i in shares[dp_rank]]
     for start in range(0, max(map(len, shares)), per_microbatch):
