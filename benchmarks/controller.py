@@ -1,7 +1,7 @@
 """What does the controller cost? `python -m benchmarks.controller --json FILE`.
 
 The real loop, rollout worker, sandbox, buffer, shards and weight store run between a trainer that only answers and a generator
-that makes completions up at once, so that everything measured is overhead. The two stubs are put in the place of the real
+that has its completions ready, so that everything measured is overhead. The two stubs are put in the place of the real
 actors before the parts are spawned.
 """
 
@@ -25,13 +25,13 @@ from titanrl.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.config import Config, load_config
 from titanrl.generator.loop import GeneratorStats
 from titanrl.grpo import GRPO
+from titanrl.tables import MicroBatch
 from titanrl.types import (
     AdamParams,
     Completion,
     EngineLoad,
     GenerationRequest,
     LossSums,
-    MicroBatch,
     OptimUpdate,
 )
 from titanrl.weights.manifest import Commit, WeightManifest
@@ -45,6 +45,10 @@ THROUGHPUT_GROUPS = 64
 """Groups per step while throughput is measured."""
 NUM_TOKENS = 256
 """Tokens of a completion while throughput is measured."""
+GROUPS_PER_ANSWER = 16
+"""Groups that the generator sends together, as if they had ended at the same decoding step."""
+NUM_STEPS = 9
+"""Steps whose overhead is measured; the median counts."""
 SHORT_TOKENS = 16
 """Tokens of a completion while the overhead of a step is measured, which does not depend on them."""
 
@@ -68,7 +72,7 @@ class StubTrainer(Actor):
         self, microbatch: MicroBatch, loss: str, proximal_version: int | None, reference_version: int | None
     ) -> LossSums:
         """Count the sequences it was sent."""
-        num_sequences = sum(len(row) for rank in microbatch.rows for row in rank)
+        num_sequences = sum(len(rank.sequences) for rank in microbatch.rows)
         return LossSums(
             sums={"num_tokens": float(num_sequences), "loss/policy": 0.0, "lag/0": 0.0, "lag/0/logprob_abs": 0.0}, maxima={}
         )
@@ -90,11 +94,13 @@ class StubTrainer(Actor):
 
 
 class StubGenerator(Actor):
-    """Answers like a generator, at once, with random tokens."""
+    """Answers like a generator, at once, with pieces of random text that it made before."""
 
     def __init__(self, setup: Any) -> None:
-        self._version, self._num_tokens, self._since = 0, 0, time.perf_counter()
-        self._rng = np.random.default_rng(0)
+        self._num_tokens, self._since = 0, time.perf_counter()
+        self._text = np.random.default_rng(0).integers(2, 95, 1 << 16)
+        self._logprobs = np.full(1 << 16, -0.5, np.float32)
+        self._versions = np.zeros(1 << 16, np.int64)
 
     @endpoint
     async def start(self) -> None:
@@ -104,14 +110,16 @@ class StubGenerator(Actor):
     async def generate(
         self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], answers: "Port[Any]"
     ) -> None:
-        """Make completions up."""
-        for place, requests in enumerate(groups):
-            answers.send((place, [self._completion(request) for request in requests], EngineLoad(num_requests=0, num_queued=0)))
+        """Answer every group, as many at a time as a decoding step may end."""
+        load = EngineLoad(num_requests=0, num_queued=0)
+        for start in range(0, len(groups), GROUPS_PER_ANSWER):
+            places = range(start, min(start + GROUPS_PER_ANSWER, len(groups)))
+            answers.send(([(place, [self._completion(request) for request in groups[place]]) for place in places], load))
 
     @endpoint
     async def pull_weights(self, commit: Commit) -> None:
         """Take note of the version."""
-        self._version = commit.version
+        self._versions = np.full(1 << 16, commit.version)
 
     @concurrent_endpoint
     async def expect_weights(self, version: int) -> None:
@@ -132,10 +140,12 @@ class StubGenerator(Actor):
     def _completion(self, request: GenerationRequest) -> Completion:
         num_tokens = request.sampling.max_new_tokens
         self._num_tokens += num_tokens
+        start = self._num_tokens % (len(self._text) - num_tokens)
+        tokens = slice(start, start + num_tokens)
         return Completion(
-            token_ids=self._rng.integers(2, 95, num_tokens),
-            logprobs=np.full(num_tokens, -0.5, np.float32),
-            versions=np.full(num_tokens, self._version),
+            token_ids=self._text[tokens],
+            logprobs=self._logprobs[tokens],
+            versions=self._versions[tokens],
             finish_reason="length",
         )
 
@@ -178,23 +188,22 @@ async def measure_throughput(folder: Path, seconds: float) -> dict[str, float]:
 
 
 async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, float]:
-    """Seconds of a step whose groups are all there when it begins, and the bytes of it that pass the controller."""
+    """Seconds of a step that begins when all its groups are there and nobody works, and the bytes of it that pass here."""
     run = await started(folder, f"step{groups_per_step}", groups_per_step, SHORT_TOKENS, max_staleness=1)
     try:
-        began = time.perf_counter()
         await run.step()
-        generate_s = time.perf_counter() - began
-        seconds: list[float] = []
-        for _ in range(5):
-            await asyncio.sleep(1.5 * generate_s)  # until the next batch waits in the buffer
+        seconds = []
+        for _ in range(NUM_STEPS):
+            await run.parts.buffer.wait_until_full()
+            await run.parts.weights.ready()
             gc.collect()
             seconds.append((await run.step()).values["time/step_s"])
-        num_bytes = await bytes_per_group(run)
         return {
             "groups_per_step": groups_per_step,
             "step_overhead_ms": 1e3 * statistics.median(seconds),
+            "step_overhead_min_ms": 1e3 * min(seconds),
             "target_ms": 5.0 + 0.02 * groups_per_step,
-            "bytes_per_group": num_bytes,
+            "bytes_per_group": await bytes_per_group(run),
         }
     finally:
         await run.close()
@@ -205,7 +214,7 @@ async def bytes_per_group(run: GRPO) -> float:
     groups_per_step = run.config.rollout.groups_per_step
     batch = await run.parts.buffer.take_batch(groups_per_step)
     plan = run._plan(batch)
-    messages = [batch, *plan.microbatches, [record.handle for record in batch.records]]
+    messages = [batch, *plan.microbatches, batch.records.handles.copy()]
     return sum(len(pickle.dumps(message, -1)) for message in messages) / groups_per_step
 
 

@@ -350,5 +350,49 @@ def _pickle_fast(carrier: type[Any]) -> None:
     copyreg.pickle(carrier, reduced)
 
 
-for _carrier in (SamplingParams, GenerationRequest, Completion, Rollout, Handle, GroupRecord, SequencePlan):
+for _carrier in (SamplingParams, GenerationRequest, Handle, GroupRecord, SequencePlan):
     _pickle_fast(_carrier)
+
+
+def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reason: FinishReason) -> Completion:
+    return Completion(
+        token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        versions=np.frombuffer(versions, np.int32).astype(np.int64),
+        finish_reason=finish_reason,
+    )
+
+
+def _rollout(
+    token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, *rest: Any
+) -> Rollout:
+    reward, reward_parts, finish_reason = rest
+    return Rollout(
+        token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
+        mask=np.frombuffer(mask, np.bool_),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        versions=np.frombuffer(versions, np.int32).astype(np.int64),
+        reward=reward,
+        reward_parts=reward_parts,
+        finish_reason=finish_reason,
+    )
+
+
+def _narrow(values: IntArray) -> bytes:
+    """Token ids and versions stay far below 2^31, and half as many bytes are sent and kept."""
+    return values.astype(np.int32).tobytes()
+
+
+def _reduce_completion(made: Completion) -> tuple[Any, ...]:
+    arrays = _narrow(made.token_ids), made.logprobs.tobytes(), _narrow(made.versions)
+    return _completion, (*arrays, made.finish_reason)
+
+
+def _reduce_rollout(made: Rollout) -> tuple[Any, ...]:
+    arrays = _narrow(made.token_ids), made.mask.tobytes(), made.logprobs.tobytes(), _narrow(made.versions)
+    return _rollout, (*arrays, made.reward, made.reward_parts, made.finish_reason)
+
+
+# Bytes are pickled several times faster than arrays.
+copyreg.pickle(Completion, _reduce_completion)
+copyreg.pickle(Rollout, _reduce_rollout)

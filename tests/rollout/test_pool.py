@@ -33,7 +33,7 @@ class Replica:
             if self.error is not None and place == 0:
                 raise self.error
             kept = groups[place][: num_kept[place]]
-            answers.send((place, [(self.name, request.token_ids) for request in kept], self.load))
+            answers.send(([(place, [(self.name, request.token_ids) for request in kept])], self.load))
 
 
 def requests(*prompts: int) -> list[GenerationRequest]:

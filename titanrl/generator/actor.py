@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from titanrl.generator.engine import Engine
     from titanrl.generator.lockstep import Follower, Leader
 
-Answer = tuple[int, list[Completion], EngineLoad]
-"""Place of a group in a call, its completions, and what the engine has left to do."""
+Answer = tuple[list[tuple[int, list[Completion]]], EngineLoad]
+"""Places in a call of groups that have ended, with their completions, and what the engine has left to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +92,20 @@ class Generator(Actor):
         """Sample completions; many calls are served at once.
 
         All requests of a call join the batch at the same decoding step. Each group is sent to `answers` as soon as
-        `num_kept` of its requests have ended, the rest of which are aborted; the call returns when all are sent.
+        `num_kept` of its requests have ended, the rest of which are aborted, together with those that ended at the same step;
+        the call returns when all are sent.
         """
-
-        async def answer(place: int, result: Future[list[Completion]]) -> None:
-            completions = await asyncio.wrap_future(result)
-            load = self._loop.load
-            answers.send((place, completions, replace(load, admits=load.admits and self._settled.is_set())))
-
         await self._settled.wait()
-        results = await self._loop.submit(groups, num_kept)
-        await asyncio.gather(*(answer(place, result) for place, result in enumerate(results)))
+        ended: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
+        results = [asyncio.wrap_future(result) for result in await self._loop.submit(groups, num_kept)]
+        for place, result in enumerate(results):
+            result.add_done_callback(lambda result, place=place: ended.put_nowait((place, result)))
+        num_sent = 0
+        while num_sent < len(groups):
+            together = [await ended.get(), *(ended.get_nowait() for _ in range(ended.qsize()))]
+            load = replace(self._loop.load, admits=self._loop.load.admits and self._settled.is_set())
+            answers.send(([(place, result.result()) for place, result in together], load))
+            num_sent += len(together)
 
     @concurrent_endpoint
     async def expect_weights(self, version: int) -> None:

@@ -283,6 +283,11 @@ class BufferClient:
         batch: Batch = await self.supervisor.ask("buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s)
         return batch
 
+    async def wait_until_full(self) -> None:
+        """Wait until every slot holds a finished group, as before a measurement; no longer than for a batch."""
+        call = self.actor.wait_until_full.call_one()
+        await self.supervisor.ask("buffer.wait_until_full", call, self.starvation_timeout_s)
+
     async def release(self, handles: Table) -> None:
         """Free the slots of a batch, given as a table of handles."""
         await self.supervisor.ask("buffer.release", self.actor.release.call_one(handles), self.timeouts.step_s)

@@ -44,6 +44,11 @@ class ReplayBuffer(Actor):
         return await self._buffer.take_batch(num_groups, timeout_s)
 
     @concurrent_endpoint
+    async def wait_until_full(self) -> None:
+        """Wait until every slot holds a finished group."""
+        await self._buffer.wait_until_full()
+
+    @concurrent_endpoint
     async def release(self, handles: Table) -> None:
         """Free the slots of a batch, given as a table of handles."""
         await self._buffer.release(handles)

@@ -130,6 +130,11 @@ class GroupBuffer:
             raise RolloutError(self._failure)
         return self._take(picked)
 
+    async def wait_until_full(self) -> None:
+        """Wait until every slot holds a finished group of a later batch, so that nobody has anything to do but train."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._ready) == len(self._generations) or self._failure is not None)
+
     async def release(self, handles: Table) -> None:
         """Free the slots of groups that were trained on, given as a table of `HANDLE`."""
         async with self._changed:

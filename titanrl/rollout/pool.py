@@ -46,7 +46,7 @@ class GeneratorPool:
     """Spreads groups over replicas; a group stays on one, where its prompt is computed once.
 
     Groups of one tick of the event loop reach a replica as one message, and so join its batch at the same decoding step: a
-    synchronous run generates the same batches, hence the same numbers, every time. Answers come back group by group, so
+    synchronous run generates the same batches, hence the same numbers, every time. Answers come back as groups end, so
     that early groups are scored while late ones are still being generated.
     """
 
@@ -107,10 +107,13 @@ class GeneratorPool:
         port, receiver = Channel[Any].open()
         done = asyncio.ensure_future(_awaited(replica.actor.generate.call_one(groups, num_kept, port)))
         try:
-            for _ in calls:
-                place, completions, load = await _unless_failed(done, receiver.recv())
-                calls[place].answer.set_result(completions)
-                self._router.answered(replica.seat, len(calls[place].requests), admits=load.admits)
+            num_missing = len(calls)
+            while num_missing:
+                answered, load = await _unless_failed(done, receiver.recv())
+                num_missing -= len(answered)
+                for place, completions in answered:
+                    calls[place].answer.set_result(completions)
+                    self._router.answered(replica.seat, len(calls[place].requests), admits=load.admits)
                 replica.learn(load, self._max_num_seqs)
                 self._answered.set()
             await done
