@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.rollout.group import derive_seed, fit_to_rows, record_of, roll_out, rollout_of, sampling_requests
+from titanrl.rollout.group import derive_seed, fit_to_rows, record_of, roll_out, rollouts_of, sampling_requests
 from titanrl.types import Completion, GenerationRequest, Group, Handle, Prompt
 
 PROMPT = Prompt(index=7, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={"answer": "2"})
@@ -23,7 +23,7 @@ def completion(token_ids: list[int], *, version: int = 4, cut: bool = False) -> 
 
 
 def test_a_rollout_masks_the_prompt_and_carries_version_and_log_probability_of_each_sampled_token() -> None:
-    rollout = rollout_of(PROMPT, completion([7, 1]), {"answer": 1.0, "format": 0.5})
+    (rollout,) = rollouts_of(PROMPT, [completion([7, 1])], [{"answer": 1.0, "format": 0.5}])
     assert rollout.token_ids.tolist() == [5, 6, 7, 1]
     assert rollout.mask.tolist() == [False, False, True, True]
     assert rollout.versions.tolist() == [-1, -1, 4, 4]
@@ -82,10 +82,10 @@ def test_every_completion_has_a_seed_of_its_own_that_depends_on_nothing_else() -
 
 def overlong_group() -> Group:
     """Two prompt tokens and two or five sampled ones, one of these without a finite log-probability."""
-    long = rollout_of(PROMPT, completion([7, 8, 9, 7, 1], version=3), {"answer": 0.0})
-    long.logprobs[3] = -np.inf
-    short = rollout_of(PROMPT, completion([7, 1]), {"answer": 1.0})
-    return Group(prompt=PROMPT, rollouts=(short, long), generate_s=0.0, score_s=0.0)
+    completions = completion([7, 1]), completion([7, 8, 9, 7, 1], version=3)
+    completions[1].logprobs[1] = -np.inf
+    rollouts = rollouts_of(PROMPT, completions, [{"answer": 1.0}, {"answer": 0.0}])
+    return Group(prompt=PROMPT, rollouts=rollouts, generate_s=0.0, score_s=0.0)
 
 
 def test_a_sequence_longer_than_a_row_loses_its_end_and_is_counted() -> None:

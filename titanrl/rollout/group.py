@@ -2,11 +2,12 @@
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.types import Completion, GenerationRequest, Group, GroupRecord, Handle, Prompt, Rollout, SamplingParams
@@ -28,7 +29,7 @@ async def roll_out(
     generated = time.perf_counter()
     texts = [decode(completion.token_ids.tolist()) for completion in completions]
     parts = await score([(text, prompt.entry) for text in texts])
-    rollouts = tuple(rollout_of(prompt, completion, part) for completion, part in zip(completions, parts, strict=True))
+    rollouts = rollouts_of(prompt, completions, parts)
     return Group(prompt=prompt, rollouts=rollouts, generate_s=generated - started, score_s=time.perf_counter() - generated)
 
 
@@ -63,22 +64,36 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def rollout_of(prompt: Prompt, completion: Completion, parts: Mapping[str, float]) -> Rollout:
-    """Prompt and completion as one training sequence."""
+def rollouts_of(
+    prompt: Prompt, completions: Sequence[Completion], parts: Sequence[Mapping[str, float]]
+) -> tuple[Rollout, ...]:
+    """Prompt and completions as training sequences, each a piece of arrays that hold the whole group."""
     num_prompt = len(prompt.token_ids)
 
-    def after_prompt(values: np.ndarray, before: float, dtype: type[np.generic]) -> np.ndarray:
-        return np.concatenate([np.full(num_prompt, before, dtype), values.astype(dtype)])
+    def after_prompt(before: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        return np.concatenate([piece for values in columns for piece in (before, values)])
 
-    return Rollout(
-        token_ids=np.concatenate([np.asarray(prompt.token_ids, np.int64), completion.token_ids]),
-        mask=after_prompt(np.ones(len(completion.token_ids)), False, np.bool_),
-        logprobs=after_prompt(completion.logprobs, 0.0, np.float32),
-        versions=after_prompt(completion.versions, -1, np.int64),
-        reward=float(sum(parts.values())),
-        reward_parts=dict(parts),
-        finish_reason=completion.finish_reason,
-    )
+    lengths = [len(completion.token_ids) for completion in completions]
+    token_ids = after_prompt(np.array(prompt.token_ids, np.int64), (completion.token_ids for completion in completions))
+    logprobs = after_prompt(np.zeros(num_prompt, np.float32), (completion.logprobs for completion in completions))
+    versions = after_prompt(np.full(num_prompt, -1), (completion.versions for completion in completions))
+    sampled = np.ones(max(lengths), np.bool_)
+    mask = after_prompt(np.zeros(num_prompt, np.bool_), (sampled[:length] for length in lengths))
+    rollouts, end = [], 0
+    for completion, length, part in zip(completions, lengths, parts, strict=True):
+        sequence = slice(end, end := end + num_prompt + length)
+        rollouts.append(
+            Rollout(
+                token_ids=token_ids[sequence],
+                mask=mask[sequence],
+                logprobs=logprobs[sequence],
+                versions=versions[sequence],
+                reward=float(sum(part.values())),
+                reward_parts=dict(part),
+                finish_reason=completion.finish_reason,
+            )
+        )
+    return tuple(rollouts)
 
 
 def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
@@ -108,8 +123,12 @@ def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
 def record_of(group: Group, handle: Handle, *, has_payload: bool, num_overlong: int) -> GroupRecord:
     """What the controller gets to know of a group."""
     rollouts = group.rollouts
-    versions = np.concatenate([rollout.versions[rollout.versions >= 0] for rollout in rollouts])
-    is_finite = [np.isfinite(rollout.logprobs[rollout.mask]) for rollout in rollouts]
+    lengths = tuple(len(rollout.token_ids) for rollout in rollouts)
+    mask = np.concatenate([rollout.mask for rollout in rollouts])
+    counts = mask & np.isfinite(np.concatenate([rollout.logprobs for rollout in rollouts]))
+    counts_until = np.cumsum(counts)[np.cumsum(lengths) - 1]
+    versions = np.concatenate([rollout.versions for rollout in rollouts])
+    versions = versions[versions >= 0]
     return GroupRecord(
         index=group.prompt.index,
         task=group.prompt.task,
@@ -120,11 +139,11 @@ def record_of(group: Group, handle: Handle, *, has_payload: bool, num_overlong: 
             part: tuple(float(rollout.reward_parts[part]) for rollout in rollouts) for part in rollouts[0].reward_parts
         },
         prompt_len=len(group.prompt.token_ids),
-        lengths=tuple(len(rollout.token_ids) for rollout in rollouts),
-        num_sampled=tuple(int(finite.sum()) for finite in is_finite),
+        lengths=lengths,
+        num_sampled=tuple(np.diff(counts_until, prepend=0).tolist()),
         num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
         num_overlong=num_overlong,
-        num_nonfinite=sum(int((~finite).sum()) for finite in is_finite),
+        num_nonfinite=int(np.count_nonzero(mask) - counts_until[-1]),
         min_version=int(versions.min()),
         max_version=int(versions.max()),
         generate_s=group.generate_s,
