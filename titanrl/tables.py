@@ -124,7 +124,8 @@ class RecordTable:
             lengths=np.frombuffer(b"".join([record.lengths for record in packed]), "<i8"),
             num_sampled=np.frombuffer(b"".join([record.num_sampled for record in packed]), "<i8"),
             reward_parts={
-                part: np.frombuffer(b"".join([record.reward_parts.get(part, b"") for record in packed]), "<f8") for part in parts
+                part: np.frombuffer(b"".join([record.reward_parts.get(part, b"") for record in packed]), "<f8")
+                for part in parts
             },
         )
 

@@ -363,9 +363,7 @@ def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reaso
     )
 
 
-def _rollout(
-    token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, *rest: Any
-) -> Rollout:
+def _rollout(token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, *rest: Any) -> Rollout:
     reward, reward_parts, finish_reason = rest
     return Rollout(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),

@@ -64,9 +64,7 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def rollouts_of(
-    prompt: Prompt, completions: Sequence[Completion], parts: Sequence[Mapping[str, float]]
-) -> tuple[Rollout, ...]:
+def rollouts_of(prompt: Prompt, completions: Sequence[Completion], parts: Sequence[Mapping[str, float]]) -> tuple[Rollout, ...]:
     """Prompt and completions as training sequences, each a piece of arrays that hold the whole group."""
     num_prompt = len(prompt.token_ids)
 
