@@ -3,9 +3,10 @@
 import pickle
 
 import cloudpickle
+import numpy as np
 import pytest
 
-from titanrl.types import GenerationRequest, Handle, SamplingParams, SequencePlan
+from titanrl.types import Completion, GenerationRequest, Handle, Rollout, SamplingParams, SequencePlan
 
 HANDLE = Handle(shard=1, slot=7, generation=3)
 CARRIERS = (
@@ -22,3 +23,38 @@ def test_carriers_arrive_as_they_were_sent_without_the_slow_way_of_dataclasses(c
     data = dumps(carrier)
     assert pickle.loads(data) == carrier
     assert b"_filled" in data
+
+
+def arrays_of(carrier: Completion | Rollout) -> dict[str, np.ndarray]:
+    values = {name: getattr(carrier, name) for name in carrier.__slots__}
+    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
+def test_tokens_arrive_bit_for_bit_in_half_the_bytes(pickler: object) -> None:
+    whole = np.arange(4000)
+    logprobs = np.linspace(-9.0, 0.0, 4000, dtype=np.float32)
+    logprobs[[3, 5]] = -np.inf, np.nan
+    piece = slice(1, None, 2)  # no array of its own, and not in one piece
+    sent = Rollout(
+        token_ids=whole[piece],
+        mask=(whole > 9)[piece],
+        logprobs=logprobs[piece],
+        versions=(whole // 100 - 1)[piece],
+        reward=0.1,
+        reward_parts={"answer": 0.1},
+        finish_reason="length",
+    )
+    completion = Completion(
+        token_ids=sent.token_ids, logprobs=sent.logprobs, versions=sent.versions, finish_reason=sent.finish_reason
+    )
+    dumps = {"pickle": pickle.dumps, "cloudpickle": cloudpickle.dumps}[vars(pickler)["__name__"]]
+    for carrier in (sent, completion):
+        data = dumps(carrier)
+        assert len(data) < 13 * 2000 + 500
+        arrived = pickle.loads(data)
+        assert type(arrived) is type(carrier)
+        for name, values in arrays_of(carrier).items():
+            got = arrays_of(arrived)[name]
+            assert (got.dtype, got.tobytes()) == (values.dtype, values.tobytes()), name
+    assert (pickle.loads(dumps(sent)).reward_parts, pickle.loads(dumps(sent)).finish_reason) == ({"answer": 0.1}, "length")

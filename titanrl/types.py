@@ -363,8 +363,15 @@ def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reaso
     )
 
 
-def _rollout(token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, *rest: Any) -> Rollout:
-    reward, reward_parts, finish_reason = rest
+def _rollout(
+    token_ids: bytes,
+    mask: bytes,
+    logprobs: bytes,
+    versions: bytes,
+    reward: float,
+    reward_parts: Mapping[str, float],
+    finish_reason: FinishReason,
+) -> Rollout:
     return Rollout(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
         mask=np.frombuffer(mask, np.bool_),
@@ -381,13 +388,18 @@ def _narrow(values: IntArray) -> bytes:
     return values.astype(np.int32).tobytes()
 
 
+def _float_bytes(values: FloatArray) -> bytes:
+    return np.asarray(values, np.float32).tobytes()
+
+
 def _reduce_completion(made: Completion) -> tuple[Any, ...]:
-    arrays = _narrow(made.token_ids), made.logprobs.tobytes(), _narrow(made.versions)
+    arrays = _narrow(made.token_ids), _float_bytes(made.logprobs), _narrow(made.versions)
     return _completion, (*arrays, made.finish_reason)
 
 
 def _reduce_rollout(made: Rollout) -> tuple[Any, ...]:
-    arrays = _narrow(made.token_ids), made.mask.tobytes(), made.logprobs.tobytes(), _narrow(made.versions)
+    mask = np.asarray(made.mask, np.bool_).tobytes()
+    arrays = _narrow(made.token_ids), mask, _float_bytes(made.logprobs), _narrow(made.versions)
     return _rollout, (*arrays, made.reward, made.reward_parts, made.finish_reason)
 
 

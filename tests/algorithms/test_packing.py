@@ -36,6 +36,23 @@ def test_every_sequence_is_packed_once_and_no_row_overflows(lengths: list[int], 
     assert len(rows) <= math.ceil(2 * sum(lengths) / row_tokens)
 
 
+def best_fit_one_by_one(lengths: list[int], row_tokens: int) -> list[list[int]]:
+    """The definition: longest first, ties by index, each into the fullest row that holds it, of equal ones into the first."""
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        free = [row_tokens - sum(lengths[i] for i in row) for row in rows]
+        fitting = [(room, row) for row, room in enumerate(free) if room >= lengths[index]]
+        if not fitting:
+            rows.append([])
+        rows[min(fitting)[1] if fitting else -1].append(index)
+    return rows
+
+
+@given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 70))
+def test_sequences_of_equal_length_are_placed_together_as_one_by_one(lengths: list[int], row_tokens: int) -> None:
+    assert pack(lengths, row_tokens) == best_fit_one_by_one(lengths, row_tokens)
+
+
 @given(st.lists(st.lists(st.integers(1, 99), max_size=8, unique=True), min_size=1, max_size=30), st.randoms())
 def test_best_fit_decreasing_needs_at_most_eleven_ninths_of_the_fewest_rows(
     cuts_by_row: list[list[int]], rng: random.Random

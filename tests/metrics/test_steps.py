@@ -2,8 +2,9 @@
 
 import pytest
 
-from titanrl.metrics.steps import loss_metrics
-from titanrl.types import LossSums
+from titanrl.metrics.steps import loss_metrics, rollout_metrics
+from titanrl.tables import RecordTable
+from titanrl.types import GroupRecord, Handle, LossSums
 
 
 def test_terms_of_the_loss_are_complete_and_the_rest_are_means_over_tokens() -> None:
@@ -28,3 +29,45 @@ def test_the_effective_sample_size_is_the_squared_mean_weight_over_the_mean_squa
 def test_a_step_without_tokens_has_metrics_of_zero() -> None:
     sums = {"num_tokens": 0.0, "loss/total": 0.0, "correction_weight": 0.0, "correction_weight_squared": 0.0}
     assert loss_metrics(LossSums(sums=sums, maxima={})) == {"loss/total": 0.0, "correction/ess": 0.0}
+
+
+def record(index: int, rewards: tuple[float, ...], prompt_len: int, lengths: tuple[int, ...]) -> GroupRecord:
+    return GroupRecord(
+        index=index,
+        task="sums",
+        handle=Handle(shard=0, slot=index, generation=1),
+        has_payload=True,
+        rewards=rewards,
+        reward_parts={"answer": rewards} if index else {"answer": rewards, "format": (0.5, 1.0)},
+        prompt_len=prompt_len,
+        lengths=lengths,
+        num_sampled=tuple(length - prompt_len for length in lengths),
+        num_truncated=index,
+        num_overlong=0,
+        num_nonfinite=index,
+        min_version=0,
+        max_version=0,
+        generate_s=1.0 + index,
+        score_s=0.5,
+    )
+
+
+def test_a_batch_is_described_by_the_numbers_of_its_groups() -> None:
+    records = RecordTable.of([record(0, (0.1, 0.2), 4, (6, 8)), record(1, (0.3,), 5, (15,))])
+    values = rollout_metrics(records, num_tried=4, num_without_signal=1)
+    assert values == {
+        "reward/mean": (0.1 + 0.2 + 0.3) / 3,  # added from the left, which rounds in its own way
+        "reward/answer": (0.1 + 0.2 + 0.3) / 3,
+        "reward/format": 0.75,
+        "group/zero_variance_frac": 0.25,
+        "tokens/prompt_len_mean": 4.5,
+        "tokens/prompt_len_max": 5.0,
+        "tokens/response_len_mean": 16 / 3,
+        "tokens/response_len_max": 10.0,
+        "tokens/truncated_frac": 1 / 3,
+        "tokens/overlong_frac": 0.0,
+        "tokens/nonfinite_frac": 1 / 17,
+        "group/generate_s_mean": 1.5,
+        "group/score_s_mean": 0.5,
+    }
+    assert {type(value) for value in values.values()} == {float}

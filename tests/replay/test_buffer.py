@@ -202,6 +202,20 @@ def test_a_batch_tells_where_all_slots_are() -> None:
     run(scenario())
 
 
+def test_a_buffer_is_full_when_every_slot_holds_a_finished_group() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        waiting = asyncio.create_task(groups.wait_until_full())
+        first, second = await groups.reserve(2)
+        await groups.commit([record(first)])
+        await asyncio.sleep(0.001)
+        assert not waiting.done()
+        await groups.commit([record(second)])
+        await waiting
+
+    run(scenario())
+
+
 @dataclass(frozen=True)
 class Oldest:
     """What a simulated run saw."""

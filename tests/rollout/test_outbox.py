@@ -19,9 +19,12 @@ class Notes:
     class _Call:
         def __init__(self, notes: "Notes", name: str) -> None:
             self.notes, self.name = notes, name
+            self.error: Exception | None = None
 
         async def call_one(self, groups: Sequence[GroupRecord] | Mapping[Handle, Any]) -> None:
             await asyncio.sleep(0.01)
+            if self.error is not None:
+                raise self.error
             slots = [group.slot if isinstance(group, Handle) else group.handle.slot for group in groups]
             self.notes.log.append((self.name, slots))
 
@@ -42,6 +45,22 @@ def test_payloads_go_before_records_and_what_finishes_meanwhile_goes_together() 
         await asyncio.sleep(0.001)
         await asyncio.gather(first, *(deliver(index) for index in (1, 2, 3)))
         assert notes.log == [("put", [0]), ("commit", [0]), ("put", [1, 2, 3]), ("commit", [1, 2, 3])]
+
+    asyncio.run(scenario())
+
+
+def test_groups_of_one_tick_go_together_and_all_learn_that_they_could_not() -> None:
+    async def scenario() -> None:
+        notes = Notes()
+        outbox = Outbox(notes, notes)
+        await asyncio.gather(*(outbox.deliver(record(index), ()) for index in (0, 1)))
+        assert notes.log == [("put", [0, 1]), ("commit", [0, 1])]
+        notes.commit.error = RuntimeError("no buffer")
+        errors = await asyncio.gather(*(outbox.deliver(record(index), ()) for index in (2, 3)), return_exceptions=True)
+        assert [str(error) for error in errors] == ["no buffer", "no buffer"]
+        notes.commit.error = None
+        await outbox.deliver(record(4), ())
+        assert notes.log[-1] == ("commit", [4])
 
     asyncio.run(scenario())
 

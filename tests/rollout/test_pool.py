@@ -29,11 +29,15 @@ class Replica:
         if len(self.messages) == self.held_message:
             await self.release.wait()
         await asyncio.sleep(0.01)
+        answered = []
         for place in reversed(range(len(groups))):
             if self.error is not None and place == 0:
                 raise self.error
             kept = groups[place][: num_kept[place]]
-            answers.send(([(place, [(self.name, request.token_ids) for request in kept])], self.load))
+            answered.append((place, [(self.name, request.token_ids) for request in kept]))
+            if place % 2 == 0:  # two groups a message
+                answers.send((answered, self.load))
+                answered = []
 
 
 def requests(*prompts: int) -> list[GenerationRequest]:
