@@ -48,7 +48,8 @@ def plan_batch(
     return BatchPlan(
         microbatches=microbatches,
         num_tokens=int(ordered.num_sampled.sum()),
-        packing_efficiency=int((sequences["length"] - sequences["num_shared"]).sum()) / (_num_rows_run(microbatches) * row_tokens),
+        packing_efficiency=int((sequences["length"] - sequences["num_shared"]).sum())
+        / (_num_rows_run(microbatches) * row_tokens),
     )
 
 
@@ -83,9 +84,7 @@ def pack_sequences(sequences: Table, groups_S: IntArray, prompt_lens_S: IntArray
     return together
 
 
-def _sequences_with_gradient(
-    records: RecordTable, algorithm: AlgorithmConfig, constant_length: int
-) -> tuple[Table, IntArray]:
+def _sequences_with_gradient(records: RecordTable, algorithm: AlgorithmConfig, constant_length: int) -> tuple[Table, IntArray]:
     """The sequences that have a gradient, in order of group and rollout, and the place of each one's group."""
     ends = np.cumsum(records.groups["num_rollouts"]).tolist()
     by_group = batch_advantages(
