@@ -84,9 +84,7 @@ def test_no_records_are_a_table_without_groups() -> None:
 def test_rows_are_read_as_the_plans_they_were_made_of() -> None:
     def plan(slot: int) -> SequencePlan:
         handle = Handle(shard=1, slot=slot, generation=1 << 40)
-        return SequencePlan(
-            handle=handle, rollout=slot + 1, length=9, advantage=-0.1 * slot, weight=1 / 3, num_shared=2 * slot
-        )
+        return SequencePlan(handle=handle, rollout=slot + 1, length=9, advantage=-0.1 * slot, weight=1 / 3, num_shared=2 * slot)
 
     def table(weight: float, ends: list[int]) -> RowTable:
         handles = [(1, slot, 1 << 40) for slot in range(3)]

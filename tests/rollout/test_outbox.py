@@ -53,13 +53,13 @@ def test_groups_of_one_tick_go_together_and_all_learn_that_they_could_not() -> N
     async def scenario() -> None:
         notes = Notes()
         outbox = Outbox(notes, notes)
-        await asyncio.gather(*(outbox.deliver(record(index), ()) for index in (0, 1)))
+        await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (0, 1)))
         assert notes.log == [("put", [0, 1]), ("commit", [0, 1])]
         notes.commit.error = RuntimeError("no buffer")
-        errors = await asyncio.gather(*(outbox.deliver(record(index), ()) for index in (2, 3)), return_exceptions=True)
+        errors = await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (2, 3)), return_exceptions=True)
         assert [str(error) for error in errors] == ["no buffer", "no buffer"]
         notes.commit.error = None
-        await outbox.deliver(record(4), ())
+        await outbox.deliver(make_record(4), ())
         assert notes.log[-1] == ("commit", [4])
 
     asyncio.run(scenario())

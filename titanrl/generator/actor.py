@@ -95,11 +95,15 @@ class Generator(Actor):
         `num_kept` of its requests have ended, the rest of which are aborted, together with those that ended at the same step;
         the call returns when all are sent.
         """
-        await self._settled.wait()
         ended: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
+
+        def note(place: int, result: asyncio.Future[list[Completion]]) -> None:
+            ended.put_nowait((place, result))
+
+        await self._settled.wait()
         results = [asyncio.wrap_future(result) for result in await self._loop.submit(groups, num_kept)]
         for place, result in enumerate(results):
-            result.add_done_callback(lambda result, place=place: ended.put_nowait((place, result)))
+            result.add_done_callback(partial(note, place))
         num_sent = 0
         while num_sent < len(groups):
             together = [await ended.get(), *(ended.get_nowait() for _ in range(ended.qsize()))]
