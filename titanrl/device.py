@@ -59,9 +59,9 @@ def missing_for(kind: DeviceKind) -> str | None:
     return None
 
 
-def num_threads(num_processes: int) -> int:
-    """CPU threads each of some processes may use so that together they do not exceed the cores: at least 1.
+def num_threads(num_processes: int, *, num_taken: int = 0) -> int:
+    """CPU threads each of some processes may use so that together they do not exceed the cores, less those taken: at least 1.
 
     More threads than cores make OpenMP's barriers spin against each other, which costs far more than it brings.
     """
-    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+    return max(1, (len(os.sched_getaffinity(0)) - num_taken) // num_processes)

@@ -6,7 +6,7 @@ import pytest
 
 from titanrl.config import Config
 from titanrl.device import DEVICES
-from titanrl.launch.environment import generator_environment
+from titanrl.launch.environment import generator_environment, trainer_environment
 
 BEHIND = {"hosts": {"devices_per_host": 16}}
 SHARED = {"hosts": {"share_devices": True}}
@@ -28,3 +28,13 @@ def test_the_ranks_of_a_replica_have_devices_side_by_side_that_no_other_replica_
     config = Config(name="a", num_steps=1, trainer=trainer, generator={"replicas": 4, "tp": 2}, **sections)
     environments = [generator_environment(config, DEVICES["cuda"], replica) for replica in range(4)]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == devices
+
+
+@pytest.mark.parametrize(("max_staleness", "threads"), [(0, "4"), (1, "2")])
+def test_a_trainer_leaves_the_cores_to_generators_that_work_at_the_same_time(
+    max_staleness: int, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    trainer, generator = {"parallelism": {"dp_shard": 2}}, {"replicas": 3}
+    config = Config(name="a", num_steps=1, trainer=trainer, generator=generator, max_staleness=max_staleness)
+    assert trainer_environment(config, DEVICES["cpu"])["OMP_NUM_THREADS"] == threads

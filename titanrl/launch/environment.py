@@ -18,7 +18,9 @@ _COMMON = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM
 def trainer_environment(config: Config, device: Device) -> dict[str, str]:
     """For every trainer rank: all ranks of a host see the same devices, and `LOCAL_RANK` picks one."""
     ranks_per_host = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
-    threads = num_threads(ranks_per_host) if device.kind == "cpu" else 1
+    # Generators, of one thread each, decode while the trainer trains, unless they take turns with it.
+    decoding = config.generator.replicas * config.generator.tp if config.max_staleness and config.hosts.kind != "slurm" else 0
+    threads = num_threads(ranks_per_host, num_taken=decoding) if device.kind == "cpu" else 1
     # OpenMP threads that spin while they wait make a step tens of times slower as soon as a core is busy with anything else.
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     return {**_COMMON, **_KEEP_MEMORY, **openmp, **visible(device, range(ranks_per_host))}

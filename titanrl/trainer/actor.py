@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
-from titanrl.device import Device, num_threads
+from titanrl.device import Device
 from titanrl.replay.actors import fetch
 from titanrl.tables import MicroBatch
 from titanrl.types import AdamParams, Datum, Handle, LossSums, OptimUpdate, Rollout, Row
@@ -79,7 +79,7 @@ class PolicyTrainer(Actor):
         from torchtitan.distributed.utils import init_distributed
 
         if self._setup.device.kind == "cpu":
-            torch.set_num_threads(num_threads(self._setup.config.parallelism.world_size))
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         else:
             torch.get_device_module(self._setup.device.kind).set_device(int(os.environ["LOCAL_RANK"]))
         init_distributed(CommConfig(), base_folder=str(self._setup.checkpoint_dir.parent / "logs"))
