@@ -115,9 +115,28 @@ def sync_row(case: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def reward_table(result: Mapping[str, Any]) -> str:
+    """What runs of different staleness learn: a row per setting, means over the seeds."""
+    seeds = ", ".join(map(str, sorted({run["seed"] for run in result["runs"]})))
+    lines = [
+        "| `max_staleness` | correction | held-out at the end (worst seed) | reward over the run | tokens an answer | mean age |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {setting['max_staleness']} | {setting['correction']} | {setting['heldout_last']:.3f} "
+            f"({setting['heldout_last_worst']:.3f}) | {setting['reward_mean']:.3f} | {setting['response_len_mean']:.1f} "
+            f"| {setting['staleness_mean']:.2f} |"
+            for setting in result["settings"]
+        ),
+        "",
+        f"`python -m benchmarks.async_speedup --reward --json FILE`, seeds {seeds}, {where(result['machine'])}.",
+    ]
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "README.md": ("quickstart.json", quickstart_table),
     "docs/weights.md": ("weight_sync.json", weight_sync_tables),
+    "docs/async.md": ("async_reward.json", reward_table),
 }
 """What fills the marked part of a document: a kept result, and what makes a table of it."""
 
