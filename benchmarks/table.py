@@ -119,7 +119,7 @@ def reward_table(result: Mapping[str, Any]) -> str:
     """What runs of different staleness learn: a row per setting, means over the seeds."""
     seeds = ", ".join(map(str, sorted({run["seed"] for run in result["runs"]})))
     lines = [
-        "| `max_staleness` | correction | held-out at the end (worst seed) | reward over the run | tokens an answer | mean age |",
+        "| `max_staleness` | correction | held-out at the end (worst seed) | reward over the run | answer tokens | mean age |",
         "|---|---|---|---|---|---|",
         *(
             f"| {setting['max_staleness']} | {setting['correction']} | {setting['heldout_last']:.3f} "
