@@ -16,7 +16,7 @@ from monarch.actor import ProcMesh, this_host
 
 from titanrl.actors import Actor, RemoteError, concurrent_endpoint, endpoint
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.supervision import ActorDiedError, DeadlineError, Supervisor
+from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Supervisor
 
 
 class Trace:
@@ -109,25 +109,28 @@ def test_a_wait_ends_at_its_deadline_by_name(tmp_path: Path) -> None:
     with_patient(tmp_path, scenario)
 
 
-def test_a_death_ends_every_wait_and_names_the_mesh(tmp_path: Path) -> None:
+def test_a_death_ends_every_wait_of_its_own_run_and_none_of_the_next(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
-        late: asyncio.Queue[str] = asyncio.Queue()
-        loop, own = asyncio.get_running_loop(), monarch.actor.unhandled_fault_hook
-
-        def hear(failure: Any) -> None:
-            own(failure)
-            loop.call_soon_threadsafe(late.put_nowait, failure.mesh_name.partition("-")[0])
-
-        monarch.actor.unhandled_fault_hook = hear
         pid = await supervisor.ask("pid", patient.pid.call_one(), 30)
         waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
             await asyncio.wait_for(waiting, 15)
-        # torchmonarch tells it too, ten seconds later, once for each mesh of actors there; the next test must not hear it.
-        told = {await asyncio.wait_for(late.get(), 60) for _ in range(3)}
-        assert told == {"setup", "logger", "patient"}
+        # torchmonarch tells it too, ten seconds later, once for each mesh of actors there, and whoever supervises then.
+        late: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        loop, following = asyncio.get_running_loop(), Supervisor()
+        take = monarch.actor.unhandled_fault_hook
+
+        def hear(failure: Any) -> None:
+            take(failure)
+            loop.call_soon_threadsafe(late.put_nowait, (failure.mesh_name.partition("-")[0], failure.report()))
+
+        monarch.actor.unhandled_fault_hook = hear
+        told = dict([await asyncio.wait_for(late.get(), 60) for _ in range(3)])
+        assert told.keys() == {"setup", "logger", "patient"}
+        assert all(PROCESS_FAILED in report for report in told.values())
+        assert await following.ask("nothing", asyncio.sleep(0.1, "as before"), 5) == "as before"
 
     with_patient(tmp_path, scenario)
 

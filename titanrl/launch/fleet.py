@@ -57,6 +57,8 @@ class Fleet:
             pid, host = file.read_text().split()
             if host == socket.gethostname():
                 self._supervisor.watch(file.stem, int(pid))
+            else:
+                self._supervisor.trust_reports()
 
     async def stop(self, timeout_s: float) -> None:
         """Stop every process; torchmonarch kills those that do not end by themselves."""

@@ -13,6 +13,9 @@ from monarch.actor import ActorError
 
 T = TypeVar("T")
 
+PROCESS_FAILED = "the process this actor was running on failed"
+"""What torchmonarch's report says when a process has ended."""
+
 
 class DeadlineError(Exception):
     """A call was not answered in time; the text names it."""
@@ -37,6 +40,7 @@ class Supervisor:
         self._death: asyncio.Future[str] = self._loop.create_future()
         self._guards: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._some_elsewhere = False
         monarch.actor.unhandled_fault_hook = self._on_fault
 
     async def ask(self, name: str, call: Awaitable[T], timeout_s: float) -> T:
@@ -71,6 +75,10 @@ class Supervisor:
         self._pidfds[pidfd] = f"{name} (process {pid})"
         self._none_left.clear()
         self._loop.add_reader(pidfd, self._on_end, pidfd)
+
+    def trust_reports(self) -> None:
+        """Processes of the run are on other machines: that one of them has ended is learnt from torchmonarch alone."""
+        self._some_elsewhere = True
 
     def guard(self, name: str, call: Awaitable[None]) -> None:
         """Take the failure of a call for the death of its actor; it is to last as long as that."""
@@ -114,10 +122,14 @@ class Supervisor:
             self._note_death(f"{task.get_name()} failed: {' '.join(str(cause).split())[:600]}")
 
     def _on_fault(self, failure: Any) -> None:
-        """Called by torchmonarch on a thread of its own."""
-        if self._closing:
+        """Called by torchmonarch on a thread of its own, ten seconds after a process has ended, so perhaps one of a run before.
+
+        The kernel tells of this run's own, and at once.
+        """
+        report = " ".join(failure.report().split())
+        if self._closing or (PROCESS_FAILED in report and not self._some_elsewhere):
             return
-        text = f"{failure.mesh_name} failed: {' '.join(failure.report().split())[:600]}"
+        text = f"{failure.mesh_name} failed: {report[:600]}"
         self._loop.call_soon_threadsafe(self._note_death, text)
 
     def _note_death(self, text: str) -> None:
