@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from titanrl.config import Config, load_config
 from titanrl.grpo import GRPO
 from titanrl.launch.clients import BufferClient, GeneratorsClient
 from titanrl.replay.buffer import Batch
-from titanrl.types import BatchPlan, Handle
+from titanrl.tables import BatchPlan, Table
 from titanrl.weights.manifest import Commit
 
 SLOW = (
@@ -36,7 +36,7 @@ class Watched(GRPO):
         self.batches: list[list[int]] = []
 
     def _plan(self, batch: Batch) -> BatchPlan:
-        self.batches.append([record.index for record in batch.records])
+        self.batches.append(batch.records.groups["index"].tolist())
         return super()._plan(batch)
 
 
@@ -74,7 +74,7 @@ class LatePulls:
             await pull(client, replica, commit)
             self.num_pulled[replica] += 1
 
-        async def noted_release(client: BufferClient, handles: Sequence[Handle]) -> None:
+        async def noted_release(client: BufferClient, handles: Table) -> None:
             assert self.num_pulled[0] == self.num_released + 2, "slots were freed before any replica had pulled"
             await release(client, handles)
             async with self.released:
