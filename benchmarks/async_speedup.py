@@ -23,7 +23,13 @@ from titanrl.grpo import GRPO
 from titanrl.metrics.series import by_step, first_and_last_five, series
 from titanrl.metrics.sinks import read_metrics
 
-BALANCED = ("rollout.groups_per_step=16", "rollout.group_size=16", "generator.max_num_seqs=1024", "sandbox.num_processes=4")
+BALANCED = (
+    "rollout.groups_per_step=16",
+    "rollout.group_size=16",
+    "generator.max_num_seqs=1024",
+    "sandbox.num_processes=4",
+    "trainer.share_prompts=false",
+)
 """A batch whose generation and training take about as long on one core each."""
 CORES = {"trainer_0": 0, "generator_0_0": 1}
 """Core of each process that does the work, by the name of its log; the others are left alone."""
