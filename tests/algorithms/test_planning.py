@@ -149,6 +149,11 @@ def test_a_prompt_is_shared_but_for_its_last_token(make_record: RecordMaker) -> 
     assert sorted(without) == sorted((s.handle.slot, s.rollout, s.advantage, s.weight) for s in sequences(apart))
 
 
+def test_a_group_without_a_prompt_shares_nothing(make_record: RecordMaker) -> None:
+    record = make_record(0, rewards=[1.0, 0.0], num_sampled=[6, 5], prompt_len=0)
+    assert {sequence.num_shared for sequence in sequences(plan([record], share_prompts=True))} == {0}
+
+
 def test_nothing_is_shared_where_that_would_take_more_rows(make_record: RecordMaker) -> None:
     # Apart 7 + 3 and 6 + 4 fill two rows of 10; a group's own order would leave the 7 alone, and the 6 with the 3.
     records = [
@@ -204,7 +209,7 @@ def test_rewards_standardized_over_the_batch_train_groups_of_equal_rewards_too(m
 
 
 def test_a_group_with_signal_must_have_a_payload(make_record: RecordMaker) -> None:
-    with pytest.raises(AssertionError, match="group 4 has a gradient but no payload"):
+    with pytest.raises(AssertionError, match=r"groups \[4\] have a gradient but no payload"):
         plan([make_record(4, rewards=[1.0, 0.0], num_sampled=[3, 3], has_payload=False)])
 
 

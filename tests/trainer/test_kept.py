@@ -7,9 +7,9 @@ from titanrl.trainer.kept import KeptLogprobs
 from titanrl.types import Handle, SequencePlan
 
 
-def sequence(slot: int, length: int, generation: int = 1) -> SequencePlan:
+def sequence(slot: int, length: int, generation: int = 1, num_shared: int = 0) -> SequencePlan:
     handle = Handle(shard=0, slot=slot, generation=generation)
-    return SequencePlan(handle=handle, rollout=2, length=length, advantage=1.0, weight=1.0)
+    return SequencePlan(handle=handle, rollout=2, length=length, advantage=1.0, weight=1.0, num_shared=num_shared)
 
 
 def test_they_are_laid_out_as_the_rows_are_that_ask() -> None:
@@ -17,6 +17,12 @@ def test_they_are_laid_out_as_the_rows_are_that_ask() -> None:
     kept.put(3, [(sequence(0, 2), sequence(1, 3))], torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -9.0]]))
     assert kept.get(3, [(sequence(1, 3),), (sequence(0, 2),)], 4).tolist() == [[-3, -4, -5, 0], [-1, -2, 0, 0]]
     assert kept.get(3, [], 4).tolist() == [[0, 0, 0, 0]]
+
+
+def test_a_shared_prompt_has_its_place_only_once() -> None:
+    kept, row = KeptLogprobs(), (sequence(0, 3), sequence(1, 4, num_shared=2), sequence(2, 1))
+    kept.put(3, [row], torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]]))
+    assert kept.get(3, [row], 7).tolist() == [[-1, -2, -3, -4, -5, -6, 0]]
 
 
 def test_another_version_or_another_use_of_the_slot_has_none() -> None:

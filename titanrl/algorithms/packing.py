@@ -24,11 +24,10 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
     Raises ValueError if a sequence is longer than a row.
     """
-    lengths_N = np.asarray(lengths, np.int64)
-    for index in np.flatnonzero(lengths_N > row_tokens).tolist():
-        raise ValueError(f"sequence {index} has {lengths[index]} tokens, which do not fit a row of row_tokens={row_tokens}")
-    by_length = np.argsort(-lengths_N, kind="stable")
-    firsts = np.flatnonzero(np.diff(lengths_N[by_length], prepend=row_tokens + 1))
+    lengths_S = np.asarray(lengths, np.int64)
+    _check_fit(lengths_S, row_tokens)
+    by_length = np.argsort(-lengths_S, kind="stable")
+    firsts = np.flatnonzero(np.diff(lengths_S[by_length], prepend=row_tokens + 1))
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (tokens still free, row), sorted: the first that fits is the best fit
     for first, last in pairwise([*firsts.tolist(), len(by_length)]):
@@ -57,7 +56,10 @@ def pack_sharing(lengths: Sequence[int], groups: Sequence[int], num_shared: Sequ
         groups: the group of each.
         num_shared: tokens at its start that all sequences of its group have in common.
         row_tokens: tokens of a row.
+
+    Raises ValueError if a sequence is longer than a row.
     """
+    _check_fit(np.asarray(lengths, np.int64), row_tokens)
     members: dict[int, list[int]] = defaultdict(list)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         members[groups[index]].append(index)
@@ -72,8 +74,6 @@ def pack_sharing(lengths: Sequence[int], groups: Sequence[int], num_shared: Sequ
                 free, row = own.pop(fit)
             else:
                 added = lengths[index]
-                if added > row_tokens:
-                    raise ValueError(f"sequence {index} has {added} tokens, which do not fit a row of row_tokens={row_tokens}")
                 fit = bisect_left(open_rows, (added, -1))
                 free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
                 if row == len(rows):
@@ -83,6 +83,13 @@ def pack_sharing(lengths: Sequence[int], groups: Sequence[int], num_shared: Sequ
         for entry in own:
             insort(open_rows, entry)
     return rows
+
+
+def _check_fit(lengths_S: IntArray, row_tokens: int) -> None:
+    too_long = np.flatnonzero(lengths_S > row_tokens)
+    if len(too_long):
+        index = int(too_long[0])
+        raise ValueError(f"sequence {index} has {lengths_S[index]} tokens, which do not fit a row of row_tokens={row_tokens}")
 
 
 def row_costs(lengths_S: IntArray, num_shared_S: IntArray, rows: Sequence[Sequence[int]]) -> list[int]:

@@ -74,13 +74,14 @@ def pack_sequences(sequences: Table, groups_S: IntArray, prompt_lens_S: IntArray
     apart = pack(lengths, row_tokens)
     if prompt_lens_S is None:
         return apart
-    together = pack_sharing(lengths, groups_S.tolist(), (prompt_lens_S - 1).tolist(), row_tokens)
+    num_shared_S = np.maximum(prompt_lens_S - 1, 0)
+    together = pack_sharing(lengths, groups_S.tolist(), num_shared_S.tolist(), row_tokens)
     if len(apart) < len(together):
         return apart
     order = np.fromiter(chain.from_iterable(together), np.int64, len(lengths))
     follows = np.diff(groups_S[order], prepend=-1) == 0
     follows[np.cumsum([0, *map(len, together)])[:-1]] = False  # the first of a row
-    sequences["num_shared"][order[follows]] = (prompt_lens_S - 1)[order[follows]]
+    sequences["num_shared"][order[follows]] = num_shared_S[order[follows]]
     return together
 
 
@@ -115,8 +116,8 @@ def _sequences(
     """Plans of the chosen rollouts, in their order, and the place of each one's group."""
     group_of = records.group_of[chosen]
     groups = records.groups[group_of]
-    for index in groups["index"][groups["has_payload"] == 0].tolist():
-        raise AssertionError(f"group {index} has a gradient but no payload")
+    without = np.unique(groups["index"][groups["has_payload"] == 0])
+    assert not len(without), f"groups {without} have a gradient but no payload"
     sequences = np.zeros(len(group_of), SEQUENCE)
     sequences["handle"] = groups["handle"]
     sequences["rollout"] = np.flatnonzero(chosen) - records.starts[group_of]
