@@ -10,11 +10,11 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -77,6 +77,7 @@ class GRPO:
         self._published: list[int] = []
         self._unpublished: list[Table] = []
         self._held: int | None = None
+        self._asked: asyncio.Task[Batch] | None = None
         self._parts: Parts | None = None
         self._recorder: Recorder | None = None
 
@@ -84,9 +85,9 @@ class GRPO:
 
     async def step(self) -> StepMetrics:
         """buffer -> batch -> forward_backward -> optim_step -> publish weights."""
-        started, config, parts = time.perf_counter(), self.config, self.parts
+        started, parts = time.perf_counter(), self.parts
         with self._timer.phase("rollout"):  # waits; raises what stopped a worker; metadata only
-            batch = await parts.buffer.take_batch(config.rollout.groups_per_step)
+            batch = await self._take_batch()
         ages = self._ages(batch)
         plan = self._plan(batch)
         with self._timer.phase("train"):
@@ -94,14 +95,17 @@ class GRPO:
             reference = await self._reference(plan.microbatches)
             microbatches = await self._measured(plan.microbatches, proximal)
             run = partial(parts.trainer.forward_backward, proximal_version=proximal, reference_version=reference)
-            losses = await asyncio.gather(*map(run, microbatches))  # in this order
+            passes = asyncio.gather(*map(run, microbatches))  # in this order
+            # Sent behind the passes, not after their answers, so no message lies between the last pass and the step.
+            stepping = asyncio.gather(self._optim_step(), parts.generators.take_stats(), self._figures(batch, ages))
+            losses = await _before(stepping, passes)
         with self._timer.phase("sync"):  # the last push and pull are done: weights may change
             await parts.weights.ready()
         with self._timer.phase("optim"):
-            stepping = parts.trainer.optim_step(self._adam_params())
-            update, generated = await asyncio.gather(stepping, parts.generators.take_stats())
+            update, generated, figures = await stepping
         await self._publish(batch, update)
-        return self._report(batch, ages, plan, merge_losses(losses), update, generated, time.perf_counter() - started)
+        self._asked = self._ask_for_batch()  # the next step finds it here if it is together by then
+        return self._report(batch, figures, plan, merge_losses(losses), update, generated, time.perf_counter() - started)
 
     async def train(self, num_steps: int | None = None) -> None:
         """Step until the policy has `num_steps` versions (default: the config's), with evaluations and checkpoints."""
@@ -179,6 +183,8 @@ class GRPO:
 
     async def close(self) -> None:
         """Stop everything, whatever state it is in; safe to call twice."""
+        if self._asked is not None:
+            self._asked.cancel()
         if self._parts is not None:
             parts, self._parts = self._parts, None
             for trouble in await parts.close(self.config.timeouts.close_s):
@@ -201,6 +207,13 @@ class GRPO:
         return self._recorder
 
     # Details of a step
+
+    def _ask_for_batch(self) -> "asyncio.Task[Batch]":
+        return self.parts.buffer.ask_for_batch(self.config.rollout.groups_per_step)
+
+    async def _take_batch(self) -> Batch:
+        asked, self._asked = self._asked or self._ask_for_batch(), None
+        return await self.parts.buffer.take_batch(self.config.rollout.groups_per_step, asked)
 
     def _plan(self, batch: Batch) -> BatchPlan:
         """Advantages, loss weights and packing of a batch."""
@@ -260,6 +273,11 @@ class GRPO:
             await self.parts.trainer.compute_logprobs(microbatch, at_version=0)
         return 0
 
+    async def _optim_step(self) -> OptimUpdate:
+        """Step as soon as no push or pull reads the weights; a failed pass makes the trainer refuse."""
+        await self.parts.weights.ready()
+        return await self.parts.trainer.optim_step(self._adam_params())
+
     def _adam_params(self) -> AdamParams:
         algorithm = self.config.algorithm
         rate = learning_rate(
@@ -298,10 +316,23 @@ class GRPO:
             )
         await self.parts.buffer.release(handles)
 
+    async def _figures(self, batch: Batch, ages: Sequence[int]) -> Mapping[str, float]:
+        """What the batch alone says, worked out while the trainer computes."""
+        return {
+            **measured.rollout_metrics(batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal),
+            **measured.age_metrics(ages),
+            **measured.buffer_metrics(
+                num_in_flight=batch.num_in_flight,
+                num_ready=batch.num_ready,
+                num_held=batch.num_held,
+                num_tried=batch.num_tried,
+            ),
+        }
+
     def _report(
         self,
         batch: Batch,
-        ages: Sequence[int],
+        figures: Mapping[str, float],
         plan: BatchPlan,
         losses: LossSums,
         update: OptimUpdate,
@@ -313,14 +344,8 @@ class GRPO:
         generated_tokens, idle_frac = generated
         seconds = self._timer.take()
         values = {
-            **measured.rollout_metrics(batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal),
-            **measured.staleness_metrics(ages, losses),
-            **measured.buffer_metrics(
-                num_in_flight=batch.num_in_flight,
-                num_ready=batch.num_ready,
-                num_held=batch.num_held,
-                num_tried=batch.num_tried,
-            ),
+            **figures,
+            **measured.staleness_metrics(losses),
             **measured.loss_metrics(losses),
             **measured.optimizer_metrics(update, rate),
             **measured.speed_metrics(seconds, trained_tokens=plan.num_tokens, generated_tokens=generated_tokens, step_s=step_s),
@@ -342,6 +367,15 @@ def describe_staleness(config: Config) -> str:
         f"B={config.num_slots} slots, window W={config.window_groups}, P={config.groups_per_publish} groups per publication: "
         f"no token older than (B + W - 2) // P = {config.worst_staleness} published versions"
     )
+
+
+async def _before(behind: "asyncio.Future[Any]", passes: "asyncio.Future[list[LossSums]]") -> list[LossSums]:
+    """What the passes answer; should one fail, nobody waits for what was sent behind them."""
+    try:
+        return await passes
+    except BaseException:
+        behind.cancel()
+        raise
 
 
 class NonFiniteGradientError(Exception):

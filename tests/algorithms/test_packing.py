@@ -70,18 +70,22 @@ def test_long_tailed_lengths_fill_the_rows(num_sequences: int) -> None:
     assert sum(lengths) / (len(rows) * 8192) >= 0.97
 
 
+def share(lengths: list[int], groups: list[int], num_shared: list[int], row_tokens: int) -> list[list[int]]:
+    return pack_sharing(*(np.array(column, np.int64) for column in (lengths, groups, num_shared)), row_tokens)
+
+
 def test_a_group_keeps_together_where_its_prompt_stands_already() -> None:
     # Of group 0 (prompt 3) 8 opens a row of 20, 7 and 6 add 4 and 3; the rest of that row is too small for group 1.
-    assert pack_sharing([8, 6, 9, 7], groups=[0, 0, 1, 0], num_shared=[3, 3, 4, 3], row_tokens=20) == [[0, 3, 1], [2]]
+    assert share([8, 6, 9, 7], groups=[0, 0, 1, 0], num_shared=[3, 3, 4, 3], row_tokens=20) == [[0, 3, 1], [2]]
 
 
 def test_a_group_that_needs_a_second_row_pays_its_prompt_again() -> None:
-    assert pack_sharing([6, 6, 6], groups=[7, 7, 7], num_shared=[4, 4, 4], row_tokens=9) == [[0, 1], [2]]
+    assert share([6, 6, 6], groups=[7, 7, 7], num_shared=[4, 4, 4], row_tokens=9) == [[0, 1], [2]]
 
 
 def test_a_sequence_longer_than_a_row_is_named_when_prompts_are_shared() -> None:
     with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens, .* row_tokens=10"):
-        pack_sharing([3, 11], groups=[0, 0], num_shared=[2, 2], row_tokens=10)
+        share([3, 11], groups=[0, 0], num_shared=[2, 2], row_tokens=10)
 
 
 @given(
@@ -91,7 +95,7 @@ def test_a_sequence_longer_than_a_row_is_named_when_prompts_are_shared() -> None
 def test_shared_prompts_are_counted_once_a_row(groups: list[tuple[int, list[int]]], row_tokens: int) -> None:
     sequences = [(group, shared, length) for group, (shared, lengths) in enumerate(groups) for length in lengths]
     lengths, of, shared = [s + length for _, s, length in sequences], [g for g, _, _ in sequences], [s for _, s, _ in sequences]
-    rows = pack_sharing(lengths, of, shared, row_tokens)
+    rows = share(lengths, of, shared, row_tokens)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     for row in rows:
         in_order = [of[index] for index in row]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titanrl.algorithms.staleness import lag_metrics
-from titanrl.metrics.steps import staleness_metrics
+from titanrl.metrics.steps import age_metrics, staleness_metrics
 from titanrl.types import LossSums
 
 
@@ -29,7 +29,7 @@ def test_differences_are_added_up_by_age_and_masked_tokens_count_nowhere() -> No
 
 
 def test_the_mismatch_is_split_into_numerics_and_staleness() -> None:
-    values = staleness_metrics([0, 2, 1], sums_and_maxima())
+    values = age_metrics([0, 2, 1]) | staleness_metrics(sums_and_maxima())
     assert (values["staleness/mean"], values["staleness/max"]) == (1.0, 2.0)
     assert values["staleness/lag_0_frac"] == pytest.approx(0.4)
     assert values["mismatch/numeric/logprob_abs_mean"] == pytest.approx(0.05)
@@ -40,6 +40,6 @@ def test_the_mismatch_is_split_into_numerics_and_staleness() -> None:
 
 def test_a_batch_of_fresh_tokens_alone_has_no_stale_part() -> None:
     fresh = LossSums(sums={"lag/0": 4.0, "lag/0/logprob_abs": 0.4, "lag/1": 0.0, "lag/1/logprob_abs": 0.0}, maxima={})
-    values = staleness_metrics([0], fresh)
+    values = staleness_metrics(fresh)
     assert values["mismatch/numeric/logprob_abs_mean"] == pytest.approx(0.1)
     assert not any(name.startswith("mismatch/stale") for name in values)

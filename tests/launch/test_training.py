@@ -21,7 +21,9 @@ from titanrl.launch.environment import trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet, join_process_group
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.training import PoisonedError, TrainingClient
+from titanrl.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
+from titanrl.trainer.learner import PhaseError
 from titanrl.types import AdamParams, Datum, ForwardBackwardOutput
 from titanrl.weights.manifest import Commit
 from titanrl.weights.pull import WeightReader
@@ -174,6 +176,27 @@ def test_requests_submitted_together_run_as_if_each_were_awaited(lab: Lab) -> No
         return await lab.client.compute_logprobs(DATA)
 
     assert all_equal(lab.do(together()), lab.do(one_by_one()))
+
+
+def test_a_step_sent_behind_a_pass_that_fails_is_refused_and_the_next_one_starts_clean(lab: Lab) -> None:
+    nowhere = RowTable(np.array([((0, 0, 0), 0, 8, 1.0, 1.0, 0)], SEQUENCE), np.array([1]))  # this trainer has no shards
+    before = logprobs(lab)
+
+    async def both() -> tuple[Any, Any]:
+        await lab.trainer.run_data(DATA, "ppo", {}, backward=True)
+        passing = lab.trainer.forward_backward(MicroBatch(rows=(nowhere, nowhere)))
+        return tuple(await asyncio.gather(passing, lab.trainer.optim_step(ADAM), return_exceptions=True))
+
+    failed, refused = lab.do(both())
+    assert isinstance(failed, AttributeError)
+    assert isinstance(refused, PhaseError)
+    assert "a backward pass since the last step failed" in str(refused)
+    assert all_equal(logprobs(lab), before)
+    lab.ask(lambda: lab.client.forward_backward(DATA, "ppo"))
+    after_failure = lab.ask(lambda: lab.client.optim_step(ADAM))
+    lab.ask(lambda: lab.client.load_state_with_optimizer(lab.start))
+    lab.ask(lambda: lab.client.forward_backward(DATA, "ppo"))
+    assert lab.ask(lambda: lab.client.optim_step(ADAM)) == after_failure
 
 
 def test_every_option_of_a_step_holds_for_that_step(lab: Lab) -> None:

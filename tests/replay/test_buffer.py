@@ -11,7 +11,7 @@ import pytest
 
 from tests.records import make_record
 from titanrl.config import Config, load_config
-from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError, StarvationError
+from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError
 from titanrl.tables import Table
 from titanrl.types import GroupRecord
 
@@ -37,7 +37,7 @@ def test_a_batch_comes_in_prompt_order_whatever_finished_first() -> None:
         first, second, third = await groups.reserve(3)
         for reservation in (third, first, second):
             await groups.commit([record(reservation)])
-        batch = await groups.take_batch(3, timeout_s=1)
+        batch = await groups.take_batch(3)
         assert batch.records.groups["index"].tolist() == [0, 1, 2]
         assert batch.next_index == 3
 
@@ -51,7 +51,7 @@ def test_no_prompt_is_admitted_until_a_batch_is_released() -> None:
         waiting = asyncio.create_task(groups.reserve(2))
         for reservation in reservations:
             await groups.commit([record(reservation)])
-        batch = await groups.take_batch(2, timeout_s=1)
+        batch = await groups.take_batch(2)
         await asyncio.sleep(0)
         assert not waiting.done()
         await groups.release(batch.records.handles)
@@ -66,7 +66,7 @@ def test_a_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
         first, second = await groups.reserve(2)
         await groups.commit([record(first, (1.0, 1.0))])
         await groups.commit([record(second)])
-        batch = await groups.take_batch(2, timeout_s=1)
+        batch = await groups.take_batch(2)
         assert batch.records.groups["has_payload"].tolist() == [0, 1]
         assert (batch.num_tried, batch.num_without_signal) == (2, 1)
 
@@ -81,7 +81,7 @@ def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
         await groups.commit([record(second)])
         (third,) = await groups.reserve(2)
         await groups.commit([record(third)])
-        batch = await groups.take_batch(2, timeout_s=1)
+        batch = await groups.take_batch(2)
         assert batch.records.groups["index"].tolist() == [1, 2]
         assert (batch.num_tried, batch.num_without_signal) == (3, 1)
 
@@ -93,7 +93,7 @@ def test_a_batch_without_any_signal_is_tried_again_with_other_prompts() -> None:
         groups = buffer(2)
         for reservation in await groups.reserve(2):
             await groups.commit([record(reservation, (1.0, 1.0))])
-        taking = asyncio.create_task(groups.take_batch(2, timeout_s=5))
+        taking = asyncio.create_task(groups.take_batch(2))
         for reservation in await groups.reserve(2):
             await groups.commit([record(reservation)])
         batch = await taking
@@ -108,10 +108,11 @@ def test_starvation_says_how_many_groups_were_tried_and_why_none_served() -> Non
         groups = buffer(2)
         for reservation, reward in zip(await groups.reserve(2), (0.0, 1.0), strict=True):
             await groups.commit([record(reservation, (reward, reward))])
-        with pytest.raises(
-            StarvationError, match=r"2 groups finished, 0 with a signal.*1 with every reward 0, 1 with every reward 1"
-        ):
-            await groups.take_batch(2, timeout_s=0.05)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(groups.take_batch(2), timeout=0.05)
+        why = groups.why_starved(2, waited_s=3.0)
+        assert why.startswith("no batch of 2 groups with a signal in 3 s: 2 groups finished, 0 with a signal; ")
+        assert "1 with every reward 0, 1 with every reward 1" in why
 
     run(scenario())
 
@@ -120,8 +121,7 @@ def test_starvation_of_generation_is_told_apart() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         await groups.reserve(1)
-        with pytest.raises(StarvationError, match=r"no group finished in 0\.05 s, 1 are under way"):
-            await groups.take_batch(2, timeout_s=0.05)
+        assert groups.why_starved(2, waited_s=0.05).startswith("no group finished in 0.05 s, 1 are under way")
 
     run(scenario())
 
@@ -129,7 +129,7 @@ def test_starvation_of_generation_is_told_apart() -> None:
 def test_a_failed_worker_ends_the_wait_for_a_batch() -> None:
     async def scenario() -> None:
         groups = buffer(2)
-        taking = asyncio.create_task(groups.take_batch(2, timeout_s=5))
+        taking = asyncio.create_task(groups.take_batch(2))
         await asyncio.sleep(0)
         await groups.fail("ValueError: no prompts")
         with pytest.raises(RolloutError, match="no prompts"):
@@ -154,7 +154,7 @@ def test_a_reused_slot_has_a_new_generation() -> None:
         groups = buffer(1)
         (first,) = await groups.reserve(1)
         await groups.commit([record(first)])
-        batch = await groups.take_batch(1, timeout_s=1)
+        batch = await groups.take_batch(1)
         await groups.release(batch.records.handles)
         (second,) = await groups.reserve(1)
         assert (second.handle.slot, second.handle.generation) == (first.handle.slot, first.handle.generation + 1)
@@ -167,12 +167,12 @@ def test_finished_groups_overtake_a_straggler_within_the_window_and_no_further()
         groups = buffer(8, window=3)
         straggler, *others = await groups.reserve(8)
         await groups.commit([record(reservation) for reservation in others])
-        batch = await groups.take_batch(2, timeout_s=1)
+        batch = await groups.take_batch(2)
         assert batch.records.groups["index"].tolist() == [1, 2]
-        with pytest.raises(StarvationError):
-            await groups.take_batch(2, timeout_s=0.05)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(groups.take_batch(2), timeout=0.05)
         await groups.commit([record(straggler)])
-        batch = await groups.take_batch(2, timeout_s=1)
+        batch = await groups.take_batch(2)
         assert batch.records.groups["index"].tolist() == [0, 3]
 
     run(scenario())
@@ -183,9 +183,9 @@ def test_a_resumed_run_begins_with_the_oldest_prompt_no_batch_has_gone_past() ->
         groups = buffer(4, window=4)
         first, second, third, fourth = await groups.reserve(4)
         await groups.commit([record(second), record(third)])
-        assert (await groups.take_batch(2, timeout_s=1)).next_index == 0
+        assert (await groups.take_batch(2)).next_index == 0
         await groups.commit([record(first), record(fourth)])
-        assert (await groups.take_batch(2, timeout_s=1)).next_index == 4
+        assert (await groups.take_batch(2)).next_index == 4
 
     run(scenario())
 
@@ -195,8 +195,8 @@ def test_a_batch_tells_where_all_slots_are() -> None:
         groups = buffer(8)
         reservations = await groups.reserve(7)
         await groups.commit([record(reservation) for reservation in reservations[:5]])
-        await groups.take_batch(2, timeout_s=1)
-        batch = await groups.take_batch(2, timeout_s=1)
+        await groups.take_batch(2)
+        batch = await groups.take_batch(2)
         assert (batch.num_in_flight, batch.num_ready, batch.num_held) == (2, 1, 2)
 
     run(scenario())
@@ -212,6 +212,8 @@ def test_a_buffer_is_full_when_every_slot_holds_a_finished_group() -> None:
         assert not waiting.done()
         await groups.commit([record(second)])
         await waiting
+        await groups.take_batch(1)
+        await groups.wait_until_full()
 
     run(scenario())
 
@@ -257,7 +259,7 @@ async def simulate(config: Config, seed: int, *, num_steps: int) -> Oldest:
 
     admitting, publishing, held = asyncio.create_task(admit()), asyncio.create_task(asyncio.sleep(0)), []
     for step in range(1, num_steps + 1):
-        batch = await groups.take_batch(num_groups, timeout_s=10)
+        batch = await groups.take_batch(num_groups)
         ages.append(trained - int(batch.records.groups["min_version"].min()))
         await asyncio.sleep(rng.random() * 0.002)
         held.append(batch.records.handles)
@@ -297,7 +299,7 @@ def test_groups_of_equal_rewards_that_are_trained_on_still_count_as_without_sign
         first, second = await groups.reserve(2)
         await groups.commit([record(first)])
         await groups.commit([replace(record(second, (1.0, 1.0)), has_payload=True)])
-        batch = await groups.take_batch(2, timeout_s=1)
+        batch = await groups.take_batch(2)
         assert (batch.num_tried, batch.num_without_signal) == (2, 1)
 
     run(scenario())

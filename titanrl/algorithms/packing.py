@@ -3,8 +3,7 @@
 Shape suffix: S sequences.
 """
 
-from bisect import bisect_left, insort
-from collections import defaultdict
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
@@ -45,41 +44,49 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     return rows
 
 
-def pack_sharing(lengths: Sequence[int], groups: Sequence[int], num_shared: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """`pack`, where a sequence takes `num_shared` tokens less in a row that holds another one of its group.
+def pack_sharing(lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray, row_tokens: int) -> list[list[int]]:
+    """`pack`, where a sequence takes `num_shared` tokens less right behind another one of its group.
 
     Groups go in by falling total, sequences of a group by falling length: into the fullest row of the group's own that holds
     what a sequence adds, else into the fullest row that holds all of it. A group's sequences stand side by side.
 
     Args:
-        lengths: tokens of each sequence.
-        groups: the group of each.
-        num_shared: tokens at its start that all sequences of its group have in common.
+        lengths_S: tokens of each sequence.
+        groups_S: the group of each, from 0 on.
+        num_shared_S: tokens at its start that all sequences of its group have in common.
         row_tokens: tokens of a row.
 
     Raises ValueError if a sequence is longer than a row.
     """
-    _check_fit(np.asarray(lengths, np.int64), row_tokens)
-    members: dict[int, list[int]] = defaultdict(list)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        members[groups[index]].append(index)
+    _check_fit(lengths_S, row_tokens)
+    totals_S = np.bincount(groups_S, weights=lengths_S)[groups_S]
+    order_S = np.lexsort((-lengths_S, groups_S, -totals_S))
+    order, lengths, num_shared = order_S.tolist(), lengths_S[order_S].tolist(), num_shared_S[order_S].tolist()
+    added = np.cumsum((lengths_S - num_shared_S)[order_S]).tolist()  # up to and with each, behind one of its group
+    ends = (np.flatnonzero(np.diff(groups_S[order_S])) + 1).tolist()
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (tokens still free, row), sorted
-    for group in sorted(members, key=lambda group: (-sum(lengths[i] for i in members[group]), group)):
+    open_rows: list[tuple[int, int]] = []  # (tokens still free, row), sorted: the first that fits is the best fit
+    for first, last in pairwise([0, *ends, len(order)]):
         own: list[tuple[int, int]] = []  # those of them that hold a sequence of the group
-        for index in members[group]:
-            added = lengths[index] - num_shared[index]
-            fit = bisect_left(own, (added, -1))
+        placed = first
+        while placed < last:
+            length = lengths[placed]
+            shared = num_shared[placed]
+            fit = bisect_left(own, (length - shared, -1))
             if fit < len(own):
                 free, row = own.pop(fit)
+                taken, stop = length - shared, placed + 1
             else:
-                added = lengths[index]
-                fit = bisect_left(open_rows, (added, -1))
+                fit = bisect_left(open_rows, (length, -1))
                 free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
                 if row == len(rows):
                     rows.append([])
-            rows[row].append(index)
-            insort(own, (free - added, row))
+                # Into the group's first row goes at once what would go there one by one.
+                stop = placed + 1 if own else bisect_right(added, added[placed] + free - length, placed, last)
+                taken = length + added[stop - 1] - added[placed]
+            rows[row] += order[placed:stop]
+            insort(own, (free - taken, row))
+            placed = stop
         for entry in own:
             insort(open_rows, entry)
     return rows

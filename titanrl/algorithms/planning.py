@@ -70,15 +70,15 @@ def pack_sequences(sequences: Table, groups_S: IntArray, prompt_lens_S: IntArray
     Those of a group share its prompt where the lengths of prompts are given and that saves rows. The last token of the prompt
     is never shared: it predicts the first of each completion.
     """
-    lengths = sequences["length"].tolist()
-    apart = pack(lengths, row_tokens)
+    lengths_S: IntArray = sequences["length"]
+    apart = pack(lengths_S.tolist(), row_tokens)
     if prompt_lens_S is None:
         return apart
     num_shared_S = np.maximum(prompt_lens_S - 1, 0)
-    together = pack_sharing(lengths, groups_S.tolist(), num_shared_S.tolist(), row_tokens)
+    together = pack_sharing(lengths_S, groups_S, num_shared_S, row_tokens)
     if len(apart) < len(together):
         return apart
-    order = np.fromiter(chain.from_iterable(together), np.int64, len(lengths))
+    order = np.fromiter(chain.from_iterable(together), np.int64, len(lengths_S))
     follows = np.diff(groups_S[order], prepend=-1) == 0
     follows[np.cumsum([0, *map(len, together)])[:-1]] = False  # the first of a row
     sequences["num_shared"][order[follows]] = num_shared_S[order[follows]]

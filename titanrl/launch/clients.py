@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.config.sections import TimeoutsConfig
-from titanrl.launch.supervision import Supervisor
-from titanrl.replay.buffer import Batch
+from titanrl.launch.supervision import DeadlineError, Supervisor
+from titanrl.replay.buffer import Batch, StarvationError
 from titanrl.tables import MicroBatch, Table
 from titanrl.types import (
     AdamParams,
@@ -180,7 +181,7 @@ class TrainerClient:
         return [answer for _, answer in answers.items()]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GeneratorsClient:
     """All generator replicas, each a mesh of its tensor-parallel ranks."""
 
@@ -188,7 +189,7 @@ class GeneratorsClient:
     supervisor: Supervisor
     timeouts: TimeoutsConfig
 
-    @property
+    @cached_property
     def actors(self) -> tuple[Any, ...]:
         """Rank 0 of each replica, which answers for it."""
         return tuple(mesh.slice(procs=0) for mesh in self.meshes)
@@ -272,19 +273,28 @@ class BufferClient:
     timeouts: TimeoutsConfig
     starvation_timeout_s: float
 
-    async def take_batch(self, num_groups: int) -> Batch:
-        """The next batch; waits for it.
+    def ask_for_batch(self, num_groups: int) -> "asyncio.Task[Batch]":
+        """Have the next batch sent as soon as it is together; `take_batch` waits for it."""
+        asked = asyncio.create_task(_awaited(self.actor.take_batch.call_one(num_groups)), name="next batch")
+        asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may ever wait for it
+        return asked
+
+    async def take_batch(self, num_groups: int, asked: "asyncio.Task[Batch]") -> Batch:
+        """A batch that was asked for; waits for it, with a deadline that begins now.
 
         Raises:
             StarvationError: no batch with a signal came together in time.
             RolloutError: a rollout worker failed.
         """
-        call = self.actor.take_batch.call_one(num_groups, self.starvation_timeout_s)
-        batch: Batch = await self.supervisor.ask("buffer.take_batch", call, self.starvation_timeout_s + self.timeouts.close_s)
-        return batch
+        try:
+            return await self.supervisor.ask("buffer.take_batch", asked, self.starvation_timeout_s)
+        except DeadlineError:
+            call = self.actor.why_starved.call_one(num_groups, self.starvation_timeout_s)
+            why = await self.supervisor.ask("buffer.why_starved", call, self.timeouts.close_s)
+        raise StarvationError(why)
 
     async def wait_until_full(self) -> None:
-        """Wait until every slot holds a finished group, as before a measurement; no longer than for a batch."""
+        """Wait until every slot holds a finished group, taken or not, as before a measurement; no longer than for a batch."""
         call = self.actor.wait_until_full.call_one()
         await self.supervisor.ask("buffer.wait_until_full", call, self.starvation_timeout_s)
 

@@ -30,18 +30,17 @@ def rollout_metrics(records: RecordTable, *, num_tried: int, num_without_signal:
     }
 
 
-def staleness_metrics(ages: Sequence[int], losses: LossSums) -> dict[str, float]:
-    """Age of a batch, and the disagreement of sampler and trainer split into numerics and staleness.
+def age_metrics(ages: Sequence[int]) -> dict[str, float]:
+    """Age of a batch, from that of the oldest token of each group, in published versions."""
+    return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}
 
-    Args:
-        ages: of the oldest token of each group, in published versions.
-        losses: sums over the trained tokens, by lag in optimizer steps.
-    """
+
+def staleness_metrics(losses: LossSums) -> dict[str, float]:
+    """The disagreement of sampler and trainer, split into numerics and staleness; from sums by lag in optimizer steps."""
     counts = {int(name.removeprefix(LAG)): count for name, count in losses.sums.items() if name.removeprefix(LAG).isdigit()}
     sums = {lag: losses.sums[f"{LAG}{lag}/logprob_abs"] for lag in counts}
     num_tokens, num_stale = max(sum(counts.values()), 1.0), sum(counts.values()) - counts[0]
-    values = {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}
-    values |= {f"staleness/lag_{lag}_frac": count / num_tokens for lag, count in counts.items()}
+    values = {f"staleness/lag_{lag}_frac": count / num_tokens for lag, count in counts.items()}
     if counts[0]:
         values["mismatch/numeric/logprob_abs_mean"] = sums[0] / counts[0]
     if num_stale:

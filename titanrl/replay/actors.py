@@ -39,9 +39,14 @@ class ReplayBuffer(Actor):
         await self._buffer.fail(error)
 
     @concurrent_endpoint
-    async def take_batch(self, num_groups: int, timeout_s: float) -> Batch:
+    async def take_batch(self, num_groups: int) -> Batch:
         """The next batch; waits for it."""
-        return await self._buffer.take_batch(num_groups, timeout_s)
+        return await self._buffer.take_batch(num_groups)
+
+    @concurrent_endpoint
+    async def why_starved(self, num_groups: int, waited_s: float) -> str:
+        """Why no batch has come together."""
+        return self._buffer.why_starved(num_groups, waited_s)
 
     @concurrent_endpoint
     async def wait_until_full(self) -> None:
@@ -57,6 +62,21 @@ class ReplayBuffer(Actor):
 def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
     """Rollouts as a shard keeps them: only who made them and who trains on them pays for taking them apart."""
     return tuple(pickle.dumps(rollout, pickle.HIGHEST_PROTOCOL) for rollout in rollouts)
+
+
+class Shards:
+    """The storage shards by number. Slicing a mesh costs half a millisecond, so each slice is made once."""
+
+    def __init__(self, mesh: Any) -> None:
+        """Take the mesh of all shards."""
+        self._mesh = mesh
+        self._slices: dict[int, Any] = {}
+
+    def __getitem__(self, shard: int) -> Any:
+        """The actor of one shard."""
+        if shard not in self._slices:
+            self._slices[shard] = self._mesh.slice(procs=shard)
+        return self._slices[shard]
 
 
 async def fetch(shard: Any, wanted: Sequence[tuple[Handle, int]]) -> list[Rollout]:

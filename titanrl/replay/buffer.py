@@ -111,29 +111,42 @@ class GroupBuffer:
             self._failure = error
             self._changed.notify_all()
 
-    async def take_batch(self, num_groups: int, timeout_s: float) -> Batch:
-        """The `num_groups` finished groups that come first in prompt order, at least one of them with a signal.
+    async def take_batch(self, num_groups: int) -> Batch:
+        """The `num_groups` finished groups that come first in prompt order, at least one of them with a signal; waits for them.
 
         A group in flight is overtaken by at most `window - 1` younger ones.
 
         Raises:
-            StarvationError: none came together within `timeout_s`.
             RolloutError: a worker failed.
         """
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                while len(picked := self._pick(num_groups)) < num_groups and self._failure is None:
-                    await self._changed.wait()
-        except TimeoutError:
-            raise StarvationError(self._why_starved(num_groups, timeout_s)) from None
+        async with self._changed:
+            while len(picked := self._pick(num_groups)) < num_groups and self._failure is None:
+                await self._changed.wait()
         if self._failure is not None:
             raise RolloutError(self._failure)
         return self._take(picked)
 
     async def wait_until_full(self) -> None:
-        """Wait until every slot holds a finished group of a later batch, so that nobody has anything to do but train."""
+        """Wait until every slot holds a finished group, taken or not, so that nobody has anything to do but train."""
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._ready) == len(self._generations) or self._failure is not None)
+            await self._changed.wait_for(lambda: not (self._free or self._in_flight) or self._failure is not None)
+
+    def why_starved(self, num_groups: int, waited_s: float) -> str:
+        """What is to be said when no batch of `num_groups` groups has come together in `waited_s` seconds."""
+        tried = [group.record for group in (*self._ready.values(), *self._dropped)]
+        if not tried:
+            return (
+                f"no group finished in {waited_s:g} s, {len(self._in_flight)} are under way; "
+                "see logs/rollout_0.log and logs/generator_0_0.log, or raise rollout.starvation_timeout_s"
+            )
+        with_signal = sum(record.has_payload for record in tried)
+        equal = Counter(record.rewards[0] for record in tried if not record.has_payload)
+        reasons = ", ".join(f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3))
+        return (
+            f"no batch of {num_groups} groups with a signal in {waited_s:g} s: {len(tried)} groups finished, "
+            f"{with_signal} with a signal; the others: {reasons or 'none'}. If rewards are all low the task is too hard for "
+            "the policy (warm_start, an easier data.task_config, a larger rollout.group_size); if all high it is solved"
+        )
 
     async def release(self, handles: Table) -> None:
         """Free the slots of groups that were trained on, given as a table of `HANDLE`."""
@@ -201,20 +214,4 @@ class GroupBuffer:
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),
             num_held=len(self._charged) - len(self._in_flight) - len(self._ready) - len(groups),
-        )
-
-    def _why_starved(self, num_groups: int, timeout_s: float) -> str:
-        tried = [group.record for group in (*self._ready.values(), *self._dropped)]
-        if not tried:
-            return (
-                f"no group finished in {timeout_s:g} s, {len(self._in_flight)} are under way; "
-                "see logs/rollout_0.log and logs/generator_0_0.log, or raise rollout.starvation_timeout_s"
-            )
-        with_signal = sum(record.has_payload for record in tried)
-        equal = Counter(record.rewards[0] for record in tried if not record.has_payload)
-        reasons = ", ".join(f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3))
-        return (
-            f"no batch of {num_groups} groups with a signal in {timeout_s:g} s: {len(tried)} groups finished, "
-            f"{with_signal} with a signal; the others: {reasons or 'none'}. If rewards are all low the task is too hard for "
-            "the policy (warm_start, an easier data.task_config, a larger rollout.group_size); if all high it is solved"
         )

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from titanrl.replay.actors import packed
+from titanrl.replay.actors import Shards, packed
 from titanrl.types import GroupRecord, Handle, Rollout
 
 
@@ -19,7 +19,7 @@ class Outbox:
 
     def __init__(self, buffer: Any, shards: Any) -> None:
         """Take the buffer's actor and the mesh of the shards."""
-        self._buffer, self._shards = buffer, shards
+        self._buffer, self._shards = buffer, Shards(shards)
         self._pending: list[tuple[GroupRecord, tuple[Rollout, ...]]] = []
         self._delivering = asyncio.Lock()
         self._next: asyncio.Task[None]
@@ -36,7 +36,7 @@ class Outbox:
         by_shard: dict[int, dict[Handle, tuple[bytes, ...]]] = defaultdict(dict)
         for handle, rollouts in groups.items():
             by_shard[handle.shard][handle] = packed(rollouts)
-        await asyncio.gather(*(_put(self._shards.slice(procs=shard), held) for shard, held in by_shard.items()))
+        await asyncio.gather(*(_put(self._shards[shard], held) for shard, held in by_shard.items()))
 
     async def _deliver_pending(self) -> None:
         async with self._delivering:

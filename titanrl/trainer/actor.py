@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import Device
-from titanrl.replay.actors import fetch
+from titanrl.replay.actors import Shards, fetch
 from titanrl.tables import MicroBatch
 from titanrl.types import AdamParams, Datum, Handle, LossSums, OptimUpdate, Rollout, Row
 from titanrl.weights.manifest import WeightManifest
@@ -64,6 +64,7 @@ class PolicyTrainer(Actor):
     def __init__(self, setup: TrainerSetup) -> None:
         """Keep the set-up; `start` loads."""
         self._setup = setup
+        self._shards = Shards(setup.shards)
         self._closing: list[Callable[[], None]] = []
         # A push copies the weights while other endpoints go on; those that put another version in their place wait for it.
         self._reading = asyncio.Lock()
@@ -130,12 +131,13 @@ class PolicyTrainer(Actor):
 
         The loss is given the log-probabilities that `compute_logprobs` kept for the versions named.
         """
-        rows, packed = await self._rows(microbatch)
-        if proximal_version is not None:
-            packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
-        if reference_version is not None:
-            packed = replace(packed, reference_BL=self._kept.get(reference_version, rows, packed.length))
-        return self._learner.forward_backward(packed, loss, microbatch.correction)
+        with self._learner.whole_pass():
+            rows, packed = await self._rows(microbatch)
+            if proximal_version is not None:
+                packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
+            if reference_version is not None:
+                packed = replace(packed, reference_BL=self._kept.get(reference_version, rows, packed.length))
+            return self._learner.forward_backward(packed, loss, microbatch.correction)
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> LossSums:
@@ -273,7 +275,7 @@ class PolicyTrainer(Actor):
         wanted: dict[int, list[tuple[Handle, int]]] = defaultdict(list)
         for sequence in (sequence for row in rows for sequence in row):
             wanted[sequence.handle.shard].append((sequence.handle, sequence.rollout))
-        answers = await asyncio.gather(*(fetch(self._setup.shards.slice(procs=shard), keys) for shard, keys in wanted.items()))
+        answers = await asyncio.gather(*(fetch(self._shards[shard], keys) for shard, keys in wanted.items()))
         payload: dict[Handle, dict[int, Rollout]] = defaultdict(dict)
         for keys, rollouts in zip(wanted.values(), answers, strict=True):
             for (handle, place), rollout in zip(keys, rollouts, strict=True):

@@ -72,6 +72,7 @@ class Learner:
         self._state = LiveState(model.module)
         self._merged: dict[str, Tensor] = {}
         self._num_pending = 0
+        self._failed_pass = False
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
         self.weights_changed()
 
@@ -130,9 +131,13 @@ class Learner:
         Every rank decides the same: the norm is global, and what the losses were is exchanged.
 
         Raises:
-            PhaseError: a snapshot stands in for the live weights.
+            PhaseError: a snapshot stands in for the live weights, or a pass since the last step failed. What is left of its
+                gradient is thrown away then.
         """
         self._require_live_weights("optim_step")
+        if self._failed_pass:
+            self.zero_grad()
+            raise PhaseError("optim_step: a backward pass since the last step failed; no step taken, all gradients thrown away")
         self.model.reshard()
         parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
         max_norm = params.max_grad_norm or math.inf
@@ -150,7 +155,17 @@ class Learner:
         """Throw away the gradients added since the last optimizer step."""
         self.optimizers.zero_grad()
         self._num_pending = 0
+        self._failed_pass = False
         self._loss_is_finite.fill_(True)
+
+    @contextmanager
+    def whole_pass(self) -> Iterator[None]:
+        """The body adds the gradient of a pass; if it fails the next `optim_step`, which may be in line already, is refused."""
+        try:
+            yield
+        except BaseException:
+            self._failed_pass = True
+            raise
 
     def start_over(self) -> None:
         """Back to version 0 with fresh optimizer state, weights kept: what warm start leaves to RL.

@@ -82,10 +82,15 @@ class WeightSync:
         self._task = asyncio.create_task(self._publish(version, then), name=f"publish v{version}")
 
     async def ready(self) -> None:
-        """Wait until the last published version is in use everywhere."""
-        if self._task is not None:
-            task, self._task = self._task, None
+        """Wait until the last published version is in use everywhere; any number may wait at a time."""
+        task = self._task
+        if task is None:
+            return
+        try:
             await task
+        finally:
+            if self._task is task:
+                self._task = None
 
     async def catch_up(self, pull: Pull) -> int:
         """Bring the newest version into a generator that came late, or whose pull failed; returns the version."""
