@@ -23,6 +23,8 @@ from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 import monarch.actor
 from monarch.actor import Actor, current_rank
 
+from titanrl.loading import loading
+
 __all__ = ["Actor", "RemoteError", "concurrent_endpoint", "current_rank", "endpoint", "set_up_process"]
 
 P = ParamSpec("P")
@@ -84,8 +86,9 @@ def set_up_process(role: str, log_dir: Path, imports: Sequence[str]) -> None:
     faulthandler.enable(log)
     logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     atexit.register(_end_at_once, log)
-    for module in imports:
-        importlib.import_module(module)
+    with loading():
+        for module in imports:
+            importlib.import_module(module)
 
 
 def _end_at_once(log: TextIO) -> None:

@@ -29,6 +29,7 @@ from titanrl.launch.base import prepare_base
 from titanrl.launch.clients import merge_losses
 from titanrl.launch.progress import RunState, checkpoint_dir, free_run_dir, latest_state, write_state
 from titanrl.launch.warm_start import warm_start
+from titanrl.loading import loading
 from titanrl.metrics import steps as measured
 from titanrl.metrics.console import Console
 from titanrl.metrics.phases import PhaseTimer
@@ -137,7 +138,8 @@ class GRPO:
 
     async def start(self) -> Self:
         """Start every process, load or warm-start the policy, bring it to the generators, and begin to roll out."""
-        from titanrl.launch.assembly import RunFiles, assemble  # brings torch, which a dry run does without
+        with loading():
+            from titanrl.launch.assembly import RunFiles, assemble  # brings torch, which a dry run does without
 
         config, console = self.config, self.console
         for note in notes(config):

@@ -11,6 +11,7 @@ from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.loop import EngineLoop, GeneratorStats
+from titanrl.loading import loading
 from titanrl.types import Completion, EngineLoad, GenerationRequest
 from titanrl.weights.manifest import Commit
 from titanrl.weights.pull import Targets, WeightReader
@@ -67,17 +68,18 @@ class Generator(Actor):
     @endpoint
     async def start(self) -> None:
         """Import vLLM and build the engine; returns when it can pull."""
-        from titanrl.models.titan import prepare_torchtitan
+        with loading():
+            from titanrl.models.titan import prepare_torchtitan
 
-        prepare_torchtitan(self._setup.device)
-        if self._rank > 0:
-            from titanrl.generator.lockstep import Follower
+            prepare_torchtitan(self._setup.device)
+            if self._rank == 0:
+                self._loop = EngineLoop(self._build_engine if self._setup.config.tp == 1 else self._build_leader)
+                await self._loop.call(lambda engine: None)
+            else:
+                from titanrl.generator.lockstep import Follower
 
-            self._follower = Follower(self._build_follower)
-            await asyncio.wrap_future(self._follower.started)
-            return
-        self._loop = EngineLoop(self._build_engine if self._setup.config.tp == 1 else self._build_leader)
-        await self._loop.call(lambda engine: None)
+                self._follower = Follower(self._build_follower)
+                await asyncio.wrap_future(self._follower.started)
 
     @concurrent_endpoint
     async def follow(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from titanrl.actors import Actor, endpoint
 from titanrl.config.schema import Config
+from titanrl.loading import loading
 from titanrl.metrics.sinks import append_line
 from titanrl.replay.buffer import Reservation
 from titanrl.rollout.group import fit_to_rows, greedy_request, record_of, roll_out, sampling_requests
@@ -61,15 +62,16 @@ class RolloutWorker(Actor):
     @endpoint
     async def start(self) -> None:
         """Load tokenizer and prompts, and start the scoring processes."""
-        from titanrl.data.streams import make_stream
-        from titanrl.data.tokenizer import load_tokenizer
-        from titanrl.rollout.sandbox import ScoringPool, scorer_spec
+        with loading():
+            from titanrl.data.streams import make_stream
+            from titanrl.data.tokenizer import load_tokenizer
+            from titanrl.rollout.sandbox import ScoringPool, scorer_spec
 
-        config = self._setup.config
-        self._scoring = ScoringPool(scorer_spec(config.data), config.sandbox)
-        await self._scoring.start()
-        self._tokenizer = load_tokenizer(self._setup.model_dir)
-        self._stream = make_stream(config.data, self._tokenizer, config.seed)
+            config = self._setup.config
+            self._scoring = ScoringPool(scorer_spec(config.data), config.sandbox)
+            await self._scoring.start()
+            self._tokenizer = load_tokenizer(self._setup.model_dir)
+            self._stream = make_stream(config.data, self._tokenizer, config.seed)
         self._demonstrations: Iterator[list[Demonstration]] | None = None
 
     @endpoint
