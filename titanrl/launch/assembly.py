@@ -123,10 +123,10 @@ async def _assemble(
     for procs in (trainer_procs, *tensor_parallel):
         await join_process_group(procs, one_machine=one_machine)
     store = await spawn_store(store_procs)
-    shards = store_procs.spawn("shards", StorageShard)
     buffer = store_procs.spawn(
         "buffer", ReplayBuffer, config.num_slots, 1, config.window_groups, config.rollout.dynamic_sampling, first_index
     )
+    shards = store_procs.spawn("shards", StorageShard, buffer)
     generator_setup = GeneratorSetup(
         model_dir=files.model_dir,
         config=config.generator,

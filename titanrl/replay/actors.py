@@ -92,15 +92,21 @@ async def fetch(shard: Any, wanted: Sequence[tuple[Handle, int]]) -> list[Rollou
 class StorageShard(Actor):
     """Holder of payloads: tokens, log-probabilities, masks and versions of groups with a signal, packed."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, buffer: Any) -> None:
+        """Start empty; `buffer` is the actor of the `ReplayBuffer`."""
+        self._buffer = buffer
         self._groups: dict[int, tuple[Handle, tuple[bytes, ...]]] = {}
 
     @concurrent_endpoint
-    async def put(self, groups: Mapping[Handle, tuple[bytes, ...]]) -> None:
-        """Keep the rollouts of groups; whatever their slots held before is gone."""
+    async def put(self, groups: Mapping[Handle, tuple[bytes, ...]], records: Sequence[GroupRecord] = ()) -> None:
+        """Keep the rollouts of groups, then pass on the records of finished ones, so that none is without its payload.
+
+        Whatever the slots of the groups held before is gone.
+        """
         for handle, rollouts in groups.items():
             self._groups[handle.slot] = (handle, rollouts)
+        if records:
+            await self._buffer.commit.call_one(records)
 
     @concurrent_endpoint
     async def get(self, wanted: Sequence[tuple[Handle, int]]) -> list[bytes]:

@@ -54,7 +54,7 @@ class RolloutWorker(Actor):
         self._setup = setup
         self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs)
         self._task: asyncio.Task[None] | None = None
-        self._outbox = Outbox(setup.buffer, setup.shards)
+        self._outbox = Outbox(setup.shards)
         # In synchronous training rollouts and evaluations take turns, so that neither changes the other's decoding batches and
         # a run repeats.
         self._turn = asyncio.Lock()
@@ -108,7 +108,7 @@ class RolloutWorker(Actor):
             assert config.warm_start is not None
             self._demonstrations = chain_sum_demonstrations(self._stream, self._tokenizer, config.warm_start, config.seed)
         batch = next(self._demonstrations)
-        await self._outbox.put({handle: tuple(map(rollout_of_demonstration, batch))})
+        await self._outbox.store(handle, tuple(map(rollout_of_demonstration, batch)))
         return record_of_demonstrations(batch, handle, self._setup.config.data.task)
 
     @endpoint
