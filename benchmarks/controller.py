@@ -212,7 +212,7 @@ async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, floa
 async def bytes_per_group(run: GRPO) -> float:
     """Bytes of records, plan and handles of a batch, by group."""
     groups_per_step = run.config.rollout.groups_per_step
-    batch = await run.parts.buffer.take_batch(groups_per_step, run._ask_for_batch())
+    batch = await run._take_batch()
     plan = run._plan(batch)
     messages = [batch, *plan.microbatches, batch.records.handles.copy()]
     return sum(len(pickle.dumps(message, -1)) for message in messages) / groups_per_step

@@ -214,8 +214,11 @@ class GRPO:
         return self.parts.buffer.ask_for_batch(self.config.rollout.groups_per_step)
 
     async def _take_batch(self) -> Batch:
-        asked, self._asked = self._asked or self._ask_for_batch(), None
-        return await self.parts.buffer.take_batch(self.config.rollout.groups_per_step, asked)
+        """The batch asked for; it stays asked for if this is interrupted, or waits in vain."""
+        self._asked = self._asked or self._ask_for_batch()
+        batch = await self.parts.buffer.take_batch(self.config.rollout.groups_per_step, self._asked)
+        self._asked = None
+        return batch
 
     def _plan(self, batch: Batch) -> BatchPlan:
         """Advantages, loss weights and packing of a batch."""

@@ -283,11 +283,11 @@ class BufferClient:
         """A batch that was asked for; waits for it, with a deadline that begins now.
 
         Raises:
-            StarvationError: no batch with a signal came together in time.
+            StarvationError: no batch with a signal came together in time; it may yet come, and can be waited for again.
             RolloutError: a rollout worker failed.
         """
         try:
-            return await self.supervisor.ask("buffer.take_batch", asked, self.starvation_timeout_s)
+            return await self.supervisor.ask("buffer.take_batch", asyncio.shield(asked), self.starvation_timeout_s)
         except DeadlineError:
             call = self.actor.why_starved.call_one(num_groups, self.starvation_timeout_s)
             why = await self.supervisor.ask("buffer.why_starved", call, self.timeouts.close_s)
