@@ -55,7 +55,11 @@ def answering(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable
         try:
             return await method(self, *args, **kwargs)
         except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
-            logging.getLogger(type(self).__name__).exception("%s failed", method.__name__)
+            log = logging.getLogger(type(self).__name__)
+            if isinstance(error, asyncio.CancelledError):  # by a stop, as a rule, which is no failure
+                log.info("%s was cancelled", method.__name__)
+            else:
+                log.exception("%s failed", method.__name__)
             raise portable(error) from None
 
     return answer

@@ -28,6 +28,11 @@ def test_a_run_trains_evaluates_records_and_exports(plain_run: Finished) -> None
     }
 
 
+def test_a_run_that_went_well_leaves_no_error_in_its_logs(plain_run: Finished) -> None:
+    for log in (plain_run.run_dir / "logs").glob("*.log"):
+        assert not re.search(r" ERROR |Traceback", log.read_text()), log.read_text()[-3000:]
+
+
 def test_every_step_is_on_policy_and_both_sides_agree_on_log_probabilities(plain_run: Finished) -> None:
     for row in plain_run.steps:
         assert row["staleness/max"] == 0
