@@ -89,25 +89,26 @@ async def measure_speed(folder: Path, num_turns: int, num_steps: int, overrides:
 
 
 def speed_figures(sync: Sequence[Mapping[str, float]], overlapped: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Medians over the steps of both runs."""
-    generate_s = median(sync, "time/rollout_s")
-    train_s = statistics.median(row["time/train_s"] + row["time/optim_s"] for row in sync)
-    sync_step_s, async_step_s = median(sync, "time/step_s"), median(overlapped, "time/step_s")
+    """Means over the steps of both runs: overlapped steps are long and short by turns, so that a median would tell nothing."""
+    generate_s = mean(sync, "time/rollout_s")
+    train_s = mean(sync, "time/train_s") + mean(sync, "time/optim_s")
+    sync_step_s, async_step_s = mean(sync, "time/step_s"), mean(overlapped, "time/step_s")
     lags = sorted({name for row in overlapped for name in row if name.startswith("staleness/lag_")})
     return {
         "generate_s": generate_s,
         "train_s": train_s,
         "sync_step_s": sync_step_s,
         "async_step_s": async_step_s,
+        "async_step_median_s": statistics.median(row["time/step_s"] for row in overlapped),
         "speedup": sync_step_s / async_step_s,
         "overlap_efficiency": max(generate_s, train_s) / async_step_s,
         "trainer_idle_frac": {
-            "sync": median(sync, "perf/trainer_idle_frac"),
-            "async": median(overlapped, "perf/trainer_idle_frac"),
+            "sync": mean(sync, "perf/trainer_idle_frac"),
+            "async": mean(overlapped, "perf/trainer_idle_frac"),
         },
         "generator_idle_frac": {
-            "sync": median(sync, "perf/generator_idle_frac"),
-            "async": median(overlapped, "perf/generator_idle_frac"),
+            "sync": mean(sync, "perf/generator_idle_frac"),
+            "async": mean(overlapped, "perf/generator_idle_frac"),
         },
         "staleness_max": max(row["staleness/max"] for row in overlapped),
         "staleness_histogram": {
@@ -117,9 +118,9 @@ def speed_figures(sync: Sequence[Mapping[str, float]], overlapped: Sequence[Mapp
     }
 
 
-def median(rows: Sequence[Mapping[str, float]], name: str) -> float:
-    """Median of a metric."""
-    return statistics.median(row[name] for row in rows)
+def mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """Mean of a metric."""
+    return statistics.fmean(row[name] for row in rows)
 
 
 async def started(folder: Path, name: str, max_staleness: int, overrides: Sequence[str]) -> GRPO:
