@@ -68,18 +68,17 @@ class Generator(Actor):
     @endpoint
     async def start(self) -> None:
         """Import vLLM and build the engine; returns when it can pull."""
-        with loading():
-            from titanrl.models.titan import prepare_torchtitan
+        from titanrl.models.titan import prepare_torchtitan
 
-            prepare_torchtitan(self._setup.device)
-            if self._rank == 0:
-                self._loop = EngineLoop(self._build_engine if self._setup.config.tp == 1 else self._build_leader)
-                await self._loop.call(lambda engine: None)
-            else:
-                from titanrl.generator.lockstep import Follower
+        prepare_torchtitan(self._setup.device)
+        if self._rank == 0:
+            self._loop = EngineLoop(self._build_engine if self._setup.config.tp == 1 else self._build_leader)
+            await self._loop.call(lambda engine: None)
+        else:
+            from titanrl.generator.lockstep import Follower
 
-                self._follower = Follower(self._build_follower)
-                await asyncio.wrap_future(self._follower.started)
+            self._follower = Follower(self._build_follower)
+            await asyncio.wrap_future(self._follower.started)
 
     @concurrent_endpoint
     async def follow(self) -> None:
@@ -173,7 +172,8 @@ class Generator(Actor):
             leave_ranks()
 
     def _build_engine(self) -> "Engine":
-        from titanrl.generator.engine import Engine
+        with loading():
+            from titanrl.generator.engine import Engine
 
         setup = self._setup
         return Engine(setup.model_dir, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids)

@@ -67,11 +67,11 @@ class RolloutWorker(Actor):
             from titanrl.data.tokenizer import load_tokenizer
             from titanrl.rollout.sandbox import ScoringPool, scorer_spec
 
-            config = self._setup.config
-            self._scoring = ScoringPool(scorer_spec(config.data), config.sandbox)
-            await self._scoring.start()
-            self._tokenizer = load_tokenizer(self._setup.model_dir)
-            self._stream = make_stream(config.data, self._tokenizer, config.seed)
+        config = self._setup.config
+        self._scoring = ScoringPool(scorer_spec(config.data), config.sandbox)
+        await self._scoring.start()
+        self._tokenizer = load_tokenizer(self._setup.model_dir)
+        self._stream = make_stream(config.data, self._tokenizer, config.seed)
         self._demonstrations: Iterator[list[Demonstration]] | None = None
 
     @endpoint

@@ -90,8 +90,32 @@ class PolicyTrainer(Actor):
     @endpoint
     async def load_model(self, model_dir: Path) -> None:
         """Build the policy from a Hugging Face directory, at version 0."""
-        with loading():
-            self._build(model_dir)
+        import torch
+
+        from titanrl.models.qwen3 import qwen3_spec, torch_dtype
+        from titanrl.trainer.checkpoint import Checkpoints
+        from titanrl.trainer.kept import KeptLogprobs
+        from titanrl.trainer.learner import Learner
+        from titanrl.trainer.model import build_model
+        from titanrl.weights.publish import WeightPublisher
+
+        setup, rank = self._setup, current_rank().rank
+        torch.manual_seed(0)
+        model = build_model(qwen3_spec(model_dir, setup.device), model_dir, setup.config, setup.device)
+        self._model_dir = model_dir
+        self._learner = Learner(model, setup.algorithm, setup.temperature, snapshots_on_device=setup.config.snapshots_on_device)
+        self._learner.check_snapshots(setup.config.row_tokens)
+        self._kept = KeptLogprobs()
+        # Compiled code, FlexAttention's too, is compiled anew for every other length.
+        fixed = setup.config.compile or setup.device.attention == "flex"
+        self._row_multiple = setup.config.row_tokens if fixed else ROW_MULTIPLE * setup.config.parallelism.tp
+        self._checkpoints = Checkpoints(
+            self._learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
+        )
+        self._closing.append(self._checkpoints.close)
+        self._publisher = WeightPublisher(
+            setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
+        )
         # All memory for publishing now: page faults would make the first pushes ten times slower.
         await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
 
@@ -227,34 +251,6 @@ class PolicyTrainer(Actor):
             finish()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-    def _build(self, model_dir: Path) -> None:
-        import torch
-
-        from titanrl.models.qwen3 import qwen3_spec, torch_dtype
-        from titanrl.trainer.checkpoint import Checkpoints
-        from titanrl.trainer.kept import KeptLogprobs
-        from titanrl.trainer.learner import Learner
-        from titanrl.trainer.model import build_model
-        from titanrl.weights.publish import WeightPublisher
-
-        setup, rank = self._setup, current_rank().rank
-        torch.manual_seed(0)
-        model = build_model(qwen3_spec(model_dir, setup.device), model_dir, setup.config, setup.device)
-        self._model_dir = model_dir
-        self._learner = Learner(model, setup.algorithm, setup.temperature, snapshots_on_device=setup.config.snapshots_on_device)
-        self._learner.check_snapshots(setup.config.row_tokens)
-        self._kept = KeptLogprobs()
-        # Compiled code, FlexAttention's too, is compiled anew for every other length.
-        fixed = setup.config.compile or setup.device.attention == "flex"
-        self._row_multiple = setup.config.row_tokens if fixed else ROW_MULTIPLE * setup.config.parallelism.tp
-        self._checkpoints = Checkpoints(
-            self._learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
-        )
-        self._closing.append(self._checkpoints.close)
-        self._publisher = WeightPublisher(
-            setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
-        )
 
     async def _rows(self, microbatch: MicroBatch) -> "tuple[tuple[Row, ...], PackedRows]":
         """This rank's rows of a micro-batch, as planned and as tensors."""
