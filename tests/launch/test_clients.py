@@ -43,14 +43,17 @@ def test_a_batch_that_did_not_come_in_time_can_be_waited_for_again() -> None:
 
 def test_the_clock_of_a_batch_runs_only_while_somebody_waits_for_it() -> None:
     async def scenario() -> None:
+        sent = asyncio.Event()
+
         async def take_batch(num_groups: int) -> str:
-            await asyncio.sleep(0.1)
+            await sent.wait()
             return "batch"
 
         actor = SimpleNamespace(take_batch=call_one(take_batch))
-        buffer = BufferClient(actor, Supervisor(), TimeoutsConfig(), starvation_timeout_s=0.05)
+        buffer = BufferClient(actor, Supervisor(), TimeoutsConfig(), starvation_timeout_s=0.5)
         asked = buffer.ask_for_batch(8)
-        await asyncio.sleep(0.09)  # an evaluation, say
+        await asyncio.sleep(0.6)  # an evaluation, say
+        sent.set()
         assert await buffer.take_batch(8, asked) == "batch"
 
     asyncio.run(scenario())

@@ -99,6 +99,24 @@ def test_a_slow_replica_holds_up_neither_the_others_nor_their_slots_but_the_next
     asyncio.run(scenario())
 
 
+def test_who_stops_waiting_does_not_stop_the_publication() -> None:
+    async def scenario() -> None:
+        world, go_on = World(), asyncio.Event()
+
+        async def slow(commit: Commit) -> None:
+            await go_on.wait()
+
+        world.turns[0] = slow
+        world.sync.publish(1, then=world.free)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(world.sync.ready(), timeout=0.01)
+        go_on.set()
+        await world.sync.ready()
+        assert world.log[-1] == "put run/v1/COMMIT"
+
+    asyncio.run(scenario())
+
+
 def test_what_a_reader_holds_is_not_overwritten() -> None:
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()

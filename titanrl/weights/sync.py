@@ -82,14 +82,14 @@ class WeightSync:
         self._task = asyncio.create_task(self._publish(version, then), name=f"publish v{version}")
 
     async def ready(self) -> None:
-        """Wait until the last published version is in use everywhere; any number may wait at a time."""
+        """Wait until the last published version is in use everywhere. Any number may wait; who gives up does not end it."""
         task = self._task
         if task is None:
             return
         try:
-            await task
+            await asyncio.shield(task)
         finally:
-            if self._task is task:
+            if task.done() and self._task is task:
                 self._task = None
 
     async def catch_up(self, pull: Pull) -> int:
