@@ -29,10 +29,8 @@ BALANCED = (
     "generator.max_num_seqs=1024",
     "sandbox.num_processes=4",
     "trainer.share_prompts=false",
-    # Answers take a few dozen decoding steps: waiting for those under way costs less than computing their keys and values anew.
-    "generator.on_update=drain",
 )
-"""A batch whose generation and training take about as long on one core each, and what suits answers as short as these."""
+"""A batch whose generation and training take about as long on one core each."""
 CORES = {"trainer_0": 0, "generator_0_0": 1}
 """Core of each process that does the work, by the name of its log; the others are left alone."""
 SKIPPED_STEPS = 3
