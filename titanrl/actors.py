@@ -25,7 +25,7 @@ from monarch.actor import Actor, current_rank
 
 from titanrl.loading import loading
 
-__all__ = ["Actor", "RemoteError", "concurrent_endpoint", "current_rank", "endpoint", "set_up_process"]
+__all__ = ["Actor", "RemoteError", "StoppedError", "concurrent_endpoint", "current_rank", "endpoint", "set_up_process"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,6 +34,10 @@ SelfT = TypeVar("SelfT", bound=Actor)
 
 class RemoteError(Exception):
     """An error in an actor that cannot travel as it is; its text is the remote traceback."""
+
+
+class StoppedError(Exception):
+    """What was asked of an actor will not come, because a part of it has ended; whatever ended it has told why."""
 
 
 def portable(error: BaseException) -> Exception:
@@ -56,8 +60,8 @@ def answering(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable
             return await method(self, *args, **kwargs)
         except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
             log = logging.getLogger(type(self).__name__)
-            if isinstance(error, asyncio.CancelledError):  # by a stop, as a rule, which is no failure
-                log.info("%s was cancelled", method.__name__)
+            if isinstance(error, asyncio.CancelledError | StoppedError):  # by a stop, as a rule, which is no failure
+                log.info("%s was not finished: %r", method.__name__, error)
             else:
                 log.exception("%s failed", method.__name__)
             raise portable(error) from None

@@ -14,7 +14,7 @@ import monarch.actor
 import pytest
 from monarch.actor import ProcMesh, this_host
 
-from titanrl.actors import Actor, RemoteError, concurrent_endpoint, endpoint
+from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Supervisor
 
@@ -58,6 +58,10 @@ class Patient(Actor):
         raise SystemExit(3)
 
     @endpoint
+    async def give_up(self) -> None:
+        raise StoppedError("the engine was closed")
+
+    @endpoint
     async def leave_traces(self, folder: Path) -> None:
         TRACES.append(Trace(folder / "taken apart"))
         atexit.register((folder / "handled").touch)
@@ -98,6 +102,17 @@ def test_errors_of_all_kinds_are_answered_and_the_actor_lives_on(tmp_path: Path)
 
     with_patient(tmp_path, scenario)
     assert "no such task" in (tmp_path / "patient_0.log").read_text()
+
+
+def test_what_a_stopped_part_cannot_answer_is_a_line_of_the_log_and_no_traceback(tmp_path: Path) -> None:
+    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
+        with pytest.raises(StoppedError, match="the engine was closed"):
+            await supervisor.ask("give_up", patient.give_up.call_one(), 30)
+
+    with_patient(tmp_path, scenario)
+    log = (tmp_path / "patient_0.log").read_text()
+    assert "give_up was not finished: StoppedError('the engine was closed')" in log
+    assert "Traceback" not in log
 
 
 def test_a_wait_ends_at_its_deadline_by_name(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titanrl.actors import StoppedError
 from titanrl.types import Completion, EngineLoad, GenerationRequest
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class EngineStoppedError(Exception):
+class EngineStoppedError(StoppedError):
     """The engine's thread has ended; the text says why."""
 
 
