@@ -11,7 +11,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+import titanrl.generator.engine
 from titanrl.generator.compat import distributed_args, keep_weight, no_queue, prepare_ranks, prepare_vllm
+from titanrl.generator.engine import Engine
 
 
 def test_vllm_is_the_version_our_patches_were_written_for() -> None:
@@ -35,6 +37,15 @@ def test_the_core_takes_requests_and_gives_tokens_as_we_expect() -> None:
     given = {"request_id", "prompt_token_ids", "sampling_params", "pooling_params", "arrival_time", "lora_request"}
     assert given <= set(EngineCoreRequest.__struct_fields__)
     assert {"request_id", "new_token_ids", "new_logprobs", "finish_reason"} <= set(EngineCoreOutput.__struct_fields__)
+
+
+def test_a_step_that_was_under_way_may_name_a_request_that_was_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.__new__(Engine)
+    engine._running = {}
+    engine._engine = None  # type: ignore[assignment]
+    output = EngineCoreOutput(request_id="7", new_token_ids=[3])
+    monkeypatch.setattr(titanrl.generator.engine, "step_core", lambda _: [output])
+    assert engine.step() == []
 
 
 def test_ranks_meet_at_the_address_they_are_given_and_make_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,10 +152,16 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """Decode one token for every running request; returns those that ended."""
-        outputs = step_core(self._engine)
-        for output in outputs:
-            self._running[output.request_id].take(output)
-        return [self._finish(output) for output in outputs if output.finish_reason is not None]
+        ended = []
+        for output in step_core(self._engine):
+            running = self._running.get(output.request_id)
+            if running is None:  # taken back while a step was under way, which vLLM has on devices
+                continue
+            running.take(output)
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+                ended.append(Finished(running.ticket, running.completion(FINISH_REASONS[str(output.finish_reason)])))
+        return ended
 
     def invalidate(self, reason: str) -> None:
         """Refuse requests, with a reason, until the next successful `update_weights`."""
@@ -190,10 +196,6 @@ class Engine:
             raise ValueError(f"the prompt has {len(token_ids)} tokens; this engine takes 1 to {self._max_len - 1}")
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise ValueError(f"the prompt has tokens outside of 0 to {self._vocab_size - 1}")
-
-    def _finish(self, output: EngineCoreOutput) -> Finished:
-        running = self._running.pop(output.request_id)
-        return Finished(running.ticket, running.completion(FINISH_REASONS[str(output.finish_reason)]))
 
 
 def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
