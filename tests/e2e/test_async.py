@@ -8,10 +8,13 @@ from tests.e2e.conftest import Command, Finished, Start
 ROLES = ("trainer", "generator_0", "rollout", "store")
 
 
-def test_an_asynchronous_run_overlaps_within_its_bound_and_says_so(start_run: Start, plain_run: Finished) -> None:
+@pytest.mark.parametrize("on_update", ["continue", "drain"])
+def test_an_asynchronous_run_overlaps_within_its_bound_and_says_so(
+    start_run: Start, plain_run: Finished, on_update: str
+) -> None:
     initial = f"model.path={plain_run.run_dir}/checkpoints/final"
     settings = ("max_staleness=1", "rollout.num_workers=2", "rollout.num_spare_completions=1", "warm_start=null", initial)
-    finished = start_run("async", "num_steps=8", *settings).finish()
+    finished = start_run(f"async-{on_update}", "num_steps=8", f"generator.on_update={on_update}", *settings).finish()
     assert finished.code == 0, finished.output
     assert "B=16 slots, window W=1, P=8 groups per publication: no token older than (B + W - 2) // P = 1" in finished.output
     assert "idle     trainer" in finished.output
@@ -53,8 +56,8 @@ def footprint(command: Command) -> dict[str, tuple[int, int]]:
 @pytest.mark.slow
 def test_two_hundred_steps_take_no_more_memory_and_no_more_files_than_fifty(start_run: Start, plain_run: Finished) -> None:
     initial = f"model.path={plain_run.run_dir}/checkpoints/final"
-    settings = ("max_staleness=1", "rollout.window=0.25", "warm_start=null", initial, "checkpoint.every_steps=0")
-    command = start_run("soak", "num_steps=100000", *settings)
+    overlapping = ("max_staleness=1", "rollout.window=0.25", "generator.on_update=continue")
+    command = start_run("soak", "num_steps=100000", *overlapping, "warm_start=null", initial, "checkpoint.every_steps=0")
     command.wait_for_step(50, timeout_s=600)
     before = footprint(command)
     command.wait_for_step(200, timeout_s=1200)

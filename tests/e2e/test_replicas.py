@@ -21,6 +21,7 @@ from titanrl.weights.manifest import Commit
 SLOW = (
     "generator.replicas=2",
     "max_staleness=1",
+    "generator.on_update=continue",
     "rollout.window=0.5",
     "rollout.group_size=4",
     "warm_start=null",
