@@ -43,6 +43,8 @@ class CountingEngine:
 
     def add(self, request: GenerationRequest) -> int:
         ticket = request.token_ids[0]
+        if ticket < 0:
+            raise ValueError("refused")
         self.running[ticket] = [0, request.sampling.max_new_tokens]
         return ticket
 
@@ -139,6 +141,23 @@ def test_nothing_is_decoded_without_valid_weights_and_running_requests_go_on_wit
         await loop.call(set_version(7))
         ((completion,),) = await running
         assert completion.versions[-1] == 7
+        await loop.close()
+
+    asyncio.run(scenario())
+
+
+def test_of_a_call_with_a_request_that_is_refused_nothing_is_left_and_others_go_on() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        other = asyncio.create_task(answers(loop, [requests(2000, first=20)], [1]))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="refused"):
+            await loop.submit([requests(5000, 5000), [*requests(5000, first=10), *requests(1, first=-1)]], [2, 2])
+        assert sorted(engine.aborted) == [0, 1, 10]
+        ((completion,),) = await other
+        assert len(completion.token_ids) == 2000
+        assert engine.running == {}
         await loop.close()
 
     asyncio.run(scenario())

@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,9 +75,9 @@ class EngineLoop:
     ) -> list[Future[list[Completion]]]:
         """Let all requests join the batch at the same step; a group's completions come together, in their order.
 
-        Once `num_kept` requests of a group have ended, the rest of it is aborted.
+        Once `num_kept` requests of a group have ended, the rest of it is aborted. If the engine refuses a request, none joins.
         """
-        return await self.call(lambda engine: [self._admit(engine, *group) for group in zip(groups, num_kept, strict=True)])
+        return await self.call(lambda engine: self._admit_all(engine, groups, num_kept))
 
     async def call(self, run: Callable[["Engine | Leader"], T], *, when_drained: bool = False) -> T:
         """Run something on the engine between two steps, or when all requests that came before have ended.
@@ -140,6 +140,16 @@ class EngineLoop:
         self.load = replace(engine.load, admits=self._draining is None)
         self._busy_s += time.perf_counter() - started
 
+    def _admit_all(
+        self, engine: "Engine | Leader", groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int]
+    ) -> list[Future[list[Completion]]]:
+        before = set(self._waiting)
+        try:
+            return [self._admit(engine, *group) for group in zip(groups, num_kept, strict=True)]
+        except Exception:
+            self._take_back(engine, self._waiting.keys() - before)
+            raise
+
     def _admit(
         self, engine: "Engine | Leader", requests: Sequence[GenerationRequest], num_kept: int
     ) -> Future[list[Completion]]:
@@ -161,10 +171,13 @@ class EngineLoop:
 
     def _abort_spares(self, engine: "Engine | Leader", group: _Group) -> None:
         if None in group.completions:
-            spares = [ticket for ticket, (of, _) in self._waiting.items() if of is group]
-            for ticket in spares:
-                del self._waiting[ticket]
-            engine.abort(spares)
+            self._take_back(engine, {ticket for ticket, (of, _) in self._waiting.items() if of is group})
+
+    def _take_back(self, engine: "Engine | Leader", tickets: Set[int]) -> None:
+        """Abort requests that nobody waits for any longer."""
+        for ticket in tickets:
+            del self._waiting[ticket]
+        engine.abort(tickets)
 
     def _stop(self, reason: str) -> None:
         self._stopped = reason

@@ -2,7 +2,8 @@
 
 torchstore 0.1.2 cannot start on torchmonarch 0.7.0, because its controller mixes sync and async endpoints; the subclass
 here makes them all async and changes nothing else. Only put, get and delete of plain keys are used, which newer
-torchstore versions share. Its private parts are used in this module alone; when they move `tests/weights/test_transport.py` fails.
+torchstore versions share. Its private parts are used in this module alone; `tests/weights/test_transport.py` fails
+when they move.
 """
 
 from dataclasses import dataclass
