@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """Time for stopped processes to disappear before they are killed."""
+STOP_AFTER_DEATH_S = 4.0
+"""Time for processes to stop when one of them has died: what a rank waits for in a collective with it never comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,8 @@ class Parts:
         results = await asyncio.gather(*closing, return_exceptions=True)
         troubles = [str(result) for result in results if isinstance(result, BaseException)]
         logger.info("parts closed; stopping processes")
-        return troubles + await stop_processes(self.fleet, self.supervisor, self.hosts, timeout_s / 2)
+        to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if self.supervisor.saw_death else timeout_s / 2
+        return troubles + await stop_processes(self.fleet, self.supervisor, self.hosts, to_stop_s)
 
 
 async def stop_processes(fleet: Fleet, supervisor: Supervisor, hosts: Hosts, timeout_s: float) -> list[str]:

@@ -43,6 +43,11 @@ class Supervisor:
         self._some_elsewhere = False
         monarch.actor.unhandled_fault_hook = self._on_fault
 
+    @property
+    def saw_death(self) -> bool:
+        """Whether a process or actor of the run has died without being told to."""
+        return self._death.done()
+
     async def ask(self, name: str, call: Awaitable[T], timeout_s: float) -> T:
         """The answer to a call; an exception in the actor is raised here as it was raised there.
 
