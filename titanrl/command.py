@@ -155,4 +155,7 @@ def log_to(path: Path) -> Iterator[None]:
         logging.basicConfig(
             stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
         )
-        yield
+        try:
+            yield
+        finally:
+            logging.basicConfig(handlers=[logging.NullHandler()], force=True)  # the file is closed

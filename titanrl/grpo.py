@@ -376,6 +376,7 @@ def describe_staleness(config: Config) -> str:
 
 async def _before(behind: "asyncio.Future[Any]", passes: "asyncio.Future[list[LossSums]]") -> list[LossSums]:
     """What the passes answer; should one fail, nobody waits for what was sent behind them."""
+    behind.add_done_callback(lambda sent: sent.cancelled() or sent.exception())  # nor complains that nobody did
     try:
         return await passes
     except BaseException:
