@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 import monarch.actor
-from monarch.actor import Actor, current_rank
+from monarch.actor import Actor, ActorError, current_rank
 
 from titanrl.loading import loading
 
@@ -51,6 +51,12 @@ def portable(error: BaseException) -> Exception:
     return RemoteError("".join(traceback.format_exception(error)))
 
 
+def is_stop(error: BaseException) -> bool:
+    """Whether an error only tells that something was stopped, here or at an actor that was asked, which is no failure."""
+    cause = error.exception if isinstance(error, ActorError) else error
+    return isinstance(cause, asyncio.CancelledError | StoppedError)
+
+
 def answering(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[..., Coroutine[Any, Any, R]]:
     """Wrap an endpoint so that whatever goes wrong in it reaches the caller, and the actor lives on."""
 
@@ -60,7 +66,7 @@ def answering(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable
             return await method(self, *args, **kwargs)
         except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
             log = logging.getLogger(type(self).__name__)
-            if isinstance(error, asyncio.CancelledError | StoppedError):  # by a stop, as a rule, which is no failure
+            if is_stop(error):
                 log.info("%s was not finished: %r", method.__name__, error)
             else:
                 log.exception("%s failed", method.__name__)

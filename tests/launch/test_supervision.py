@@ -12,9 +12,9 @@ from typing import Any
 
 import monarch.actor
 import pytest
-from monarch.actor import ProcMesh, this_host
+from monarch.actor import ActorError, ProcMesh, this_host
 
-from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint
+from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Supervisor
 
@@ -110,6 +110,8 @@ def test_what_a_stopped_part_cannot_answer_is_a_line_of_the_log_and_no_traceback
             await supervisor.ask("give_up", patient.give_up.call_one(), 30)
 
     with_patient(tmp_path, scenario)
+    assert is_stop(ActorError(StoppedError("the engine was closed"), "asked from elsewhere"))
+    assert not is_stop(ActorError(ValueError("wrong"), "asked from elsewhere"))
     log = (tmp_path / "patient_0.log").read_text()
     assert "give_up was not finished: StoppedError('the engine was closed')" in log
     assert "Traceback" not in log

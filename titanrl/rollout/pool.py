@@ -106,6 +106,7 @@ class GeneratorPool:
         groups, num_kept = [call.requests for call in calls], [call.num_kept for call in calls]
         port, receiver = Channel[Any].open()
         done = asyncio.ensure_future(_awaited(replica.actor.generate.call_one(groups, num_kept, port)))
+        done.add_done_callback(lambda call: call.cancelled() or call.exception())  # when closing nobody waits for it
         try:
             num_missing = len(calls)
             while num_missing:
