@@ -75,6 +75,7 @@ def figures(rows: Sequence[Mapping[str, Any]], started: float) -> dict[str, Any]
     return {
         "first_step_s": steps[0]["time"] - started,
         "step_s": median(steady, "time/step_s"),
+        "step_mean_s": statistics.fmean(row["time/step_s"] for row in steady),
         "phases_s": {name.removeprefix("time/").removesuffix("_s"): median(steady, name) for name in phases},
         "sync_push_s": median(steady, "sync/push_s"),
         "sync_pull_s": median(steady, "sync/pull_s"),

@@ -379,7 +379,7 @@ async def _before(behind: "asyncio.Future[Any]", passes: "asyncio.Future[list[Lo
     behind.add_done_callback(lambda sent: sent.cancelled() or sent.exception())  # nor complains that nobody did
     try:
         return await passes
-    except BaseException:
+    except BaseException:  # an interrupt, too; it goes on to the caller
         behind.cancel()
         raise
 

@@ -146,7 +146,7 @@ class EngineLoop:
         before = set(self._waiting)
         try:
             return [self._admit(engine, *group) for group in zip(groups, num_kept, strict=True)]
-        except Exception:
+        except Exception:  # whatever it is, the caller gets it, and nothing of the call may stay behind
             self._take_back(engine, self._waiting.keys() - before)
             raise
 

@@ -163,7 +163,7 @@ class Learner:
         """The body adds the gradient of a pass; if it fails the next `optim_step`, which may be in line already, is refused."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # a cancelled pass is as incomplete as a failed one; the caller gets the cause
             self._failed_pass = True
             raise
 
