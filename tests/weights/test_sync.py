@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, commit_key, rank_key
+from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, commits_key, rank_key
 from titanrl.weights.sync import Leases, WeightSync
 
 
@@ -48,6 +48,10 @@ class World:
     async def free(self) -> None:
         self.log.append("free")
 
+    @property
+    def committed(self) -> list[int]:
+        return [commit.version for commit in self.values[commits_key("run")]]
+
     async def publish(self, version: int) -> None:
         self.sync.publish(version, then=self.free)
         await self.sync.ready()
@@ -57,8 +61,8 @@ def test_weights_are_pushed_then_pulled_then_slots_are_freed_and_the_record_is_k
     async def scenario() -> None:
         world = World()
         await world.publish(1)
-        assert world.log == ["push 1", "pull 1", "free", "put run/v1/COMMIT"]
-        assert isinstance(world.values[commit_key("run", 1)], Commit)
+        assert world.log == ["push 1", "pull 1", "free", "put run/COMMITS"]
+        assert world.committed == [1]
         assert world.sync.take_metrics()["sync/bytes"] == 4
 
     asyncio.run(scenario())
@@ -69,9 +73,9 @@ def test_the_last_two_versions_are_kept_and_a_commit_record_goes_before_its_byte
         world = World()
         for version in (1, 2, 3):
             await world.publish(version)
-        assert sorted(world.values) == [f"run/v{v}/{part}" for v in (2, 3) for part in ("COMMIT", "rank0")]
-        deleted = [line for line in world.log if line.startswith("delete")]
-        assert deleted == ["delete run/v1/COMMIT", "delete run/v1/rank0"]
+        assert world.committed == [2, 3]
+        assert sorted(world.values) == ["run/COMMITS", "run/v2/rank0", "run/v3/rank0"]
+        assert world.log[-2:] == ["put run/COMMITS", "delete run/v1/rank0"]
 
     asyncio.run(scenario())
 
@@ -94,7 +98,7 @@ def test_a_slow_replica_holds_up_neither_the_others_nor_their_slots_but_the_next
         assert not ready.done()
         go_on.set()
         await ready
-        assert world.log[-2:] == ["slow pull ends", "put run/v1/COMMIT"]
+        assert world.log[-2:] == ["slow pull ends", "put run/COMMITS"]
 
     asyncio.run(scenario())
 
@@ -112,7 +116,7 @@ def test_who_stops_waiting_does_not_stop_the_publication() -> None:
             await asyncio.wait_for(world.sync.ready(), timeout=0.01)
         go_on.set()
         await world.sync.ready()
-        assert world.log[-1] == "put run/v1/COMMIT"
+        assert world.log[-1] == "put run/COMMITS"
 
     asyncio.run(scenario())
 
@@ -133,7 +137,7 @@ def test_what_a_reader_holds_is_not_overwritten() -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert "push 3" not in world.log
-        assert commit_key("run", 1) in world.values
+        assert world.committed == [1, 2]
         go_on.set()
         await world.sync.ready()
         assert await catching_up == 1

@@ -13,7 +13,7 @@ from monarch.actor import this_host
 
 from tests.weights.processes import Reader, Writer
 from titanrl.actors import set_up_process
-from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, StoreHandle, WeightMismatchError, commit_key, rank_key
+from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, StoreHandle, WeightMismatchError, commits_key, rank_key
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import spawn_store
 from titanrl.weights.transport import TransportName
@@ -120,11 +120,14 @@ def test_records_go_through_the_store_and_what_is_not_there_is_named(world: Worl
         with pytest.raises(KeyError, match="run/x"):
             await store.get("run/x")
         reader = WeightReader("run", store)
-        with pytest.raises(WeightMismatchError, match="version 9 of the weights was not committed"):
+        with pytest.raises(WeightMismatchError, match="version 9 of the weights is not committed; none is"):
             await reader.committed(9)
         commit = await world.publish(9, "store")
-        await store.put(commit_key("run", 9), commit)
+        for held in ((commit,), (commit, replace(commit, version=10))):  # the second takes the place of the first
+            await store.put(commits_key("run"), held)
         assert await reader.committed(9) == commit
+        with pytest.raises(WeightMismatchError, match=r"version 8 .* not committed; the store has versions \[9, 10\]"):
+            await reader.committed(8)
 
     world.do(scenario())
 

@@ -194,9 +194,9 @@ def rank_key(run: str, version: int, rank: int) -> str:
     return f"{run}/v{version}/rank{rank}"
 
 
-def commit_key(run: str, version: int) -> str:
-    """Store key of a version's commit record."""
-    return f"{run}/v{version}/COMMIT"
+def commits_key(run: str) -> str:
+    """Store key of the commit records of the versions that can be read, the newest last."""
+    return f"{run}/COMMITS"
 
 
 def layout_key(run: str, layout_id: str) -> str:

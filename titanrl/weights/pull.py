@@ -9,7 +9,7 @@ import torch
 from titanrl.weights.copying import copy_in, pin
 from titanrl.weights.digest import Verify, digest
 from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
-from titanrl.weights.manifest import Commit, Layout, WeightManifest, WeightMismatchError, commit_key, layout_key
+from titanrl.weights.manifest import Commit, Layout, WeightManifest, WeightMismatchError, commits_key, layout_key
 from titanrl.weights.plan import SliceCopy, Target, plan_copies
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import Payload, Transport, make_transports
@@ -77,13 +77,17 @@ class WeightReader:
         """The record of a version.
 
         Raises:
-            WeightMismatchError: there is none.
+            WeightMismatchError: there is none, or no longer.
         """
         try:
-            commit: Commit = await self._store.get(commit_key(self._run, version))
+            commits: tuple[Commit, ...] = await self._store.get(commits_key(self._run))
         except KeyError:
-            raise WeightMismatchError(f"version {version} of the weights was not committed") from None
-        return commit
+            commits = ()
+        for commit in commits:
+            if commit.version == version:
+                return commit
+        held = f"the store has versions {[commit.version for commit in commits]}" if commits else "none is"
+        raise WeightMismatchError(f"version {version} of the weights is not committed; {held}")
 
     async def fetch(self, commit: Commit) -> "FetchedWeights":
         """Get at all bytes of a version; those in arenas of this host are not copied.

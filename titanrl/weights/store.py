@@ -52,7 +52,7 @@ class WeightStore:
     strategy: TorchStoreStrategy
 
     async def put(self, key: str, value: object) -> None:
-        """Keep an object, or a tensor, under a new key."""
+        """Keep an object under a key, in the place of what was there, or a tensor under a new key."""
         await self.client.put(key, value)
 
     async def get(self, key: str) -> Any:

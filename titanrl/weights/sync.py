@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, commit_key
+from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, commits_key
 from titanrl.weights.store import WeightStore
 
 VERSIONS_HELD = 2
@@ -46,8 +46,8 @@ class WeightSync:
     1. When nobody reads what the new version will overwrite, every trainer rank pushes its share; 2. the controller makes the
     commit record; 3. each replica is sent it, pulls, and goes on by itself; 4. `then` runs (slots are freed) as soon as one
     replica has pulled and the others let new requests wait until they have: what is generated from here on is fresh, and a
-    slow replica holds nobody up but itself; 5. the record goes into the store, for readers that come later, and what was
-    overwritten is deleted from it.
+    slow replica holds nobody up but itself; 5. the records of the versions held go into the store, for readers that come
+    later, in the place of those before, and bytes that the store has of an older version are deleted.
     `ready()` returns when all that is done, and raises what went wrong in it; weights may change only after it.
     """
 
@@ -113,9 +113,9 @@ class WeightSync:
         pushed = time.perf_counter()
         pulls = [asyncio.create_task(self._pull(pull, commit)) for pull in self._pulls]
         await asyncio.gather(self._measure(commit, started, pushed, pulls), self._free(version, pulls, then))
-        # On a small machine what the store does would slow the copies down, so it comes last. A reader that finds the record
-        # of a version already overwritten learns so from the arena's header.
-        await self._store.put(commit_key(self._run, version), commit)
+        # On a small machine what the store does would slow the copies down, so it comes last, in one message to each of its two
+        # actors. A reader that finds the record of a version already overwritten learns so from the arena's header.
+        await self._store.put(commits_key(self._run), tuple(self._held))
         await asyncio.gather(*map(self._delete, old))
 
     async def _pull(self, pull: Pull, commit: Commit) -> None:
@@ -141,8 +141,7 @@ class WeightSync:
         }
 
     async def _delete(self, commit: Commit) -> None:
-        """Delete a version, its commit record first, so that nobody starts to read it."""
-        await self._store.delete(commit_key(self._run, commit.version))
+        """Delete what the store holds of a version; its commit record is gone, so nobody starts to read it."""
         for handle in (handle for manifest in commit.manifests for handle in manifest.handles):
             if isinstance(handle, StoreHandle):
                 await self._store.delete(handle.key)
