@@ -121,7 +121,8 @@ def test_starvation_of_generation_is_told_apart() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         await groups.reserve(1)
-        assert groups.why_starved(2, waited_s=0.05).startswith("no group finished in 0.05 s, 1 are under way")
+        why = groups.why_starved(2, waited_s=0.05)
+        assert why.startswith("no group came in 0.05 s; 1 are under way, the oldest for prompt 0; see")
 
     run(scenario())
 

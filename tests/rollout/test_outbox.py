@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.records import make_record
-from titanrl.rollout.outbox import Outbox
+from titanrl.rollout.outbox import MAX_HELD, Outbox
 from titanrl.types import GroupRecord, Handle
 
 
@@ -33,7 +33,7 @@ class Notes:
 def test_what_finishes_while_a_delivery_is_under_way_goes_together() -> None:
     async def scenario() -> None:
         notes = Notes()
-        outbox = Outbox(notes)
+        outbox = Outbox(notes, in_order=True)
 
         async def deliver(index: int) -> None:
             await outbox.deliver(make_record(index), ())
@@ -50,7 +50,7 @@ def test_what_finishes_while_a_delivery_is_under_way_goes_together() -> None:
 def test_groups_of_one_tick_go_together_and_all_learn_that_they_could_not() -> None:
     async def scenario() -> None:
         notes = Notes()
-        outbox = Outbox(notes)
+        outbox = Outbox(notes, in_order=True)
         await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (0, 1)))
         assert notes.log == [([0, 1], [0, 1])]
         notes.error = RuntimeError("no buffer")
@@ -63,10 +63,43 @@ def test_groups_of_one_tick_go_together_and_all_learn_that_they_could_not() -> N
     asyncio.run(scenario())
 
 
+def test_a_group_that_no_batch_can_have_yet_waits_for_older_ones_unless_many_do() -> None:
+    async def scenario() -> None:
+        notes = Notes()
+        outbox = Outbox(notes, in_order=True)
+        for index in range(20):
+            outbox.begin(index)
+        waiting = [asyncio.create_task(outbox.deliver(make_record(index), ())) for index in (3, 1)]
+        await asyncio.sleep(0.03)
+        assert notes.log == []
+        await outbox.deliver(make_record(0), ())
+        assert notes.log == [([3, 1, 0], [3, 1, 0])]
+        await asyncio.gather(*waiting)
+        many = range(4, 4 + MAX_HELD)
+        await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in many))
+        assert notes.log[1:] == [(list(many), list(many))], "2 is not finished"
+        await outbox.deliver(make_record(2), ())
+        assert notes.log[2:] == [([2], [2])]
+
+    asyncio.run(scenario())
+
+
+def test_where_order_does_not_matter_nothing_waits() -> None:
+    async def scenario() -> None:
+        notes = Notes()
+        outbox = Outbox(notes, in_order=False)
+        for index in range(3):
+            outbox.begin(index)
+        await outbox.deliver(make_record(2), ())
+        assert notes.log == [([2], [2])]
+
+    asyncio.run(scenario())
+
+
 def test_groups_without_payload_send_their_record_alone() -> None:
     async def scenario() -> None:
         notes = Notes()
-        await Outbox(notes).deliver(make_record(4, has_payload=False), ())
+        await Outbox(notes, in_order=True).deliver(make_record(4, has_payload=False), ())
         assert notes.log == [([], [4])]
 
     asyncio.run(scenario())
@@ -75,7 +108,7 @@ def test_groups_without_payload_send_their_record_alone() -> None:
 def test_demonstrations_are_stored_without_a_record() -> None:
     async def scenario() -> None:
         notes = Notes()
-        await Outbox(notes).store(make_record(7).handle, ())
+        await Outbox(notes, in_order=True).store(make_record(7).handle, ())
         assert notes.log == [([7], [])]
 
     asyncio.run(scenario())

@@ -134,9 +134,12 @@ class GroupBuffer:
     def why_starved(self, num_groups: int, waited_s: float) -> str:
         """What is to be said when no batch of `num_groups` groups has come together in `waited_s` seconds."""
         tried = [group.record for group in (*self._ready.values(), *self._dropped)]
+        under_way = f"{len(self._in_flight)} are under way"
+        if self._in_flight:
+            under_way += f", the oldest for prompt {next(iter(self._in_flight))}"
         if not tried:
             return (
-                f"no group finished in {waited_s:g} s, {len(self._in_flight)} are under way; "
+                f"no group came in {waited_s:g} s; {under_way}; "
                 "see logs/rollout_0.log and logs/generator_0_0.log, or raise rollout.starvation_timeout_s"
             )
         with_signal = sum(record.has_payload for record in tried)
@@ -144,8 +147,8 @@ class GroupBuffer:
         reasons = ", ".join(f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3))
         return (
             f"no batch of {num_groups} groups with a signal in {waited_s:g} s: {len(tried)} groups finished, "
-            f"{with_signal} with a signal; the others: {reasons or 'none'}. If rewards are all low the task is too hard for "
-            "the policy (warm_start, an easier data.task_config, a larger rollout.group_size); if all high it is solved"
+            f"{with_signal} with a signal; the others: {reasons or 'none'}; {under_way}. If rewards are all low the "
+            "task is too hard for the policy (warm_start, an easier data.task_config, a larger rollout.group_size); if all high it is solved"
         )
 
     async def release(self, handles: Table) -> None:

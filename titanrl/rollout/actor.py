@@ -54,7 +54,9 @@ class RolloutWorker(Actor):
         self._setup = setup
         self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs)
         self._task: asyncio.Task[None] | None = None
-        self._outbox = Outbox(setup.shards)
+        config = setup.config
+        in_order = config.window_groups == 1 and not config.rollout.dynamic_sampling  # which frees slots as groups finish
+        self._outbox = Outbox(setup.shards, in_order=in_order)
         # In synchronous training rollouts and evaluations take turns, so that neither changes the other's decoding batches and
         # a run repeats.
         self._turn = asyncio.Lock()
@@ -136,6 +138,7 @@ class RolloutWorker(Actor):
     async def _roll_out(self, reservation: Reservation) -> None:
         """One group, from its prompt to the buffer."""
         config = self._setup.config
+        self._outbox.begin(reservation.index)
         prompt = self._stream[reservation.index]
         requests = sampling_requests(prompt, config.rollout, config.seed)
         with self._pool.session() as session:
