@@ -81,9 +81,18 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(start_run: Start, plai
         assert [row[name] for row in resumed.steps] == [row[name] for row in plain_run.steps], name
 
 
-def test_ctrl_c_ends_the_run_in_order_and_leaves_nothing(start_run: Start, plain_run: Finished) -> None:
+@pytest.mark.parametrize(
+    ("doing", "overrides"),
+    [
+        ("training", ["max_staleness=1"]),
+        ("evaluating", ["evaluation.every_steps=3", "evaluation.num_prompts=1000"]),  # for seconds after step 3
+    ],
+)
+def test_ctrl_c_ends_the_run_in_order_and_leaves_nothing(
+    start_run: Start, plain_run: Finished, doing: str, overrides: list[str]
+) -> None:
     before = shared_memory()
-    command = start_run("interrupted", "num_steps=100000")
+    command = start_run(f"interrupted-{doing}", "num_steps=100000", *overrides)
     command.wait_for_step(3)  # the checkpoint of step 2 is written before this step begins
     interrupted = time.monotonic()
     command.process.send_signal(signal.SIGINT)
@@ -94,6 +103,8 @@ def test_ctrl_c_ends_the_run_in_order_and_leaves_nothing(start_run: Start, plain
     assert shared_memory() <= before
     assert "interrupted" in finished.output
     assert "python -m titanrl.grpo --resume" in finished.output
+    for log in (finished.run_dir / "logs").glob("*.log"):
+        assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
 
 
 def test_sigterm_ends_the_run_in_order_while_it_starts(start_run: Start, plain_run: Finished) -> None:

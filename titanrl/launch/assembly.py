@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,14 +57,22 @@ class Parts:
     hosts: Hosts
 
     async def close(self, timeout_s: float) -> list[str]:
-        """Close every part, then stop every process, each within half the time; returns what did not go in order."""
+        """Close every part, then stop every process, each within half the time; returns what did not go in order.
+
+        Workers come first, so that nobody waits for a completion any more when the generators close.
+        """
         self.supervisor.expect_deaths()
-        closing = (self.workers.close(), self.generators.close(), self.trainer.close())
-        results = await asyncio.gather(*closing, return_exceptions=True)
-        troubles = [str(result) for result in results if isinstance(result, BaseException)]
+        troubles = await troubles_of(self.workers.close())
+        troubles += await troubles_of(self.generators.close(), self.trainer.close())
         logger.info("parts closed; stopping processes")
         to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if self.supervisor.saw_death else timeout_s / 2
         return troubles + await stop_processes(self.fleet, self.supervisor, self.hosts, to_stop_s)
+
+
+async def troubles_of(*closing: Awaitable[None]) -> list[str]:
+    """What went wrong with any of them; all are awaited."""
+    results = await asyncio.gather(*closing, return_exceptions=True)
+    return [str(result) for result in results if isinstance(result, BaseException)]
 
 
 async def stop_processes(fleet: Fleet, supervisor: Supervisor, hosts: Hosts, timeout_s: float) -> list[str]:

@@ -174,7 +174,7 @@ class TrainerClient:
 
     async def close(self) -> None:
         """Leave the process group."""
-        await self._all("trainer.close", self.mesh.close.call(), self.timeouts.close_s / 2)
+        await self._all("trainer.close", self.mesh.close.call(), self.timeouts.close_s / 4)
 
     async def _all(self, name: str, call: Awaitable[Any], timeout_s: float | None = None) -> list[Any]:
         answers = await self.supervisor.ask(name, call, timeout_s or self.timeouts.step_s)
@@ -221,7 +221,7 @@ class GeneratorsClient:
 
     async def close(self) -> None:
         """End the engines."""
-        await self._each("generator.close", [mesh.close.call() for mesh in self.meshes], self.timeouts.close_s / 2)
+        await self._each("generator.close", [mesh.close.call() for mesh in self.meshes], self.timeouts.close_s / 4)
 
     async def _each(self, name: str, calls: Sequence[Awaitable[T]], timeout_s: float) -> list[T]:
         return await self.supervisor.ask(name, asyncio.gather(*map(_awaited, calls)), timeout_s)
@@ -261,7 +261,7 @@ class WorkersClient:
 
     async def close(self) -> None:
         """End loops and scoring processes."""
-        await self.supervisor.ask("rollout.close", self.mesh.close.call(), self.timeouts.close_s / 2)
+        await self.supervisor.ask("rollout.close", self.mesh.close.call(), self.timeouts.close_s / 4)
 
 
 @dataclass(frozen=True, slots=True)

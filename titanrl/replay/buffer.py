@@ -148,7 +148,8 @@ class GroupBuffer:
         return (
             f"no batch of {num_groups} groups with a signal in {waited_s:g} s: {len(tried)} groups finished, "
             f"{with_signal} with a signal; the others: {reasons or 'none'}; {under_way}. If rewards are all low the "
-            "task is too hard for the policy (warm_start, an easier data.task_config, a larger rollout.group_size); if all high it is solved"
+            "task is too hard for the policy (warm_start, an easier data.task_config, a larger rollout.group_size); if all "
+            "high it is solved"
         )
 
     async def release(self, handles: Table) -> None:

@@ -2,16 +2,16 @@
 
 import asyncio
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from titanrl.actors import Actor, endpoint
+from titanrl.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.config.schema import Config
 from titanrl.loading import loading
 from titanrl.metrics.sinks import append_line
@@ -23,6 +23,8 @@ from titanrl.types import EvaluationResult, Group, GroupRecord, Handle, Prompt, 
 
 if TYPE_CHECKING:
     from titanrl.data.demonstrations import Demonstration
+
+T = TypeVar("T")
 
 EVALUATION_BATCH = 128
 """Held-out prompts in flight at once."""
@@ -53,7 +55,7 @@ class RolloutWorker(Actor):
         """Keep the set-up; `start` loads."""
         self._setup = setup
         self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs)
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
         config = setup.config
         in_order = config.window_groups == 1 and not config.rollout.dynamic_sampling  # which frees slots as groups finish
         self._outbox = Outbox(setup.shards, in_order=in_order)
@@ -79,11 +81,14 @@ class RolloutWorker(Actor):
     @endpoint
     async def run(self) -> None:
         """Start rolling out in the background; whatever ends that reaches the buffer, and so the controller."""
-        self._task = asyncio.create_task(self._report_failure(), name="roll out")
+        self._start_task(self._report_failure(), "roll out")
 
-    @endpoint
+    @concurrent_endpoint
     async def evaluate(self, num_prompts: int) -> EvaluationResult:
-        """Answer held-out prompts greedily."""
+        """Answer held-out prompts greedily; `close` ends it."""
+        return await self._start_task(self._evaluate(num_prompts), "evaluate")
+
+    async def _evaluate(self, num_prompts: int) -> EvaluationResult:
         prompts = self._stream.heldout(num_prompts)
         async with self._turn:  # free all the time in asynchronous training
             groups = [
@@ -115,11 +120,18 @@ class RolloutWorker(Actor):
 
     @endpoint
     async def close(self) -> None:
-        """End the background loops and the scoring processes."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """End whatever is under way, and the scoring processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._scoring.close()
+
+    def _start_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Begin something that `close` ends if it has not ended by then."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _roll_out_for_ever(self) -> None:
         """Synchronous training goes in rounds, which repeat; else a group starts as soon as a slot and an engine have room."""
