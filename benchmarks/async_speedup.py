@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=list(STALENESS))
     parser.add_argument(
-        "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to the config"
+        "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:

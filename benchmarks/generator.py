@@ -53,7 +53,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to configs/quickstart.yaml")
+    parser.add_argument(
+        "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
+    )
     arguments = parser.parse_args()
     config = load_config("configs/quickstart.yaml", arguments.overrides)
     if arguments.bare is not None:
@@ -134,7 +136,9 @@ class Bare:
     """The bare engine's process: a line with a number of requests in, a line with seconds out."""
 
     def __init__(self, model_dir: Path, environment: dict[str, str], overrides: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "benchmarks.generator", "--bare", str(model_dir), *overrides]
+        command = [sys.executable, "-m", "benchmarks.generator", "--bare", str(model_dir)]
+        if overrides:
+            command += ["--set", *overrides]
         self._process = subprocess.Popen(
             command, env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -30,7 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to configs/quickstart.yaml")
+    parser.add_argument(
+        "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         runs = [measure(Path(folder), seed, arguments.overrides) for seed in arguments.seeds]
