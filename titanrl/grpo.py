@@ -100,8 +100,8 @@ class GRPO:
             # Sent behind the passes, not after their answers, so no message lies between the last pass and the step.
             stepping = asyncio.gather(self._optim_step(), parts.generators.take_stats(), self._figures(batch, ages))
             losses = await _before(stepping, passes)
-        with self._timer.phase("sync"):  # the last push and pull are done: weights may change
-            await parts.weights.ready()
+        with self._timer.phase("sync"):  # the last push is done: weights may change
+            await parts.weights.pushed()
         with self._timer.phase("optim"):
             update, generated, figures = await stepping
         await self._publish(batch, update)
@@ -216,7 +216,8 @@ class GRPO:
     async def _take_batch(self) -> Batch:
         """The batch asked for; it stays asked for if this is interrupted, or waits in vain."""
         self._asked = self._asked or self._ask_for_batch()
-        batch = await self.parts.buffer.take_batch(self.config.rollout.groups_per_step, self._asked)
+        taking = self.parts.buffer.take_batch(self.config.rollout.groups_per_step, self._asked)
+        batch = await self.parts.weights.unless_failed(taking)
         self._asked = None
         return batch
 
@@ -279,8 +280,8 @@ class GRPO:
         return 0
 
     async def _optim_step(self) -> OptimUpdate:
-        """Step as soon as no push or pull reads the weights; a failed pass makes the trainer refuse."""
-        await self.parts.weights.ready()
+        """Step as soon as no push reads the weights; a failed pass makes the trainer refuse."""
+        await self.parts.weights.pushed()
         return await self.parts.trainer.optim_step(self._adam_params())
 
     def _adam_params(self) -> AdamParams:

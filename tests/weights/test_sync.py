@@ -157,6 +157,56 @@ def test_a_lease_ends_with_its_reader_however_that_ends() -> None:
     asyncio.run(scenario())
 
 
+def test_the_trainer_goes_on_while_a_replica_is_slow_to_pull_but_overwrites_nothing_that_is_read() -> None:
+    async def scenario() -> None:
+        world, go_on = World(), asyncio.Event()
+
+        async def drain_first(commit: Commit) -> None:
+            await go_on.wait()
+            world.log.append(f"pull {commit.version}")
+
+        world.turns[0] = drain_first
+        for version in (1, 2):
+            world.sync.publish(version, then=world.free)
+            await world.sync.pushed()
+        world.sync.publish(3, then=world.free)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(world.sync.pushed(), timeout=0.01)
+        assert world.log == ["push 1", "push 2"], "3 goes where 1 is still read"
+        go_on.set()
+        await world.sync.ready()
+        assert [line for line in world.log if line.startswith("pull")] == ["pull 1", "pull 2", "pull 3"]
+        assert world.log.index("pull 1") < world.log.index("push 3")
+        assert world.log.count("free") == 3
+        assert world.committed == [2, 3]
+        assert sorted(world.values) == ["run/COMMITS", "run/v2/rank0", "run/v3/rank0"]
+
+    asyncio.run(scenario())
+
+
+def test_nobody_waits_for_what_a_failed_version_would_have_brought() -> None:
+    async def scenario() -> None:
+        world = World()
+
+        async def fail(commit: Commit) -> None:
+            raise RuntimeError("the generator is gone")
+
+        async def later() -> str:
+            await asyncio.sleep(0)
+            return "a batch"
+
+        assert await world.sync.unless_failed(later()) == "a batch"
+        world.turns[0] = fail
+        world.sync.publish(1, then=world.free)
+        await world.sync.pushed()
+        with pytest.raises(RuntimeError, match="the generator is gone"):
+            await world.sync.unless_failed(asyncio.Event().wait())
+        with pytest.raises(RuntimeError, match="the generator is gone"):
+            await world.sync.pushed()
+
+    asyncio.run(scenario())
+
+
 def test_what_went_wrong_while_publishing_is_raised_wherever_it_is_awaited() -> None:
     async def scenario() -> None:
         world = World()
