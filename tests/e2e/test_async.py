@@ -8,23 +8,33 @@ from tests.e2e.conftest import Command, Finished, Start
 ROLES = ("trainer", "generator_0", "rollout", "store")
 
 
-@pytest.mark.parametrize("on_update", ["continue", "drain"])
+@pytest.mark.parametrize(
+    ("on_update", "bound"),
+    [("continue", 1), ("drain", 3)],  # with 3 the trainer publishes versions while a generator drains for the one before
+)
 def test_an_asynchronous_run_overlaps_within_its_bound_and_says_so(
-    start_run: Start, plain_run: Finished, on_update: str
+    start_run: Start, plain_run: Finished, on_update: str, bound: int
 ) -> None:
     initial = f"model.path={plain_run.run_dir}/checkpoints/final"
-    settings = ("max_staleness=1", "rollout.num_workers=2", "rollout.num_spare_completions=1", "warm_start=null", initial)
+    settings = (
+        f"max_staleness={bound}",
+        "rollout.num_workers=2",
+        "rollout.num_spare_completions=1",
+        "warm_start=null",
+        initial,
+    )
     finished = start_run(f"async-{on_update}", "num_steps=8", f"generator.on_update={on_update}", *settings).finish()
     assert finished.code == 0, finished.output
-    assert "B=16 slots, window W=1, P=8 groups per publication: no token older than (B + W - 2) // P = 1" in finished.output
+    slots = f"B={8 * (bound + 1)} slots, window W=1, P=8 groups per publication"
+    assert f"{slots}: no token older than (B + W - 2) // P = {bound}" in finished.output
     assert "idle     trainer" in finished.output
     assert [row["version"] for row in finished.steps] == list(range(1, 9))
-    assert {row["staleness/max"] for row in finished.steps} <= {0, 1}
-    stale = [row for row in finished.steps if row["staleness/lag_1_frac"] > 0]
+    assert {row["staleness/max"] for row in finished.steps} <= set(range(bound + 1))
+    stale = [row for row in finished.steps if row["staleness/lag_0_frac"] < 1]
     assert stale
     for row in finished.steps:
         assert row.get("mismatch/numeric/logprob_abs_max", 0.0) < 1e-4
-        assert row["staleness/lag_0_frac"] + row["staleness/lag_1_frac"] == pytest.approx(1.0)
+        assert sum(row[f"staleness/lag_{lag}_frac"] for lag in range(bound + 1)) == pytest.approx(1.0)
     assert max(row["mismatch/stale/logprob_abs_max"] for row in stale) > 1e-4
 
 
