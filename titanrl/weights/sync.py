@@ -49,6 +49,8 @@ class _Pushed:
     """A version that has left the trainer, on its way into every replica."""
 
     commit: Commit
+    overwritten: Sequence[Commit]
+    """What was held in its place, and is read by nobody any more."""
     pulls: Sequence["asyncio.Task[None]"]
     """One for each replica, begun."""
     started: float
@@ -65,7 +67,7 @@ class WeightSync:
     slow replica holds nobody up but itself; 5. the records of the versions held go into the store, for readers that come
     later, in the place of those before, and bytes that the store has of an older version are deleted.
 
-    `pushed()` returns after 1.: weights may change. The next version can then be published while replicas still pull this one,
+    `pushed()` returns after 2.: weights may change. The next version can then be published while replicas still pull this one,
     or drain before they do; it goes into other memory. `ready()` returns when all is done with every version. Both raise what
     went wrong with any; after that nothing is published any more.
     """
@@ -98,7 +100,6 @@ class WeightSync:
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
         self._held: list[Commit] = []
-        self._overwritten: list[Commit] = []
         self._metrics: dict[str, float] = {}
 
     def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
@@ -135,7 +136,7 @@ class WeightSync:
             failed.cancel()
 
     async def catch_up(self, pull: Pull) -> int:
-        """Bring the newest version into a generator that came late, or whose pull failed; returns the version."""
+        """Bring the newest version into a generator that came late; returns the version."""
         commit = self._held[-1]
         async with self._leases.lease(commit.version):
             await pull(commit)
@@ -151,13 +152,12 @@ class WeightSync:
         overwritten, self._held = self._held[: 1 - VERSIONS_HELD], self._held[1 - VERSIONS_HELD :]
         for commit in overwritten:
             await self._leases.free(commit.version)
-        self._overwritten += overwritten
         started = time.perf_counter()
         commit = Commit(version, tuple(await self._push(version)))
         self._held.append(commit)
         # Begun before anybody learns that the push has ended, so that their leases are there when it is published over.
         pulls = [asyncio.create_task(self._pull(replica, commit)) for replica in range(len(self._pulls))]
-        return _Pushed(commit, pulls, started, time.perf_counter())
+        return _Pushed(commit, overwritten, pulls, started, time.perf_counter())
 
     async def _bring(self, pushing: "asyncio.Task[_Pushed]", then: Callable[[], Awaitable[None]]) -> None:
         """All that comes after the push."""
@@ -165,10 +165,9 @@ class WeightSync:
         await asyncio.gather(self._measure(pushed), self._free(pushed, then))
         # On a small machine what the store does would slow the copies down, so it comes last, in one message to each of its two
         # actors. A reader that finds the record of a version already overwritten learns so from the arena's header.
-        async with self._recording:
-            overwritten, self._overwritten = self._overwritten, []
+        async with self._recording:  # in their order
             await self._store.put(commits_key(self._run), tuple(self._held))
-            await asyncio.gather(*map(self._delete, overwritten))
+        await asyncio.gather(*map(self._delete, pushed.overwritten))
 
     async def _pull(self, replica: int, commit: Commit) -> None:
         """Bring a version into a replica, after those before it."""
