@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --no-deps --no-compile --no-input --quiet --
 
 # An install is skipped while the stamp named after the contents of its lists is there.
 digest = $(firstword $(shell cat $(1) | cksum))
-RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt pyproject.toml Makefile)
+RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt pyproject.toml Makefile titanrl/weights/_stream.c)
 DEV := $(RUNTIME)-dev-$(call digest,requirements/dev.txt)
 
 .PHONY: help venv demo test test-slow lint bench requirements clean

@@ -1,13 +1,17 @@
-"""Copies with a cast in the same pass; on a device when there is one."""
+"""Copies with a cast in the same pass, through the caches and past them; on a device when there is one."""
 
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.weights.processes import MemoryStore
-from titanrl.weights.copying import CopyOut, copy_in, one_thread
+from titanrl.weights import _stream, copying
+from titanrl.weights.copying import Copies, CopyOut, as_rows, copy_in, one_thread
 from titanrl.weights.manifest import Commit
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
@@ -16,9 +20,89 @@ from titanrl.weights.pull import WeightReader
 def test_a_copy_casts_and_takes_blocks_of_any_stride() -> None:
     source = torch.arange(12.0).view(3, 4)
     target = torch.zeros(2, 2, dtype=torch.bfloat16)
-    asyncio.run(CopyOut().copy([target], [source[1:, ::2]]))
+    asyncio.run(CopyOut().run(Copies([target], [source[1:, ::2]])))
     assert target.tolist() == [[4, 6], [8, 10]]
-    copy_in([], [])
+    copy_in(Copies([], []))
+
+
+TYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
+
+
+Block = tuple[torch.Tensor, torch.Tensor]
+"""A whole tensor, and the part of it that is copied."""
+
+
+@st.composite
+def blocks(draw: st.DrawFn, dtype: torch.dtype, shape: tuple[int, ...]) -> Block:
+    """A block of some shape, anywhere inside a larger tensor, its dimensions in any order."""
+    order = draw(st.permutations(range(len(shape))))
+    margins = [(draw(st.integers(0, 3)), draw(st.integers(0, 3))) for _ in shape]
+    room = [before + shape[dim] + after for dim, (before, after) in zip(order, margins, strict=True)]
+    whole = torch.randn(room, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).mul(50).abs().to(dtype)
+    inside = whole[tuple(slice(before, before + shape[dim]) for dim, (before, _) in zip(order, margins, strict=True))]
+    return whole, inside.permute(*(order.index(dim) for dim in range(len(shape))))
+
+
+@given(st.data())
+def test_what_goes_past_the_caches_is_what_torch_would_have_copied_and_nothing_beside_it(data: st.DataObject) -> None:
+    types = st.sampled_from(
+        [(dtype, dtype) for dtype in TYPES] + [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+    )
+    targets, sources, wholes, expected = [], [], [], []
+    for target_dtype, source_dtype in data.draw(st.lists(types, min_size=1, max_size=3)):
+        shape = (*data.draw(st.lists(st.integers(0, 4), max_size=2)), data.draw(st.integers(0, 700)))
+        _, source = data.draw(blocks(source_dtype, shape))
+        whole, target = data.draw(blocks(target_dtype, shape))
+        by_torch = whole.clone()
+        by_torch.as_strided(shape, target.stride(), target.storage_offset()).copy_(source)
+        targets, sources, wholes, expected = [*targets, target], [*sources, source], [*wholes, whole], [*expected, by_torch]
+    Copies(targets, sources, streamed_from_bytes=0).run()
+    assert all(map(torch.equal, wholes, expected))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_every_kind_of_float32_is_cast_past_the_caches_as_torch_casts_it(first: int) -> None:
+    high, low = np.meshgrid(np.arange(1 << 16, dtype=np.uint32), np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32))
+    source = torch.from_numpy((high << 16 | low).ravel()).view(torch.float32)[first:]
+    target = torch.zeros(len(source) + 32, dtype=torch.bfloat16)[first + 5 :][: len(source)]
+    assert as_rows(target, source) is not None
+    Copies([target], [source], streamed_from_bytes=0).run()
+    expected, is_nan = source.to(torch.bfloat16), source.isnan()
+    assert torch.equal(target.view(torch.uint16)[~is_nan], expected.view(torch.uint16)[~is_nan])
+    assert target[is_nan].isnan().all()
+
+
+def test_long_rows_go_past_the_caches_as_few_blocks_as_they_can_be() -> None:
+    one = torch.zeros(4, 8, 512, dtype=torch.bfloat16)
+    columns = torch.zeros(32, 1024, dtype=torch.bfloat16)[:, 512:]
+    whole, strided = as_rows(one, one.clone()), as_rows(one.view(32, 512), columns)
+    assert whole is not None
+    assert strided is not None
+    assert (whole.num_rows, whole.length, whole.item) == (1, 4 * 8 * 512, 2)
+    assert (strided.num_rows, strided.length, strided.target_stride, strided.source_stride) == (32, 512, 1024, 2048)
+    assert as_rows(one[..., :200], one[..., :200]) is None
+    assert as_rows(one.mT, one.mT) is None
+    assert as_rows(one[:, :4, :500], one[:, :4, :500]) is None
+    assert as_rows(one, one.double()) is None
+
+
+def test_small_weights_and_a_tree_that_was_not_built_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(copying, "_stream", type("Spy", (), {"run": staticmethod(lambda table: calls.append(len(table)))}))
+    source = torch.ones(1 << 20)
+    Copies([torch.zeros(1 << 20)], [source]).run()
+    assert calls == []
+    Copies([torch.zeros(1 << 22), torch.zeros(1)], [torch.ones(1 << 22), torch.ones(1)]).run()
+    assert calls == [1]
+    monkeypatch.setattr(copying, "_stream", None)
+    target = torch.zeros(1 << 20)
+    Copies([target], [source], streamed_from_bytes=0).run()
+    assert torch.equal(target, source)
+
+
+def test_a_table_of_another_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="a table of 48 bytes is not one of copies, 56 bytes each"):
+        _stream.run(np.zeros(6, np.int64))
 
 
 def test_the_number_of_threads_is_put_back_even_after_a_failure() -> None:

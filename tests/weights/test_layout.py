@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titanrl.weights.copying import fill
+from titanrl.weights.copying import Copies
 from titanrl.weights.layout import (
     box_pieces,
     dim_splits,
@@ -158,7 +158,7 @@ def publish_as_four_ranks(rank: int, folder: str) -> None:
 def pack_to_file(state: dict[str, torch.Tensor], rank: int, path: str) -> None:
     plan = plan_pack(state, rank, torch.bfloat16, keep={"buffer"})
     data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
-    fill(plan.targets(data), plan.local_blocks(local_parts(state)))
+    Copies(plan.targets(data), plan.local_blocks(local_parts(state))).run()
     torch.save((plan.layout, data), path)
 
 
@@ -213,7 +213,7 @@ def test_bytes_are_cast_to_the_readers_dtype_and_entries_begin_at_cache_lines() 
     plan = plan_pack(state, 0, torch.bfloat16)
     assert [entry.byte_offset for entry in plan.layout.entries] == [0, 64]
     data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
-    fill(plan.targets(data), plan.local_blocks(local_parts(state)))
+    Copies(plan.targets(data), plan.local_blocks(local_parts(state))).run()
     assert entry_view(data, plan.layout.entries[0]).tolist() == [1.0, 1.0]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from titanrl.weights.arena import Arena
-from titanrl.weights.copying import CopyOut, pin
+from titanrl.weights.copying import Copies, CopyOut, pin
 from titanrl.weights.digest import Verify, digest
 from titanrl.weights.layout import local_parts, plan_pack
 from titanrl.weights.manifest import Layout, WeightManifest, layout_key
@@ -42,12 +42,11 @@ class WeightPublisher:
         self._run, self._rank, self._store = run, rank, store
         self._dtype, self._verify = dtype, verify
         self._transports = make_transports(transports, run, rank, store)
-        self._copier = CopyOut()
+        self._copy_out = CopyOut()
         self._planned: Whereabouts | None = None
         self._layout: Layout
-        self._sources: list[torch.Tensor] = []
         self._arenas: list[Arena] = []
-        self._targets: list[list[torch.Tensor]] = []
+        self._copies: list[Copies] = []
 
     async def prepare(self, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> None:
         """Work out the layout of a state dict and allocate all memory; without it the first `publish` does so.
@@ -65,9 +64,9 @@ class WeightPublisher:
             return
         parts = local_parts(state)
         plan = plan_pack(state, self._rank, self._dtype, keep)
-        self._layout, self._sources = plan.layout, plan.local_blocks(parts)
+        self._layout, blocks = plan.layout, plan.local_blocks(parts)
         self._allocate(next((part.device for part in parts.values()), torch.device("cpu")))
-        self._targets = [plan.targets(arena.data) for arena in self._arenas]
+        self._copies = [Copies(plan.targets(arena.data), blocks) for arena in self._arenas]
         key = layout_key(self._run, plan.layout.layout_id)
         if not await self._store.exists(key):
             await self._store.put(key, plan.layout)
@@ -91,7 +90,7 @@ class WeightPublisher:
         place = version % NUM_ARENAS
         arena, layout = self._arenas[place], self._layout
         with arena.writing() as data:
-            await self._copier.copy(self._targets[place], self._sources)
+            await self._copy_out.run(self._copies[place])
         return WeightManifest(
             version=version,
             rank=self._rank,

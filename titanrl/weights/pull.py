@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from titanrl.weights.copying import copy_in, pin
+from titanrl.weights.copying import Copies, copy_in, pin
 from titanrl.weights.digest import Verify, digest
 from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
 from titanrl.weights.manifest import Commit, Layout, WeightManifest, WeightMismatchError, commits_key, layout_key
@@ -19,7 +19,7 @@ Targets = Mapping[str, torch.Tensor | PartOf]
 
 
 class CopyPlan:
-    """The slice copies from some layouts into some tensors, with views of both sides kept."""
+    """The slice copies from some layouts into some tensors, worked out once for each place of the bytes."""
 
     def __init__(self, layouts: Sequence[Layout], targets: Targets) -> None:
         """Plan once; it is proved here that the layouts fill every target.
@@ -30,9 +30,9 @@ class CopyPlan:
         """
         self.layout_ids = [layout.layout_id for layout in layouts]
         self.targets = targets
-        self._copies: tuple[SliceCopy, ...] = plan_copies(layouts, {name: as_target(name, t) for name, t in targets.items()})
-        self._filled = [local_part(targets[copy.name])[copy.destination] for copy in self._copies]
-        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._slices: tuple[SliceCopy, ...] = plan_copies(layouts, {name: as_target(name, t) for name, t in targets.items()})
+        self._filled = [local_part(targets[part.name])[part.destination] for part in self._slices]
+        self._copies: dict[tuple[int, ...], Copies] = {}
 
     def fits(self, layout_ids: Sequence[str], targets: Targets) -> bool:
         """Whether this is the plan for these layouts and this very mapping."""
@@ -40,15 +40,13 @@ class CopyPlan:
 
     def run(self, data: Mapping[int, torch.Tensor]) -> None:
         """Copy from the bytes of each rank."""
-        copy_in(self._filled, self._sources(data))
-
-    def _sources(self, data: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         where = tuple(data[rank].data_ptr() for rank in sorted(data))
-        if where not in self._views:
-            if len(self._views) > 1:  # writers have two arenas by turns; other bytes do not come back
-                self._views.clear()
-            self._views[where] = [entry_view(data[copy.rank], copy.entry)[copy.source] for copy in self._copies]
-        return self._views[where]
+        if where not in self._copies:
+            if len(self._copies) > 1:  # writers have two arenas by turns; other bytes do not come back
+                self._copies.clear()
+            sources = [entry_view(data[part.rank], part.entry)[part.source] for part in self._slices]
+            self._copies[where] = Copies(self._filled, sources)
+        copy_in(self._copies[where])
 
 
 def as_target(name: str, value: torch.Tensor | PartOf) -> Target:

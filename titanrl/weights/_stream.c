@@ -1,0 +1,118 @@
+/* Copies past the caches, many in one call, without the interpreter's lock.
+
+   A plain store reads the line it is about to overwrite, so a copy moves three bytes for each one; a non-temporal store does
+   not, and leaves the caches to others. glibc's memcpy does the same from a size on that depends on the machine, which single
+   tensors do not reach, and does not cast. Whole lines are streamed, the ends of a row stored plainly. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#define LINE 64
+
+/* One version for each level of the instruction set; the loader picks. */
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define FOR_EACH_LEVEL __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_LEVEL
+#endif
+
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef uint16_t Bf16x8 __attribute__((vector_size(16)));
+typedef uint32_t Bits8 __attribute__((vector_size(32)));
+typedef int32_t Ints8 __attribute__((vector_size(32)));
+
+/* A block of rows; `titanrl.weights.copying` fills the same fields. */
+typedef struct {
+    char *target;
+    const char *source;
+    int64_t rows;
+    int64_t length;        /* of a row, in elements */
+    int64_t target_stride; /* from row to row, in bytes */
+    int64_t source_stride;
+    int64_t item; /* bytes of an element; 0: float32 is cast to bfloat16 */
+} Copy;
+
+static inline void stream(char *target, Bytes16 value) {
+#ifdef __SSE2__
+    _mm_stream_si128((__m128i *)target, (__m128i)value);
+#else
+    memcpy(target, &value, sizeof value);
+#endif
+}
+
+/* What has been streamed becomes visible to other processes before what is stored afterwards. */
+static inline void finish(void) {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+static void copy_row(char *target, const char *source, size_t size) {
+    size_t head = -(uintptr_t)target % LINE;
+    head = head < size ? head : size;
+    memcpy(target, source, head);
+    for (target += head, source += head, size -= head; size >= LINE; target += LINE, source += LINE, size -= LINE) {
+        Bytes16 line[LINE / 16];
+        memcpy(line, source, LINE);
+        for (int part = 0; part < LINE / 16; part++) stream(target + 16 * part, line[part]);
+    }
+    memcpy(target, source, size);
+}
+
+/* Round to nearest, ties to even; NaN stays NaN. */
+static inline uint16_t bf16(uint32_t bits) {
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static inline Bf16x8 bf16x8(const uint32_t *source) {
+    Bits8 bits;
+    memcpy(&bits, source, sizeof bits);
+    Bits8 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    Bits8 is_nan = (Bits8)((Ints8)(bits & 0x7fffffff) > 0x7f800000);
+    return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), Bf16x8);
+}
+
+FOR_EACH_LEVEL static void cast_row(uint16_t *target, const uint32_t *source, size_t length) {
+    for (; length && (uintptr_t)target % LINE; length--) *target++ = bf16(*source++);
+    for (; length >= LINE / 2; length -= LINE / 2, target += LINE / 2, source += LINE / 2)
+        for (int part = 0; part < LINE / 2; part += 8) stream((char *)(target + part), (Bytes16)bf16x8(source + part));
+    while (length--) *target++ = bf16(*source++);
+}
+
+static void run_copy(const Copy *copy) {
+    char *target = copy->target;
+    const char *source = copy->source;
+    for (int64_t row = 0; row < copy->rows; row++, target += copy->target_stride, source += copy->source_stride) {
+        if (copy->item)
+            copy_row(target, source, copy->length * copy->item);
+        else
+            cast_row((uint16_t *)target, (const uint32_t *)source, copy->length);
+    }
+}
+
+static PyObject *run(PyObject *Py_UNUSED(module), PyObject *table) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(table, &view, PyBUF_SIMPLE)) return NULL;
+    if (view.len % sizeof(Copy)) {
+        PyBuffer_Release(&view);
+        return PyErr_Format(PyExc_ValueError, "a table of %zd bytes is not one of copies, %zu bytes each", view.len, sizeof(Copy));
+    }
+    const Copy *copies = view.buf;
+    Py_BEGIN_ALLOW_THREADS;
+    for (size_t number = 0; number < view.len / sizeof(Copy); number++) run_copy(copies + number);
+    finish();
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&view);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"run", run, METH_O, "Make all copies of a table."}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT, .m_name = "_stream", .m_doc = "Copies past the caches.", .m_size = -1, .m_methods = methods};
+
+PyMODINIT_FUNC PyInit__stream(void) { return PyModule_Create(&definition); }
