@@ -14,11 +14,11 @@
 
 #define LINE 64
 
-/* One version for each level of the instruction set; the loader picks. */
+/* Compiled twice; the loader picks. Wider vectors than AVX2's do not help: memory is the limit. */
 #if defined(__x86_64__) && defined(__gnu_linux__)
-#define FOR_EACH_LEVEL __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define WITH_AVX2_IF_THERE __attribute__((target_clones("avx2", "default")))
 #else
-#define FOR_EACH_LEVEL
+#define WITH_AVX2_IF_THERE
 #endif
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
@@ -77,7 +77,7 @@ static inline Bf16x8 bf16x8(const uint32_t *source) {
     return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), Bf16x8);
 }
 
-FOR_EACH_LEVEL static void cast_row(uint16_t *target, const uint32_t *source, size_t length) {
+WITH_AVX2_IF_THERE static void cast_row(uint16_t *target, const uint32_t *source, size_t length) {
     for (; length && (uintptr_t)target % LINE; length--) *target++ = bf16(*source++);
     for (; length >= LINE / 2; length -= LINE / 2, target += LINE / 2, source += LINE / 2)
         for (int part = 0; part < LINE / 2; part += 8) stream((char *)(target + part), (Bytes16)bf16x8(source + part));
