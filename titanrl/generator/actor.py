@@ -205,13 +205,15 @@ class Generator(Actor):
 
     def _weight_targets(self, model: "torch.nn.Module") -> Targets:
         """The same mapping at every pull, so that the reader's plan for it is kept."""
-        from titanrl.generator import native, titan
-        from titanrl.models.qwen3 import read_hf_config
-
         if not self._targets:
             if self._setup.config.model_impl == "titan":
+                from titanrl.generator import titan  # torchtitan takes long to import, and vLLM's own model does without
+
                 self._targets = titan.weight_targets(model)
             else:
+                from titanrl.generator import native
+                from titanrl.models.hf_config import read_hf_config
+
                 config = read_hf_config(self._setup.model_dir)
                 self._targets = native.weight_targets(model, config, self._rank, self._setup.config.tp)
         return self._targets

@@ -1,4 +1,4 @@
-"""torchtitan's Qwen3 built from Hugging Face directories, against transformers."""
+"""A model directory is read, and refused if torchtitan would compute something else."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from titanrl.config.sections import RecipeConfig
 from titanrl.data.recipe import create_model
-from titanrl.models.qwen3 import read_hf_config
+from titanrl.models.hf_config import read_hf_config
 
 
 @pytest.fixture
