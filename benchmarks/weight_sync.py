@@ -13,9 +13,10 @@ import ctypes
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from titanrl.actors import Actor, endpoint
 from titanrl.launch.environment import worker_environment
 from titanrl.launch.fleet import Fleet, join_process_group
 from titanrl.launch.supervision import Supervisor
+from titanrl.weights.copying import Copies
 from titanrl.weights.digest import Verify
+from titanrl.weights.layout import local_part
 from titanrl.weights.manifest import Commit, WeightManifest
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
@@ -81,6 +84,8 @@ class Case:
     e2e_ratio: float
     torchstore_s: float | None
     torchstore_ratio: float | None
+    copy_ratio: float
+    """Seconds of a push's copies, by those of torch's own between the same tensors."""
     state_dict_ratio: float | None
     """Seconds to find all tensors of the model, by those of torch.distributed's `get_model_state_dict`; None without FSDP."""
 
@@ -211,13 +216,25 @@ class Writer(Actor):
         if not isinstance(self._module, torch.distributed.fsdp.FSDPModule):
             return None
 
-        def seconds(make: Any) -> float:
-            started = time.perf_counter()
-            make()
-            return time.perf_counter() - started
+        return ratio_of_seconds(self._state.tensors, lambda: get_model_state_dict(self._module))
 
-        pairs = [(seconds(self._state.tensors), seconds(lambda: get_model_state_dict(self._module))) for _ in range(5)]
-        return statistics.median(one / other for one, other in pairs)
+    @endpoint
+    async def copy_ratio(self) -> float:
+        """Seconds of a push's copies, by those of torch's own between the same tensors."""
+        sources = [local_part(value).detach() for value in self._state.tensors().values()]
+        targets = [torch.ones_like(source, dtype=PUBLISHED) for source in sources]
+        return ratio_of_seconds(Copies(targets, sources).run, Copies(targets, sources, streamed_from_bytes=sys.maxsize).run)
+
+
+def ratio_of_seconds(one: Callable[[], object], other: Callable[[], object], num_pairs: int = 5) -> float:
+    """The seconds that one takes by those of the other, by turns: the median."""
+
+    def seconds(make: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        make()
+        return time.perf_counter() - started
+
+    return statistics.median(seconds(one) / seconds(other) for _ in range(num_pairs))
 
 
 class Copier(Actor):
@@ -335,6 +352,7 @@ class Bench:
         torchstore_s = await self._torchstore() if torchstore else None
         memcpy_s = statistics.median(row["memcpy"] for row in warm)
         (state_dict_ratio, *_) = await answers(self.writers.state_dict_ratio.call())
+        copy_ratio = statistics.median(await answers(self.writers.copy_ratio.call()))
         return Case(
             name=f"{self.payload} {self.layout} {self.dtype} {verify}",
             payload=self.payload,
@@ -353,6 +371,7 @@ class Bench:
             e2e_ratio=statistics.median(row["e2e"] / row["memcpy"] for row in warm),
             torchstore_s=torchstore_s,
             torchstore_ratio=None if torchstore_s is None else torchstore_s / memcpy_s,
+            copy_ratio=copy_ratio,
             state_dict_ratio=state_dict_ratio,
         )
 
@@ -442,6 +461,7 @@ def summary(case: Case) -> str:
     other = "" if case.torchstore_ratio is None else f"   torchstore x{case.torchstore_ratio:.0f}"
     return (
         f"{case.name:40} memcpy {case.memcpy_s * 1e3:6.1f} ms   push x{case.push_ratio:.2f}   pull x{case.pull_ratio:.2f}   "
+        f"copies x{case.copy_ratio:.2f} of torch's   "
         f"end to end {case.e2e_s * 1e3:6.1f} ms x{case.e2e_ratio:.2f}   first push {case.first_push_s:.2f} s{other}"
     )
 

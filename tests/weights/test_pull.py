@@ -163,12 +163,16 @@ def drain(pipe: Connection, newest: WeightManifest) -> WeightManifest:
     return newest
 
 
-@pytest.mark.parametrize("writer", [(200, 0, 8, 50_000)], indirect=True)
-def test_a_reader_that_races_with_200_versions_never_takes_a_mixture_for_a_version(writer: WriterProcess) -> None:
+@pytest.mark.parametrize(
+    ("writer", "numel"),
+    [((200, 0, 8, numel), numel) for numel in (50_000, 300_000)],  # in all below and above what goes past the caches
+    indirect=["writer"],
+)
+def test_a_reader_that_races_with_200_versions_never_takes_a_mixture_for_a_version(writer: WriterProcess, numel: int) -> None:
     manifest, values = writer.next_manifest()
     store: Any = MemoryStore(values)
     reader = WeightReader("run", store)
-    targets = {f"w{number}": torch.zeros(50_000) for number in range(8)}
+    targets = {f"w{number}": torch.zeros(numel) for number in range(8)}
     whole = 0
     refusals: list[str] = []
     while manifest.version < 200:

@@ -121,31 +121,6 @@ def test_who_stops_waiting_does_not_stop_the_publication() -> None:
     asyncio.run(scenario())
 
 
-def test_what_a_reader_holds_is_not_overwritten() -> None:
-    async def scenario() -> None:
-        world, go_on = World(), asyncio.Event()
-        await world.publish(1)
-
-        async def late(commit: Commit) -> None:
-            await go_on.wait()
-            world.log.append(f"late pull of {commit.version} ends")
-
-        catching_up = asyncio.create_task(world.sync.catch_up(late))
-        await asyncio.sleep(0)
-        await world.publish(2)  # goes to the other arena
-        world.sync.publish(3, then=world.free)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert "push 3" not in world.log
-        assert world.committed == [1, 2]
-        go_on.set()
-        await world.sync.ready()
-        assert await catching_up == 1
-        assert world.log.index("late pull of 1 ends") < world.log.index("push 3")
-
-    asyncio.run(scenario())
-
-
 def test_a_lease_ends_with_its_reader_however_that_ends() -> None:
     async def scenario() -> None:
         leases = Leases()

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
+from titanrl.generator import native
 from titanrl.generator.loop import EngineLoop, GeneratorStats
 from titanrl.loading import loading
+from titanrl.models.hf_config import read_hf_config
 from titanrl.types import Completion, EngineLoad, GenerationRequest
 from titanrl.weights.manifest import Commit
 from titanrl.weights.pull import Targets, WeightReader
@@ -211,9 +213,6 @@ class Generator(Actor):
 
                 self._targets = titan.weight_targets(model)
             else:
-                from titanrl.generator import native
-                from titanrl.models.hf_config import read_hf_config
-
                 config = read_hf_config(self._setup.model_dir)
                 self._targets = native.weight_targets(model, config, self._rank, self._setup.config.tp)
         return self._targets

@@ -45,10 +45,13 @@ static inline void stream(char *target, Bytes16 value) {
 #endif
 }
 
-/* What has been streamed becomes visible to other processes before what is stored afterwards. */
-static inline void finish(void) {
+/* Other processes see what is stored before this before what is stored after it. Streams need it on both sides: they overtake
+   plain stores, such as those of an arena's sequence number, and are overtaken. */
+static inline void fence(void) {
 #ifdef __SSE2__
     _mm_sfence();
+#else
+    __atomic_thread_fence(__ATOMIC_RELEASE);
 #endif
 }
 
@@ -104,8 +107,9 @@ static PyObject *run(PyObject *Py_UNUSED(module), PyObject *table) {
     }
     const Copy *copies = view.buf;
     Py_BEGIN_ALLOW_THREADS;
+    fence();
     for (size_t number = 0; number < view.len / sizeof(Copy); number++) run_copy(copies + number);
-    finish();
+    fence();
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&view);
     Py_RETURN_NONE;

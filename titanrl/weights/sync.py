@@ -135,13 +135,6 @@ class WeightSync:
             waiting.cancel()
             failed.cancel()
 
-    async def catch_up(self, pull: Pull) -> int:
-        """Bring the newest version into a generator that came late; returns the version."""
-        commit = self._held[-1]
-        async with self._leases.lease(commit.version):
-            await pull(commit)
-        return commit.version
-
     def take_metrics(self) -> Mapping[str, float]:
         """`sync/*` of the last version that has reached every replica since the last call: seconds, bytes and speed."""
         metrics, self._metrics = self._metrics, {}
