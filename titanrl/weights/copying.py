@@ -1,9 +1,9 @@
 """Many tensors copied at once, with the cast in the same pass: on the CPU by one thread, on a device by a stream of its own.
 
-What is larger than the caches goes past them (`_stream.c`), which is faster by a third (docs/weights.md). More threads do not help
-a copy, and OpenMP's barriers make it ten times slower as soon as other processes are busy. On CUDA the host side is pinned (once
-for an arena), so that copies run beside the computation; whoever relies on them synchronizes first. The device part is written
-for CUDA and NPU and has been run on neither.
+What is larger than the caches goes past them (`_stream.c`), which takes a quarter to a third less time (docs/weights.md). More
+threads do not help a copy, and OpenMP's barriers make it ten times slower as soon as other processes are busy. On CUDA the host
+side is pinned (once for an arena), so that copies run beside the computation; whoever relies on them synchronizes first. The
+device part is written for CUDA and NPU and has been run on neither.
 """
 
 import asyncio
