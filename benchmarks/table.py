@@ -79,8 +79,8 @@ def weight_sync_tables(result: Mapping[str, Any]) -> str:
     """Weight sync: a row per case with the default digest, then what the digests cost."""
     cases: Sequence[Mapping[str, Any]] = result["cases"]
     lines = [
-        "| payload, layout | types | memcpy | push | pull | end to end | first push | torchstore's own |",
-        "|---|---|---|---|---|---|---|---|",
+        "| payload, layout | types | memcpy | push | pull | end to end | first push | copies by torch's | torchstore's own |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(sync_row(case) for case in cases if case["verify"] == "sampled"),
         "",
         f"`python -m benchmarks.weight_sync --json FILE`, {where(result['machine'])}.",
@@ -110,6 +110,7 @@ def sync_row(case: Mapping[str, Any]) -> str:
         f"x{case['pull_ratio']:.2f}",
         f"x{case['e2e_ratio']:.2f} ({case['e2e_s'] * 1e3:.0f} ms)",
         f"{case['first_push_s']:.2f} s",
+        f"x{case['copy_ratio']:.2f}",
         "-" if case["torchstore_ratio"] is None else f"x{case['torchstore_ratio']:.0f}",
     ]
     return f"| {' | '.join(cells)} |"
