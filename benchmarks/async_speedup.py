@@ -20,8 +20,8 @@ from benchmarks.machine import describe_machine
 from benchmarks.quickstart import run_command
 from titanrl.config import load_config
 from titanrl.grpo import GRPO
+from titanrl.metrics.run_directory import read_metrics
 from titanrl.metrics.series import by_step, first_and_last_five, series
-from titanrl.metrics.sinks import read_metrics
 
 BALANCED = (
     "rollout.groups_per_step=16",

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine
+from titanrl.metrics.run_directory import read_metrics
 from titanrl.metrics.series import by_step, first_and_last_five, series
-from titanrl.metrics.sinks import read_metrics
 
 ACCURACY = 0.8
 """Held-out accuracy that `time_to_accuracy_s` waits for."""

@@ -45,7 +45,7 @@ from titanrl.trainer import head
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner, new_optimizer
 from titanrl.trainer.model import PolicyModel, build_model
-from titanrl.types import AdamParams, Handle, Rollout, SequencePlan
+from titanrl.types import AdamParams, GroupHandle, Rollout, SequencePlan
 
 ADAM = AdamParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
 
@@ -183,7 +183,7 @@ def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
             reward_parts={},
             finish_reason="stop",
         )
-        handle = Handle(shard=0, slot=slot, generation=0)
+        handle = GroupHandle(shard=0, slot=slot, serial=0)
         payload[handle] = {0: rollout}
         plans.append(SequencePlan(handle=handle, rollout=0, length=length, advantage=float(random.normal()), weight=1e-4))
     rows = [tuple(plans[i] for i in row) for row in packed]

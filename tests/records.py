@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from titanrl.types import GroupRecord, Handle
+from titanrl.types import GroupHandle, GroupRecord
 
 
 def make_record(
@@ -15,7 +15,7 @@ def make_record(
     fields: dict[str, Any] = {
         "index": index,
         "task": "sums",
-        "handle": Handle(shard=0, slot=index, generation=0),
+        "handle": GroupHandle(shard=0, slot=index, serial=0),
         "has_payload": True,
         "rewards": tuple(rewards),
         "reward_parts": {},

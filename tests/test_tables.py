@@ -5,14 +5,14 @@ import pickle
 import numpy as np
 
 from titanrl.tables import HANDLE, SEQUENCE, RecordTable, RowTable
-from titanrl.types import GroupRecord, Handle, SequencePlan
+from titanrl.types import GroupHandle, GroupRecord, SequencePlan
 
 
 def record(index: int, rewards: tuple[float, ...], parts: dict[str, tuple[float, ...]]) -> GroupRecord:
     return GroupRecord(
         index=index,
         task="sums",
-        handle=Handle(shard=index % 2, slot=index + 10, generation=3),
+        handle=GroupHandle(shard=index % 2, slot=index + 10, serial=3),
         has_payload=index != 4,
         rewards=rewards,
         reward_parts=parts,
@@ -83,7 +83,7 @@ def test_no_records_are_a_table_without_groups() -> None:
 
 def test_rows_are_read_as_the_plans_they_were_made_of() -> None:
     def plan(slot: int) -> SequencePlan:
-        handle = Handle(shard=1, slot=slot, generation=1 << 40)
+        handle = GroupHandle(shard=1, slot=slot, serial=1 << 40)
         return SequencePlan(handle=handle, rollout=slot + 1, length=9, advantage=-0.1 * slot, weight=1 / 3, num_shared=2 * slot)
 
     def table(weight: float, ends: list[int]) -> RowTable:

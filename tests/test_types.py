@@ -6,9 +6,9 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from titanrl.types import Completion, GenerationRequest, Handle, Rollout, SamplingParams, SequencePlan
+from titanrl.types import Completion, GenerationRequest, GroupHandle, Rollout, SamplingParams, SequencePlan
 
-HANDLE = Handle(shard=1, slot=7, generation=3)
+HANDLE = GroupHandle(shard=1, slot=7, serial=3)
 CARRIERS = (
     HANDLE,
     SequencePlan(handle=HANDLE, rollout=2, length=20, advantage=-0.5, weight=0.25),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanrl.config import Config, ConfigError, load_config
-from titanrl.metrics.sinks import read_rollouts
+from titanrl.metrics.run_directory import read_rollouts
 
 
 def main() -> None:

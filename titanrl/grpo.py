@@ -18,23 +18,23 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from titanrl.algorithms.planning import plan_batch
+from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.algorithms.loss_weights import correction_totals
 from titanrl.algorithms.schedule import learning_rate
-from titanrl.algorithms.weights import correction_totals
 from titanrl.config import Config, ConfigError, check_files, dump_config
 from titanrl.config.sizes import notes
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import Device, resolve_device
-from titanrl.launch.base import prepare_base
-from titanrl.launch.clients import merge_losses
+from titanrl.launch.meshes import merge_losses
 from titanrl.launch.progress import RunState, checkpoint_dir, free_run_dir, latest_state, write_state
+from titanrl.launch.starting_model import prepare_starting_model
 from titanrl.launch.warm_start import warm_start
 from titanrl.loading import loading
 from titanrl.metrics import steps as measured
 from titanrl.metrics.console import Console
 from titanrl.metrics.phases import PhaseTimer
 from titanrl.metrics.record import Recorder
-from titanrl.metrics.sinks import RunDirectory
+from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import make_trackers
 from titanrl.replay.buffer import Batch
 from titanrl.tables import BatchPlan, MicroBatch, Table
@@ -148,7 +148,7 @@ class GRPO:
         directory.write_config(dump_config(config))
         trackers = make_trackers(config.logging.loggers, self.run_dir, config.model_dump(mode="json"))
         self._recorder = Recorder(directory, trackers, console)
-        base = prepare_base(config)
+        base = prepare_starting_model(config)
         files = RunFiles(run_dir=self.run_dir, model_dir=base.initial, stop_ids=load_tokenizer(base.initial).eos_ids)
         console.note(describe_staleness(config))
         console.phase("start", f"trainer x{config.trainer.parallelism.world_size}, generator x{config.generator.num_ranks}")

@@ -12,14 +12,14 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.types import NOT_MEASURED, CorrectionTotals, GroupRecord, Handle, IntArray, Row, SequencePlan
+from titanrl.types import NOT_MEASURED, CorrectionTotals, GroupHandle, GroupRecord, IntArray, Row, SequencePlan
 
 Table = npt.NDArray[np.void]
 """A structured array: one record an entry, one field a column."""
 DoubleArray = npt.NDArray[np.float64]
 
-HANDLE = np.dtype([("shard", "<i8"), ("slot", "<i8"), ("generation", "<i8")])
-"""Columns of handles, as `Handle` has them."""
+HANDLE = np.dtype([("shard", "<i8"), ("slot", "<i8"), ("serial", "<i8")])
+"""Columns of handles, as `GroupHandle` has them."""
 SEQUENCE = np.dtype(
     [
         ("handle", HANDLE),
@@ -73,7 +73,7 @@ def pack_record(record: GroupRecord) -> PackedRecord:
         record.index,
         handle.shard,
         handle.slot,
-        handle.generation,
+        handle.serial,
         record.has_payload,
         len(record.rewards),
         record.prompt_len,
@@ -220,9 +220,9 @@ class BatchPlan:
 def _sequence_plan(
     handle: tuple[int, int, int], rollout: int, length: int, advantage: float, weight: float, num_shared: int
 ) -> SequencePlan:
-    shard, slot, generation = handle
+    shard, slot, serial = handle
     return SequencePlan(
-        handle=Handle(shard=shard, slot=slot, generation=generation),
+        handle=GroupHandle(shard=shard, slot=slot, serial=serial),
         rollout=rollout,
         length=length,
         advantage=advantage,

@@ -139,15 +139,15 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handle:
+class GroupHandle:
     """Where the payload of a group lies; stale once the slot has been used again."""
 
     shard: int
     """Rank of the storage shard."""
     slot: int
     """Slot of the buffer."""
-    generation: int
-    """How often the slot had been charged when this payload was put."""
+    serial: int
+    """Number of times the slot had been reserved, this reservation included; tells its tenants apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class GroupRecord:
     """Position of its prompt in the stream."""
     task: str
     """Name of the task."""
-    handle: Handle
+    handle: GroupHandle
     """Slot it holds, and payload if it has one."""
     has_payload: bool
     """False for a group without signal, whose tokens were never stored."""
@@ -197,7 +197,7 @@ class GroupRecord:
 class SequencePlan:
     """One rollout's place in the optimizer step."""
 
-    handle: Handle
+    handle: GroupHandle
     """Where its group lies."""
     rollout: int
     """Which of the group's rollouts."""
@@ -350,7 +350,7 @@ def _pickle_fast(carrier: type[Any]) -> None:
     copyreg.pickle(carrier, reduced)
 
 
-for _carrier in (SamplingParams, GenerationRequest, Handle, GroupRecord, SequencePlan):
+for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord, SequencePlan):
     _pickle_fast(_carrier)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.objective import LossInputs, policy_loss
-from titanrl.algorithms.planning import plan_batch
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.tables import BatchPlan, RecordTable
 from titanrl.types import GroupRecord, Row

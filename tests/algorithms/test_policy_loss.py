@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from titanrl.algorithms.loss_weights import Reduction, correction_totals, sequence_weights
 from titanrl.algorithms.losses import HOMOGENEOUS, ppo_clip, weighted_sum
 from titanrl.algorithms.objective import LossInputs, measure_correction, policy_loss
-from titanrl.algorithms.weights import Reduction, correction_totals, sequence_weights
 from titanrl.config.objective import CORRECTION_PRESETS
 from titanrl.config.sections import AlgorithmConfig
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from titanrl.metrics.sinks import read_metrics
+from titanrl.metrics.run_directory import read_metrics
 
 REPO = Path(__file__).parents[2]
 SMALL = (

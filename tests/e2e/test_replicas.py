@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import SMALL, Finished, Start
 from titanrl.config import Config, load_config
 from titanrl.grpo import GRPO
-from titanrl.launch.clients import BufferClient, GeneratorsClient
+from titanrl.launch.meshes import BufferClient, GeneratorMeshes
 from titanrl.replay.buffer import Batch
 from titanrl.tables import BatchPlan, Table
 from titanrl.weights.manifest import Commit
@@ -67,9 +67,9 @@ class LatePulls:
         self.num_pulled = [0, 0]
         self.num_released = 0
         self.released = asyncio.Condition()
-        pull, release = GeneratorsClient.pull_weights, BufferClient.release
+        pull, release = GeneratorMeshes.pull_weights, BufferClient.release
 
-        async def late_pull(client: GeneratorsClient, replica: int, commit: Commit) -> None:
+        async def late_pull(client: GeneratorMeshes, replica: int, commit: Commit) -> None:
             if replica == 1:
                 await asyncio.wait_for(self.wait_for_slots(commit.version), 60)
             await pull(client, replica, commit)
@@ -82,7 +82,7 @@ class LatePulls:
                 self.num_released += 1
                 self.released.notify_all()
 
-        monkeypatch.setattr(GeneratorsClient, "pull_weights", late_pull)
+        monkeypatch.setattr(GeneratorMeshes, "pull_weights", late_pull)
         monkeypatch.setattr(BufferClient, "release", noted_release)
 
     async def wait_for_slots(self, version: int) -> None:

@@ -16,9 +16,9 @@ from titanrl.config import load_config
 from titanrl.config.sections import RecipeConfig
 from titanrl.data.recipe import create_model
 from titanrl.device import DEVICES
-from titanrl.launch.clients import TrainerClient
 from titanrl.launch.environment import trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet, join_process_group
+from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.training import PoisonedError, TrainingClient
 from titanrl.tables import SEQUENCE, MicroBatch, RowTable
@@ -37,7 +37,7 @@ class Lab:
     """A trainer of two ranks whose weights every test finds as they were made."""
 
     runner: asyncio.Runner
-    trainer: TrainerClient
+    trainer: TrainerMesh
     client: TrainingClient
     start: Path
     store: WeightStore
@@ -109,7 +109,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
                 store=store,
                 shards=None,
             )
-            trainer = TrainerClient(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
+            trainer = TrainerMesh(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
             await trainer.start()
             await trainer.load_model(model)
             client = TrainingClient(trainer, folder / "states")

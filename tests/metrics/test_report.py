@@ -12,8 +12,8 @@ from titanrl.config import Config, dump_config
 from titanrl.metrics import report as report_module
 from titanrl.metrics.curves import MAX_POINTS, thin
 from titanrl.metrics.report import write_report
+from titanrl.metrics.run_directory import RunDirectory, append_line
 from titanrl.metrics.series import by_step, phase_seconds
-from titanrl.metrics.sinks import RunDirectory, append_line
 from titanrl.types import StepMetrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

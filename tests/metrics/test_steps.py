@@ -4,7 +4,7 @@ import pytest
 
 from titanrl.metrics.steps import loss_metrics, rollout_metrics
 from titanrl.tables import RecordTable
-from titanrl.types import GroupRecord, Handle, LossSums
+from titanrl.types import GroupHandle, GroupRecord, LossSums
 
 
 def test_terms_of_the_loss_are_complete_and_the_rest_are_means_over_tokens() -> None:
@@ -35,7 +35,7 @@ def record(index: int, rewards: tuple[float, ...], prompt_len: int, lengths: tup
     return GroupRecord(
         index=index,
         task="sums",
-        handle=Handle(shard=0, slot=index, generation=1),
+        handle=GroupHandle(shard=0, slot=index, serial=1),
         has_payload=True,
         rewards=rewards,
         reward_parts={"answer": rewards} if index else {"answer": rewards, "format": (0.5, 1.0)},

@@ -150,7 +150,7 @@ def test_a_group_cannot_be_committed_twice() -> None:
     run(scenario())
 
 
-def test_a_reused_slot_has_a_new_generation() -> None:
+def test_reused_slot_gets_a_new_serial() -> None:
     async def scenario() -> None:
         groups = buffer(1)
         (first,) = await groups.reserve(1)
@@ -158,7 +158,7 @@ def test_a_reused_slot_has_a_new_generation() -> None:
         batch = await groups.take_batch(1)
         await groups.release(batch.records.handles)
         (second,) = await groups.reserve(1)
-        assert (second.handle.slot, second.handle.generation) == (first.handle.slot, first.handle.generation + 1)
+        assert (second.handle.slot, second.handle.serial) == (first.handle.slot, first.handle.serial + 1)
 
     run(scenario())
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.rollout.group import derive_seed, fit_to_rows, record_of, roll_out, rollouts_of, sampling_requests
-from titanrl.types import Completion, GenerationRequest, Group, Handle, Prompt
+from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 PROMPT = Prompt(index=7, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={"answer": "2"})
 
@@ -45,7 +45,7 @@ def test_a_group_is_generated_then_scored_by_its_text() -> None:
     group = asyncio.run(roll_out(PROMPT, requests, generate, score, lambda ids: " ".join(map(str, ids))))
     assert scored == ["8 1", "9 1"]
     assert group.has_signal
-    record = record_of(group, Handle(shard=0, slot=3, generation=1), has_payload=True, num_overlong=0)
+    record = record_of(group, GroupHandle(shard=0, slot=3, serial=1), has_payload=True, num_overlong=0)
     assert record.rewards == (1.0, 0.0)
     assert (record.lengths, record.num_sampled, record.num_truncated) == ((4, 4), (2, 2), 1)
     assert (record.min_version, record.max_version) == (4, 4)
@@ -67,7 +67,7 @@ def test_tokens_without_a_finite_log_probability_do_not_count() -> None:
 
     requests = sampling_requests(PROMPT, RolloutConfig(group_size=2), seed=0)
     group = asyncio.run(roll_out(PROMPT, requests, generate, score, str))
-    record = record_of(group, Handle(shard=0, slot=0, generation=1), has_payload=True, num_overlong=0)
+    record = record_of(group, GroupHandle(shard=0, slot=0, serial=1), has_payload=True, num_overlong=0)
     assert (record.num_sampled, record.num_nonfinite) == ((1, 2), 1)
 
 
@@ -91,7 +91,7 @@ def overlong_group() -> Group:
 def test_a_sequence_longer_than_a_row_loses_its_end_and_is_counted() -> None:
     group, num_overlong = fit_to_rows(overlong_group(), TrainerConfig(row_tokens=5, overlong="truncate"))
     assert num_overlong == 1
-    record = record_of(group, Handle(shard=0, slot=0, generation=1), has_payload=True, num_overlong=num_overlong)
+    record = record_of(group, GroupHandle(shard=0, slot=0, serial=1), has_payload=True, num_overlong=num_overlong)
     assert (record.lengths, record.num_sampled, record.num_overlong, record.num_nonfinite) == ((4, 5), (2, 2), 1, 1)
     assert group.rollouts[1].token_ids.tolist() == [5, 6, 7, 8, 9]
     assert record.rewards == (1.0, 0.0)
@@ -99,7 +99,7 @@ def test_a_sequence_longer_than_a_row_loses_its_end_and_is_counted() -> None:
 
 def test_a_sequence_longer_than_a_row_can_be_left_out_of_training_and_all_counts_but_its_own() -> None:
     group, num_overlong = fit_to_rows(overlong_group(), TrainerConfig(row_tokens=5, overlong="skip"))
-    record = record_of(group, Handle(shard=0, slot=0, generation=1), has_payload=True, num_overlong=num_overlong)
+    record = record_of(group, GroupHandle(shard=0, slot=0, serial=1), has_payload=True, num_overlong=num_overlong)
     assert (record.lengths, record.num_sampled, record.num_overlong, record.num_nonfinite) == ((4, 5), (2, 0), 1, 0)
     assert (record.min_version, record.max_version) == (3, 4)
 

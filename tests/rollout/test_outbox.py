@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.records import make_record
 from titanrl.rollout.outbox import MAX_HELD, Outbox
-from titanrl.types import GroupRecord, Handle
+from titanrl.types import GroupHandle, GroupRecord
 
 
 class Notes:
@@ -23,7 +23,7 @@ class Notes:
     def put(self) -> "Notes":
         return self
 
-    async def call_one(self, payload: Mapping[Handle, Any], records: Sequence[GroupRecord] = ()) -> None:
+    async def call_one(self, payload: Mapping[GroupHandle, Any], records: Sequence[GroupRecord] = ()) -> None:
         await asyncio.sleep(0.01)
         if self.error is not None:
             raise self.error

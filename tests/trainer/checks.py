@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from titanrl.algorithms.batch_plan import pack_sequences
 from titanrl.algorithms.losses import LossMetrics, ppo_clip, weighted_sum
 from titanrl.algorithms.packing import balance, pack
-from titanrl.algorithms.planning import pack_sequences
 from titanrl.config.sections import AlgorithmConfig, TrainerConfig
 from titanrl.device import DEVICES
 from titanrl.models.qwen3 import qwen3_spec
@@ -21,7 +21,7 @@ from titanrl.tables import SEQUENCE, RowTable
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import build_model
-from titanrl.types import AdamParams, Handle, Rollout, Row, SequencePlan
+from titanrl.types import AdamParams, GroupHandle, Rollout, Row, SequencePlan
 
 ROW_TOKENS = 32
 VOCAB = 112
@@ -59,14 +59,14 @@ def made_up(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: in
 
 
 @functools.cache
-def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[Handle, Mapping[int, Rollout]]]:
+def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[GroupHandle, Mapping[int, Rollout]]]:
     """13 made-up rollouts of 3 to 24 tokens, with advantages of both signs and uneven loss weights."""
     random = np.random.default_rng(0)
     plans, payload = [], {}
     for index in range(13):
         length = int(random.integers(3, 25))
         num_prompt = int(random.integers(1, length - 1))
-        handle = Handle(shard=0, slot=index, generation=1)
+        handle = GroupHandle(shard=0, slot=index, serial=1)
         payload[handle] = {0: made_up(random, random.integers(1, VOCAB, num_prompt), length - num_prompt)}
         advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
         plans.append(SequencePlan(handle=handle, rollout=0, length=length, advantage=advantage, weight=weight))
@@ -84,7 +84,7 @@ def microbatches(
     learner: Learner,
     rows: Sequence[Row],
     rows_per_microbatch: int,
-    payload: Mapping[Handle, Mapping[int, Rollout]] | None = None,
+    payload: Mapping[GroupHandle, Mapping[int, Rollout]] | None = None,
 ) -> list[PackedRows]:
     """This rank's micro-batches, as many as on every other rank, of the rollouts of `sequences` if no others are given."""
     shares = balance([1.0] * len(rows), learner.model.dp_size)
@@ -141,7 +141,7 @@ def gradient_of_groups(
     random = np.random.default_rng(1)
     sequences, payload, groups, prompt_lens = [], {}, [], []
     for index, num_prompt in enumerate((4, 9, 14)):
-        handle, prompt = Handle(shard=0, slot=index, generation=1), random.integers(1, VOCAB, num_prompt)
+        handle, prompt = GroupHandle(shard=0, slot=index, serial=1), random.integers(1, VOCAB, num_prompt)
         payload[handle] = {place: made_up(random, prompt, int(random.integers(1, 15))) for place in range(5)}
         groups += [index] * 5
         prompt_lens += [num_prompt] * 5

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from titanrl.trainer.collate import collate, row_length
-from titanrl.types import Handle, Rollout, SequencePlan
+from titanrl.types import GroupHandle, Rollout, SequencePlan
 
-HANDLE = Handle(shard=0, slot=0, generation=1)
+HANDLE = GroupHandle(shard=0, slot=0, serial=1)
 
 
 def rollout(token_ids: list[int], num_prompt: int, logprobs: list[float]) -> Rollout:

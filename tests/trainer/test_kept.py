@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from titanrl.trainer.kept import KeptLogprobs
-from titanrl.types import Handle, SequencePlan
+from titanrl.types import GroupHandle, SequencePlan
 
 
-def sequence(slot: int, length: int, generation: int = 1, num_shared: int = 0) -> SequencePlan:
-    handle = Handle(shard=0, slot=slot, generation=generation)
+def sequence(slot: int, length: int, serial: int = 1, num_shared: int = 0) -> SequencePlan:
+    handle = GroupHandle(shard=0, slot=slot, serial=serial)
     return SequencePlan(handle=handle, rollout=2, length=length, advantage=1.0, weight=1.0, num_shared=num_shared)
 
 
@@ -31,9 +31,9 @@ def test_another_version_or_another_use_of_the_slot_has_none() -> None:
     with pytest.raises(KeyError, match="no log-probabilities of version 4"):
         kept.get(4, [(sequence(0, 2),)], 2)
     with pytest.raises(KeyError, match="no log-probabilities of version 3"):
-        kept.get(3, [(sequence(0, 2, generation=2),)], 2)
-    kept.put(3, [(sequence(0, 1, generation=2),)], torch.ones(1, 1))
-    assert kept.get(3, [(sequence(0, 1, generation=2),)], 1).tolist() == [[1]]
+        kept.get(3, [(sequence(0, 2, serial=2),)], 2)
+    kept.put(3, [(sequence(0, 1, serial=2),)], torch.ones(1, 1))
+    assert kept.get(3, [(sequence(0, 1, serial=2),)], 1).tolist() == [[1]]
     kept.drop(3)
     with pytest.raises(KeyError):
-        kept.get(3, [(sequence(0, 1, generation=2),)], 1)
+        kept.get(3, [(sequence(0, 1, serial=2),)], 1)

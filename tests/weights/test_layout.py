@@ -27,9 +27,9 @@ from titanrl.weights.layout import (
     local_parts,
     plan_pack,
 )
-from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, make_layout, whole
-from titanrl.weights.plan import Target, plan_copies
+from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, make_layout, whole
 from titanrl.weights.pull import CopyPlan
+from titanrl.weights.slice_copies import Target, plan_copies
 
 VALUE = torch.arange(21.0).view(7, 3)
 
@@ -77,7 +77,7 @@ def test_any_sharding_is_rebuilt_from_any_other(
 ) -> None:
     shape, mesh, placements = source
     value = np.arange(math.prod(shape)).reshape(shape)
-    layouts: list[Layout] = []
+    layouts: list[ByteLayout] = []
     locals_: list[np.ndarray] = []
     for rank, coordinate in enumerate(np.ndindex(mesh)):
         first = not any(isinstance(p, Replicate) and at for p, at in zip(placements, coordinate, strict=True))
@@ -169,7 +169,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def unpack(folder: Path, what: str, targets: dict[str, torch.Tensor]) -> list[Layout]:
+def unpack(folder: Path, what: str, targets: dict[str, torch.Tensor]) -> list[ByteLayout]:
     ranks = [torch.load(folder / f"{what}{rank}.pt", weights_only=False) for rank in range(4)]
     layouts = [layout for layout, _ in ranks]
     CopyPlan(layouts, targets).run({rank: data for rank, (_, data) in enumerate(ranks)})

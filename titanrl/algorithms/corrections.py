@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titanrl.algorithms.loss_weights import Reduction
 from titanrl.algorithms.losses import MAX_LOG_RATIO
 from titanrl.algorithms.segments import segment_any, segment_first, segment_mean, segment_sum
-from titanrl.algorithms.weights import Reduction
 from titanrl.config.objective import CorrectionConfig
 from titanrl.types import CorrectionTotals
 

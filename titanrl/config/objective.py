@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from titanrl.config.base import Section
 from titanrl.config.errors import BrokenRule
+from titanrl.config.section import Section
 
 Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], Field(strict=False)]
 

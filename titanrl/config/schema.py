@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from titanrl.config.base import FilePath, Section
 from titanrl.config.errors import BrokenRule
+from titanrl.config.section import FilePath, Section
 from titanrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from titanrl.config.base import Decay, Dtype, FilePath, Fraction, Section
 from titanrl.config.errors import BrokenRule
 from titanrl.config.objective import ALGORITHM_PRESETS, CorrectionConfig, KLConfig, with_preset
+from titanrl.config.section import Decay, Dtype, FilePath, Fraction, Section
 
 
 class RecipeConfig(Section):

@@ -5,9 +5,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanrl.config.base import Dtype
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
+from titanrl.config.section import Dtype
 from titanrl.config.sections import RecipeConfig
 
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}

@@ -10,10 +10,10 @@ from pathlib import Path
 from titanrl.config.schema import Config
 from titanrl.device import Device
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.clients import BufferClient, GeneratorsClient, TrainerClient, WorkersClient
 from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet, join_process_group
 from titanrl.launch.hosts import Hosts, acquire_hosts
+from titanrl.launch.meshes import BufferClient, GeneratorMeshes, RolloutMesh, TrainerMesh
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
@@ -47,9 +47,9 @@ class RunFiles:
 class Parts:
     """The running parts, as the loop uses them."""
 
-    trainer: TrainerClient
-    generators: GeneratorsClient
-    workers: WorkersClient
+    trainer: TrainerMesh
+    generators: GeneratorMeshes
+    workers: RolloutMesh
     buffer: BufferClient
     weights: WeightSync
     supervisor: Supervisor
@@ -164,7 +164,7 @@ async def _assemble(
         shards=shards,
     )
     timeouts = config.timeouts
-    generators = GeneratorsClient(generator_meshes, supervisor, timeouts)
+    generators = GeneratorMeshes(generator_meshes, supervisor, timeouts)
     worker_setup = WorkerSetup(
         config=config,
         model_dir=files.model_dir,
@@ -173,11 +173,11 @@ async def _assemble(
         shards=shards,
         generators=generators.actors,
     )
-    trainer = TrainerClient(trainer_procs.spawn("trainer", PolicyTrainer, trainer_setup), supervisor, timeouts)
+    trainer = TrainerMesh(trainer_procs.spawn("trainer", PolicyTrainer, trainer_setup), supervisor, timeouts)
     return Parts(
         trainer=trainer,
         generators=generators,
-        workers=WorkersClient(worker_procs.spawn("rollout", RolloutWorker, worker_setup), supervisor, timeouts),
+        workers=RolloutMesh(worker_procs.spawn("rollout", RolloutWorker, worker_setup), supervisor, timeouts),
         buffer=BufferClient(buffer, supervisor, timeouts, config.rollout.starvation_timeout_s),
         weights=WeightSync(
             config.name,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.launch.clients import TrainerClient
+from titanrl.launch.meshes import TrainerMesh
 from titanrl.types import AdamParams, Datum, FloatArray, ForwardBackwardOutput, OptimUpdate
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TrainingClient:
         print((await loss).metrics["loss:sum"], (await update).version)
     """
 
-    def __init__(self, trainer: TrainerClient, state_dir: Path) -> None:
+    def __init__(self, trainer: TrainerMesh, state_dir: Path) -> None:
         """Drive a trainer that has loaded its model.
 
         Args:

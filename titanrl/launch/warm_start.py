@@ -4,12 +4,12 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanrl.algorithms.planning import plan_demonstrations
+from titanrl.algorithms.batch_plan import plan_demonstrations
 from titanrl.algorithms.schedule import learning_rate
 from titanrl.config.schema import Config
 from titanrl.config.sections import WarmStartConfig
 from titanrl.metrics.console import Console
-from titanrl.types import AdamParams, GroupRecord, Handle
+from titanrl.types import AdamParams, GroupHandle, GroupRecord
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -63,9 +63,9 @@ def adam_params(settings: WarmStartConfig, step: int) -> AdamParams:
     return AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
 
 
-def demonstration_handle(step: int) -> Handle:
+def demonstration_handle(step: int) -> GroupHandle:
     """Where a batch of demonstrations lies: outside the buffer's slots, and by turns in three places.
 
     While one is trained on, the next waits at the trainer and the one after it is prepared.
     """
-    return Handle(shard=0, slot=-1 - step % 3, generation=step)
+    return GroupHandle(shard=0, slot=-1 - step % 3, serial=step)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from titanrl.metrics.balance import balance_line
 from titanrl.metrics.report import write_report
+from titanrl.metrics.run_directory import read_metrics
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, series
-from titanrl.metrics.sinks import read_metrics
 
 INTERRUPTED = 130
 """Exit code of a run that was stopped from outside."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from titanrl.metrics.console import Console
-from titanrl.metrics.sinks import RunDirectory
+from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Tracker
 from titanrl.types import EvaluationResult, StepMetrics
 

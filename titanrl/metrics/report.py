@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from titanrl.algorithms.advantages import group_advantages
 from titanrl.config import AlgorithmConfig, load_config
+from titanrl.metrics.run_directory import read_metrics, read_rollouts, replace_text
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, phase_seconds, series
-from titanrl.metrics.sinks import read_metrics, read_rollouts, replace_text
 from titanrl.metrics.text import count
 
 TEMPLATE = Path(__file__).with_name("report_template.html.j2")

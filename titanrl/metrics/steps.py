@@ -6,7 +6,7 @@ from titanrl.tables import RecordTable
 from titanrl.types import LossSums, OptimUpdate
 
 LAG = "lag/"
-"""Prefix of the trainer's sums by age of the token; `algorithms/staleness.py` makes them."""
+"""Prefix of the trainer's sums by age of the token; `algorithms/lag_metrics.py` makes them."""
 
 
 def rollout_metrics(records: RecordTable, *, num_tried: int, num_without_signal: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 from titanrl.actors import Actor, concurrent_endpoint
 from titanrl.replay.buffer import Batch, GroupBuffer, Reservation
 from titanrl.tables import Table
-from titanrl.types import GroupRecord, Handle, Rollout
+from titanrl.types import GroupHandle, GroupRecord, Rollout
 
 
 class ReplayBuffer(Actor):
@@ -79,7 +79,7 @@ class Shards:
         return self._slices[shard]
 
 
-async def fetch(shard: Any, wanted: Sequence[tuple[Handle, int]]) -> list[Rollout]:
+async def fetch(shard: Any, wanted: Sequence[tuple[GroupHandle, int]]) -> list[Rollout]:
     """Single rollouts of a shard, by handle and place in the group.
 
     Raises:
@@ -95,10 +95,10 @@ class StorageShard(Actor):
     def __init__(self, buffer: Any) -> None:
         """Start empty; `buffer` is the actor of the `ReplayBuffer`."""
         self._buffer = buffer
-        self._groups: dict[int, tuple[Handle, tuple[bytes, ...]]] = {}
+        self._groups: dict[int, tuple[GroupHandle, tuple[bytes, ...]]] = {}
 
     @concurrent_endpoint
-    async def put(self, groups: Mapping[Handle, tuple[bytes, ...]], records: Sequence[GroupRecord] = ()) -> None:
+    async def put(self, groups: Mapping[GroupHandle, tuple[bytes, ...]], records: Sequence[GroupRecord] = ()) -> None:
         """Keep the rollouts of groups, then pass on the records of finished ones, so that none is without its payload.
 
         Whatever the slots of the groups held before is gone.
@@ -109,7 +109,7 @@ class StorageShard(Actor):
             await self._buffer.commit.call_one(records)
 
     @concurrent_endpoint
-    async def get(self, wanted: Sequence[tuple[Handle, int]]) -> list[bytes]:
+    async def get(self, wanted: Sequence[tuple[GroupHandle, int]]) -> list[bytes]:
         """Single rollouts, by handle and place in the group.
 
         Raises:
@@ -117,7 +117,7 @@ class StorageShard(Actor):
         """
         return [self._group(handle)[rollout] for handle, rollout in wanted]
 
-    def _group(self, handle: Handle) -> tuple[bytes, ...]:
+    def _group(self, handle: GroupHandle) -> tuple[bytes, ...]:
         held, rollouts = self._groups[handle.slot]
         if held != handle:
             raise KeyError(handle)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanrl.tables import PackedRecord, RecordTable, Table, pack_record
-from titanrl.types import GroupRecord, Handle
+from titanrl.types import GroupHandle, GroupRecord
 
 
 class StarvationError(Exception):
@@ -29,7 +29,7 @@ class Reservation:
 
     index: int
     """Position of its prompt in the stream."""
-    handle: Handle
+    handle: GroupHandle
     """Where its payload goes."""
 
 
@@ -79,13 +79,13 @@ class GroupBuffer:
             first_index: first position of the prompt stream; later than 0 after a resume.
         """
         self._free = deque(range(num_slots))
-        self._charged: dict[int, tuple[int, int, int]] = {}  # by slot: shard, slot, generation
-        self._generations = [0] * num_slots
+        self._charged: dict[int, tuple[int, int, int]] = {}  # by slot: shard, slot, serial
+        self._serials = [0] * num_slots
         self._num_shards = num_shards
         self._dynamic_sampling = dynamic_sampling
         self._window = window
         self._next_index = first_index
-        self._in_flight: dict[int, Handle] = {}  # by prompt index, in order of admission
+        self._in_flight: dict[int, GroupHandle] = {}  # by prompt index, in order of admission
         self._ready: dict[int, _Finished] = {}
         self._overtakers: set[int] = set()  # taken although an older group was still in flight
         self._dropped: list[_Finished] = []  # without signal, freed since the last batch
@@ -162,9 +162,9 @@ class GroupBuffer:
     def _charge(self) -> Reservation:
         slot, index = self._free.popleft(), self._next_index
         self._next_index += 1
-        self._generations[slot] += 1
-        handle = Handle(shard=slot % self._num_shards, slot=slot, generation=self._generations[slot])
-        self._charged[slot] = (handle.shard, slot, handle.generation)
+        self._serials[slot] += 1
+        handle = GroupHandle(shard=slot % self._num_shards, slot=slot, serial=self._serials[slot])
+        self._charged[slot] = (handle.shard, slot, handle.serial)
         self._in_flight[index] = handle
         return Reservation(index, handle)
 

@@ -14,12 +14,12 @@ import numpy as np
 from titanrl.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.config.schema import Config
 from titanrl.loading import loading
-from titanrl.metrics.sinks import append_line
+from titanrl.metrics.run_directory import append_line
 from titanrl.replay.buffer import Reservation
 from titanrl.rollout.group import fit_to_rows, greedy_request, record_of, roll_out, sampling_requests
 from titanrl.rollout.outbox import Outbox
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.types import EvaluationResult, Group, GroupRecord, Handle, Prompt, Rollout
+from titanrl.types import EvaluationResult, Group, GroupHandle, GroupRecord, Prompt, Rollout
 
 if TYPE_CHECKING:
     from titanrl.data.demonstrations import Demonstration
@@ -69,7 +69,7 @@ class RolloutWorker(Actor):
         with loading():
             from titanrl.data.streams import make_stream
             from titanrl.data.tokenizer import load_tokenizer
-            from titanrl.rollout.sandbox import ScoringPool, scorer_spec
+            from titanrl.sandbox.pool import ScoringPool, scorer_spec
 
         config = self._setup.config
         self._scoring = ScoringPool(scorer_spec(config.data), config.sandbox)
@@ -106,7 +106,7 @@ class RolloutWorker(Actor):
         )
 
     @endpoint
-    async def demonstrate(self, handle: Handle) -> GroupRecord:
+    async def demonstrate(self, handle: GroupHandle) -> GroupRecord:
         """Put the next batch of demonstrations into the shard of `handle`; returns their record."""
         if self._demonstrations is None:
             from titanrl.data.demonstrations import chain_sum_demonstrations
@@ -224,7 +224,7 @@ def rollout_of_demonstration(demonstration: "Demonstration") -> Rollout:
     )
 
 
-def record_of_demonstrations(batch: Sequence["Demonstration"], handle: Handle, task: str) -> GroupRecord:
+def record_of_demonstrations(batch: Sequence["Demonstration"], handle: GroupHandle, task: str) -> GroupRecord:
     """What the controller gets to know of a batch of demonstrations."""
     return GroupRecord(
         index=0,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.types import Completion, GenerationRequest, Group, GroupRecord, Handle, Prompt, Rollout, SamplingParams
+from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, GroupRecord, Prompt, Rollout, SamplingParams
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 """Completions for requests, in their order."""
@@ -118,7 +118,7 @@ def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
     return replace(group, rollouts=rollouts), sum(is_overlong)
 
 
-def record_of(group: Group, handle: Handle, *, has_payload: bool, num_overlong: int) -> GroupRecord:
+def record_of(group: Group, handle: GroupHandle, *, has_payload: bool, num_overlong: int) -> GroupRecord:
     """What the controller gets to know of a group."""
     rollouts = group.rollouts
     lengths = tuple(len(rollout.token_ids) for rollout in rollouts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanrl.replay.actors import Shards, packed
-from titanrl.types import GroupRecord, Handle, Rollout
+from titanrl.types import GroupHandle, GroupRecord, Rollout
 
 MAX_HELD = 8
 """Finished groups that wait for an older one; more go without it, so that no message grows with the batch."""
@@ -18,7 +18,7 @@ MAX_HELD = 8
 class _Delivery:
     """What goes to one shard."""
 
-    payload: dict[Handle, tuple[bytes, ...]] = field(default_factory=dict)
+    payload: dict[GroupHandle, tuple[bytes, ...]] = field(default_factory=dict)
     records: list[GroupRecord] = field(default_factory=list)
 
 
@@ -53,7 +53,7 @@ class Outbox:
             self._due.set()
         await asyncio.shield(self._next)
 
-    async def store(self, handle: Handle, rollouts: tuple[Rollout, ...]) -> None:
+    async def store(self, handle: GroupHandle, rollouts: tuple[Rollout, ...]) -> None:
         """Keep a payload of which the buffer is told nothing."""
         await self._shards[handle.shard].put.call_one({handle: packed(rollouts)})
 

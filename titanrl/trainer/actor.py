@@ -14,7 +14,7 @@ from titanrl.device import Device
 from titanrl.loading import loading
 from titanrl.replay.actors import Shards, fetch
 from titanrl.tables import MicroBatch
-from titanrl.types import AdamParams, Datum, Handle, LossSums, OptimUpdate, Rollout, Row
+from titanrl.types import AdamParams, Datum, GroupHandle, LossSums, OptimUpdate, Rollout, Row
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
@@ -272,13 +272,13 @@ class PolicyTrainer(Actor):
         )
         return run_data(self._learner, data, sizes, loss_fn, loss_fn_config, backward=backward)
 
-    async def _fetch(self, rows: Sequence[Row]) -> Mapping[Handle, Mapping[int, Rollout]]:
+    async def _fetch(self, rows: Sequence[Row]) -> Mapping[GroupHandle, Mapping[int, Rollout]]:
         """The rollouts of some rows, straight from their shards."""
-        wanted: dict[int, list[tuple[Handle, int]]] = defaultdict(list)
+        wanted: dict[int, list[tuple[GroupHandle, int]]] = defaultdict(list)
         for sequence in (sequence for row in rows for sequence in row):
             wanted[sequence.handle.shard].append((sequence.handle, sequence.rollout))
         answers = await asyncio.gather(*(fetch(self._shards[shard], keys) for shard, keys in wanted.items()))
-        payload: dict[Handle, dict[int, Rollout]] = defaultdict(dict)
+        payload: dict[GroupHandle, dict[int, Rollout]] = defaultdict(dict)
         for keys, rollouts in zip(wanted.values(), answers, strict=True):
             for (handle, place), rollout in zip(keys, rollouts, strict=True):
                 payload[handle][place] = rollout

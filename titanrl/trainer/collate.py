@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from titanrl.models.attention import sequence_starts
-from titanrl.types import Handle, Rollout, Row
+from titanrl.types import GroupHandle, Rollout, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def empty_rows(num_rows: int, row_tokens: int) -> PackedRows:
     return collate([()] * num_rows, {}, row_tokens)
 
 
-def collate(rows: Sequence[Row], payload: Mapping[Handle, Mapping[int, Rollout]], row_tokens: int) -> PackedRows:
+def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Rollout]], row_tokens: int) -> PackedRows:
     """Lay sequences one after another into rows of `row_tokens`; no rows give one empty row, so that every rank has work."""
     num_rows = max(1, len(rows))
     tokens = np.zeros((num_rows, row_tokens), np.int64)

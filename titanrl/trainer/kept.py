@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titanrl.types import Handle, Row
+from titanrl.types import GroupHandle, Row
 
 
 class KeptLogprobs:
@@ -23,7 +23,7 @@ class KeptLogprobs:
         """Keep what a forward pass over some rows gave."""
         for row, sequence_handle, rollout, tokens in _places(rows):
             key = (version, sequence_handle.shard, sequence_handle.slot, rollout)
-            self._values[key] = (sequence_handle.generation, logprobs_BL[row, tokens].clone())
+            self._values[key] = (sequence_handle.serial, logprobs_BL[row, tokens].clone())
 
     def get(self, version: int, rows: Sequence[Row], row_tokens: int) -> Tensor:
         """What is kept for the sequences of some rows, laid out as these are, 0 elsewhere, `[B, L]`.
@@ -33,8 +33,8 @@ class KeptLogprobs:
         """
         laid_out_BL = torch.zeros(max(1, len(rows)), row_tokens)
         for row, handle, rollout, tokens in _places(rows):
-            generation, values_S = self._values.get((version, handle.shard, handle.slot, rollout), (None, None))
-            if values_S is None or generation != handle.generation:
+            serial, values_S = self._values.get((version, handle.shard, handle.slot, rollout), (None, None))
+            if values_S is None or serial != handle.serial:
                 raise KeyError(f"no log-probabilities of version {version} are kept for rollout {rollout} of {handle}")
             laid_out_BL[row, tokens] = values_S
         return laid_out_BL
@@ -44,7 +44,7 @@ class KeptLogprobs:
         self._values = {key: value for key, value in self._values.items() if key[0] != version}
 
 
-def _places(rows: Sequence[Row]) -> Iterator[tuple[int, Handle, int, slice]]:
+def _places(rows: Sequence[Row]) -> Iterator[tuple[int, GroupHandle, int, slice]]:
     """Row, handle, rollout and tokens of each sequence."""
     for index, row in enumerate(rows):
         start = 0

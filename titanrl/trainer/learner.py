@@ -16,17 +16,18 @@ from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
+from titanrl.algorithms.lag_metrics import lag_metrics
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
 from titanrl.algorithms.objective import LossInputs, measure_correction, policy_loss
-from titanrl.algorithms.staleness import lag_metrics
 from titanrl.algorithms.tinker import tinker_algorithm
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows
 from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
-from titanrl.trainer.snapshots import Snapshots, check_recoverable, local_part
+from titanrl.trainer.snapshots import Snapshots, check_recoverable
 from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, OptimUpdate
+from titanrl.weights.layout import local_part
 from titanrl.weights.state import LiveState
 
 LossName = Literal["policy", "cross_entropy"]

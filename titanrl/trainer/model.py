@@ -19,7 +19,8 @@ from titanrl.device import Device
 from titanrl.models.qwen3 import torch_dtype
 from titanrl.trainer.hf import load_hf
 from titanrl.trainer.lora import init_adapters, merged
-from titanrl.trainer.plan import (
+from titanrl.trainer.snapshots import reshard
+from titanrl.trainer.titan_config import (
     SPMD_BACKEND,
     activation_checkpointing,
     converted,
@@ -27,7 +28,6 @@ from titanrl.trainer.plan import (
     titan_parallelism,
     titan_training,
 )
-from titanrl.trainer.snapshots import reshard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

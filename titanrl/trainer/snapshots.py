@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from titanrl.weights.layout import local_part
+
 
 class SnapshotMismatchError(Exception):
     """A snapshot does not fit the live parameters; nothing was written. The text names the tensor."""
@@ -27,7 +29,7 @@ class GatheredParameterError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """What must be equal for the bytes of one tensor to be the bytes of another."""
 
     shape: tuple[int, ...]
@@ -46,8 +48,8 @@ class Layout:
 class Entry:
     """One tensor of a snapshot."""
 
-    layout: Layout
-    """Layout at the time of the copy."""
+    layout: TensorLayout
+    """TensorLayout at the time of the copy."""
     data: Tensor
     """This rank's part, in memory of its own."""
 
@@ -144,15 +146,10 @@ def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
     return parameters | {name: buffer for name, buffer in buffers.items() if name in kept}
 
 
-def layout_of(tensor: Tensor) -> Layout:
-    """Layout of a parameter or buffer as it is now."""
+def layout_of(tensor: Tensor) -> TensorLayout:
+    """TensorLayout of a parameter or buffer as it is now."""
     spread = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
-    return Layout(tuple(tensor.shape), tuple(local_part(tensor).shape), tensor.dtype, *spread)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory with the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return TensorLayout(tuple(tensor.shape), tuple(local_part(tensor).shape), tensor.dtype, *spread)
 
 
 def copy_of(tensor: Tensor, *, on_device: bool) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, make_layout, whole
+from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, make_layout, whole
 
 Indices = npt.NDArray[np.int64]
 Run = tuple[int, int]
@@ -158,7 +158,7 @@ def local_part(value: "torch.Tensor | PartOf") -> torch.Tensor:
 class PackPlan:
     """What a rank publishes: a layout, and for each of its entries where the bytes come from."""
 
-    layout: Layout
+    layout: ByteLayout
     """What lies where."""
     sources: tuple[tuple[str, Box | None], ...]
     """Tensor and block of its local part, for each entry; None is all of it."""

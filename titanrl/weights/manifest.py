@@ -78,7 +78,7 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ByteLayout:
     """What lies where in a rank's bytes. The same for every version as long as the weights are spread the same way."""
 
     rank: int
@@ -91,10 +91,10 @@ class Layout:
     """Hash of the above: equal ids mean equal layouts."""
 
 
-def make_layout(rank: int, entries: tuple[ShardEntry, ...], num_bytes: int) -> Layout:
+def make_layout(rank: int, entries: tuple[ShardEntry, ...], num_bytes: int) -> ByteLayout:
     """A layout and its id."""
     text = repr((rank, entries, num_bytes)).encode()
-    return Layout(rank, entries, num_bytes, hashlib.blake2b(text, digest_size=8).hexdigest())
+    return ByteLayout(rank, entries, num_bytes, hashlib.blake2b(text, digest_size=8).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class StoreHandle:
     """Their key."""
 
 
-Handle = ArenaHandle | RdmaHandle | StoreHandle
+TransportHandle = ArenaHandle | RdmaHandle | StoreHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class WeightManifest:
     """Checksum of the bytes; None if they are not verified."""
     sequence: int
     """What the arena's header says while it holds this version."""
-    handles: tuple[Handle, ...]
+    handles: tuple[TransportHandle, ...]
     """Ways to the bytes, the best first."""
 
 

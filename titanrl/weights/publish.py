@@ -8,7 +8,7 @@ from titanrl.weights.arena import Arena
 from titanrl.weights.copying import Copies, CopyOut, pin
 from titanrl.weights.digest import Verify, digest
 from titanrl.weights.layout import local_parts, plan_pack
-from titanrl.weights.manifest import Layout, WeightManifest, layout_key
+from titanrl.weights.manifest import ByteLayout, WeightManifest, layout_key
 from titanrl.weights.state import Whereabouts
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import TransportName, make_transports
@@ -44,7 +44,7 @@ class WeightPublisher:
         self._transports = make_transports(transports, run, rank, store)
         self._copy_out = CopyOut()
         self._planned: Whereabouts | None = None
-        self._layout: Layout
+        self._layout: ByteLayout
         self._arenas: list[Arena] = []
         self._copies: list[Copies] = []
 

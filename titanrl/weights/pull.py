@@ -9,8 +9,8 @@ import torch
 from titanrl.weights.copying import Copies, copy_in, pin
 from titanrl.weights.digest import Verify, digest
 from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
-from titanrl.weights.manifest import Commit, Layout, WeightManifest, WeightMismatchError, commits_key, layout_key
-from titanrl.weights.plan import SliceCopy, Target, plan_copies
+from titanrl.weights.manifest import ByteLayout, Commit, WeightManifest, WeightMismatchError, commits_key, layout_key
+from titanrl.weights.slice_copies import SliceCopy, Target, plan_copies
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import Payload, Transport, make_transports
 
@@ -21,7 +21,7 @@ Targets = Mapping[str, torch.Tensor | PartOf]
 class CopyPlan:
     """The slice copies from some layouts into some tensors, worked out once for each place of the bytes."""
 
-    def __init__(self, layouts: Sequence[Layout], targets: Targets) -> None:
+    def __init__(self, layouts: Sequence[ByteLayout], targets: Targets) -> None:
         """Plan once; it is proved here that the layouts fill every target.
 
         Raises:
@@ -67,7 +67,7 @@ class WeightReader:
         """
         self._run, self._store, self._verify = run, store, verify
         self._transports: list[Transport] = make_transports(("arena", "rdma", "store"), run, 0, store)
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, ByteLayout] = {}
         self._pinned: set[int] = set()
         self.plan: CopyPlan | None = None
 
@@ -100,7 +100,7 @@ class WeightReader:
         payloads = await asyncio.gather(*(self._payload(manifest) for manifest in commit.manifests))
         return FetchedWeights(self, commit, layouts, payloads)
 
-    def plan_for(self, layouts: Sequence[Layout], targets: Targets) -> CopyPlan:
+    def plan_for(self, layouts: Sequence[ByteLayout], targets: Targets) -> CopyPlan:
         """The plan for some layouts and targets; kept until one of them is another."""
         if self.plan is None or not self.plan.fits([layout.layout_id for layout in layouts], targets):
             self.plan = CopyPlan(layouts, targets)
@@ -129,7 +129,7 @@ class WeightReader:
             self._pinned.add(payload.data.data_ptr())
             pin(payload.data, device, read_only=True)
 
-    async def _layout(self, layout_id: str) -> Layout:
+    async def _layout(self, layout_id: str) -> ByteLayout:
         """A layout is asked for once; versions repeat its id only."""
         if layout_id not in self._layouts:
             try:
@@ -158,7 +158,7 @@ class FetchedWeights:
 
     reader: WeightReader
     commit: Commit
-    layouts: Sequence[Layout] = field(repr=False)
+    layouts: Sequence[ByteLayout] = field(repr=False)
     payloads: Sequence[Payload] = field(repr=False)
 
     def copy_into(self, targets: Targets) -> None:

@@ -16,9 +16,9 @@ import torch
 from titanrl.weights.arena import Arena, MappedArena, host_id, sequence_in
 from titanrl.weights.manifest import (
     ArenaHandle,
-    Handle,
     RdmaHandle,
     StoreHandle,
+    TransportHandle,
     WeightManifest,
     WeightMismatchError,
     overwritten,
@@ -55,10 +55,10 @@ class Payload:
 class Transport(Protocol):
     """One way from a writer to a reader."""
 
-    async def offer(self, version: int, arena: Arena) -> Handle:
+    async def offer(self, version: int, arena: Arena) -> TransportHandle:
         """Writer: let readers have what an arena holds; the handle travels with the manifest."""
 
-    def reaches(self, handle: Handle) -> bool:
+    def reaches(self, handle: TransportHandle) -> bool:
         """Reader: whether this way leads here."""
 
     async def fetch(self, manifest: WeightManifest, handle: Any) -> Payload:
@@ -80,7 +80,7 @@ class ArenaTransport:
         """The arena's own handle."""
         return arena.handle
 
-    def reaches(self, handle: Handle) -> bool:
+    def reaches(self, handle: TransportHandle) -> bool:
         """Whether the arena is on this host."""
         return isinstance(handle, ArenaHandle) and handle.host == host_id()
 
@@ -109,7 +109,7 @@ class RdmaTransport:
             self._registered[arena.handle.fd] = handle
         return self._registered[arena.handle.fd]
 
-    def reaches(self, handle: Handle) -> bool:
+    def reaches(self, handle: TransportHandle) -> bool:
         """Monarch finds its way."""
         return isinstance(handle, RdmaHandle)
 
@@ -145,7 +145,7 @@ class StoreTransport:
         await self._store.put(key, arena.data)
         return StoreHandle(key)
 
-    def reaches(self, handle: Handle) -> bool:
+    def reaches(self, handle: TransportHandle) -> bool:
         """The store is reached from everywhere."""
         return isinstance(handle, StoreHandle)
 

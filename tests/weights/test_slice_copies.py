@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, WeightMismatchError, make_layout, whole
-from titanrl.weights.plan import Target, plan_copies
+from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, WeightMismatchError, make_layout, whole
+from titanrl.weights.slice_copies import Target, plan_copies
 
 FLOAT = "torch.float32"
 
 
-def layouts(name: str, shape: tuple[int, ...], boxes: list[Box], dtype: str = FLOAT) -> list[Layout]:
+def layouts(name: str, shape: tuple[int, ...], boxes: list[Box], dtype: str = FLOAT) -> list[ByteLayout]:
     """One rank per box."""
     return [make_layout(rank, (ShardEntry(name, dtype, shape, box, 0),), box.numel * 4) for rank, box in enumerate(boxes)]
 

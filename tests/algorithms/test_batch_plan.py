@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.planning import plan_batch, plan_demonstrations
+from titanrl.algorithms.batch_plan import plan_batch, plan_demonstrations
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.tables import BatchPlan, RecordTable
 from titanrl.types import GroupRecord, Row, SequencePlan
@@ -229,5 +229,5 @@ def test_demonstrations_are_all_planned_with_the_same_weight_for_every_trained_t
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, titanrl.algorithms.planning, titanrl.algorithms.schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, titanrl.algorithms.batch_plan, titanrl.algorithms.schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

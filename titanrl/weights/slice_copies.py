@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titanrl.weights.manifest import Box, Layout, Piece, ShardEntry, WeightMismatchError
+from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, WeightMismatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SliceCopy:
     """Part of the target's local tensor."""
 
 
-def plan_copies(layouts: Sequence[Layout], targets: Mapping[str, Target]) -> tuple[SliceCopy, ...]:
+def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) -> tuple[SliceCopy, ...]:
     """Copies that fill every target completely, each element once.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.rollout import confine
+from titanrl.sandbox import confine
 
 needs_confinement = pytest.mark.skipif(
     bool(confine.missing_features()) and "CI" not in os.environ,

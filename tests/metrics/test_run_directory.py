@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.metrics.sinks import RunDirectory, append_line, read_metrics, read_rollouts
+from titanrl.metrics.run_directory import RunDirectory, append_line, read_metrics, read_rollouts
 from titanrl.types import StepMetrics
 
 

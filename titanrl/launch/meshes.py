@@ -16,8 +16,8 @@ from titanrl.types import (
     Datum,
     EvaluationResult,
     ForwardBackwardOutput,
+    GroupHandle,
     GroupRecord,
-    Handle,
     LossSums,
     OptimUpdate,
 )
@@ -71,7 +71,7 @@ def merge_answers(num_data: int, answers: "Iterable[DataAnswer]") -> ForwardBack
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerClient:
+class TrainerMesh:
     """The trainer mesh as one object; every call goes to all ranks, in the order the calls are made."""
 
     mesh: Any
@@ -182,7 +182,7 @@ class TrainerClient:
 
 
 @dataclass(frozen=True)
-class GeneratorsClient:
+class GeneratorMeshes:
     """All generator replicas, each a mesh of its tensor-parallel ranks."""
 
     meshes: tuple[Any, ...]
@@ -228,7 +228,7 @@ class GeneratorsClient:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersClient:
+class RolloutMesh:
     """All rollout workers."""
 
     mesh: Any
@@ -251,7 +251,7 @@ class WorkersClient:
         )
         return result
 
-    async def demonstrate(self, handle: Handle) -> GroupRecord:
+    async def demonstrate(self, handle: GroupHandle) -> GroupRecord:
         """Put the next batch of demonstrations into a shard, by the first worker."""
         first = self.mesh.slice(procs=0)
         record: GroupRecord = await self.supervisor.ask(

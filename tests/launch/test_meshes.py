@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titanrl.config.sections import TimeoutsConfig
-from titanrl.launch.clients import BufferClient
+from titanrl.launch.meshes import BufferClient
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.buffer import RolloutError, StarvationError
 

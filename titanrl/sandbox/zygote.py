@@ -1,6 +1,6 @@
 """The process that scoring processes are forked from: small, without secrets, with the verifier loaded.
 
-`titanrl.rollout.sandbox` starts it as a new Python that calls `main`, with a socket between them. It reads an `Order`, makes
+`titanrl.sandbox.pool` starts it as a new Python that calls `main`, with a socket between them. It reads an `Order`, makes
 the scorer, says READY, and then forks as many processes as each message asks for, sending for each a message with two
 descriptors: the socket to talk to it, and a pidfd to kill it. At the end of the socket it kills and reaps what it forked.
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanrl.rollout.confine import Confinement, end_with_parent, leaks, python_paths
+from titanrl.sandbox.confine import Confinement, end_with_parent, leaks, python_paths
 
 Answer = tuple[str, Mapping[str, Any]]
 """Text of a completion, and the entry of its prompt: `question`, `answer`, `metadata`."""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.processes import needs_confinement
+from tests.sandbox.processes import needs_confinement
 from titanrl.config.sections import SandboxConfig
-from titanrl.rollout import confine
-from titanrl.rollout.sandbox import SandboxUnavailable, ScorerSpec, ScoringPool
+from titanrl.sandbox import confine
+from titanrl.sandbox.pool import SandboxUnavailable, ScorerSpec, ScoringPool
 
 HEADERS = {
     "x86_64": ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"),
@@ -26,7 +26,7 @@ HEADERS = {
 def run_confined(body: str, setup: str = "", cpu_s: int = 5) -> subprocess.CompletedProcess[str]:
     """Run `body` in a process confined to 512 MiB."""
     apply = f"confine.Confinement(confine.python_paths(), {1 << 29}, {cpu_s}).apply(keep=2)"
-    script = "\n".join(["import os, sys", "from titanrl.rollout import confine", setup, apply, textwrap.dedent(body)])
+    script = "\n".join(["import os, sys", "from titanrl.sandbox import confine", setup, apply, textwrap.dedent(body)])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=30)
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from reasoning_gym.utils import extract_answer
 
 from titanrl.config.sections import DataConfig
-from titanrl.rollout.sandbox import ScorerSpec, scorer_spec
-from titanrl.rollout.verifiers import exact, imported, last_answer, reasoning_gym
+from titanrl.rollout.scorers import exact, imported, last_answer, reasoning_gym
+from titanrl.sandbox.pool import ScorerSpec, scorer_spec
 
 
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", " ", "\n", "7", "x y"]), max_size=12).map("".join))
@@ -63,12 +63,12 @@ def test_a_function_of_ones_own_is_imported() -> None:
 
 def test_the_configuration_chooses_the_scorer() -> None:
     assert scorer_spec(DataConfig(task="countdown", task_config={"min_numbers": 2})) == ScorerSpec(
-        factory="titanrl.rollout.verifiers:reasoning_gym",
+        factory="titanrl.rollout.scorers:reasoning_gym",
         kwargs={"task": "countdown", "config": {"min_numbers": 2}},
         bounds=(0.0, 1.0),
     )
     jsonl = DataConfig(source="jsonl", path=Path("prompts.jsonl"))
-    assert scorer_spec(jsonl) == ScorerSpec(factory="titanrl.rollout.verifiers:exact", bounds=(0.0, 1.0))
+    assert scorer_spec(jsonl) == ScorerSpec(factory="titanrl.rollout.scorers:exact", bounds=(0.0, 1.0))
     assert scorer_spec(DataConfig(scorer="a.b:c")) == ScorerSpec(
-        factory="titanrl.rollout.verifiers:imported", kwargs={"path": "a.b:c"}
+        factory="titanrl.rollout.scorers:imported", kwargs={"path": "a.b:c"}
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from titanrl.rollout.zygote import Scorer, load
+from titanrl.sandbox.zygote import Scorer, load
 
 _TAG = re.compile("</?answer>")
 

@@ -12,7 +12,7 @@ RECIPE_REVISION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class BaseModel:
+class StartingModel:
     """Where training starts."""
 
     initial: Path
@@ -26,7 +26,7 @@ class BaseModel:
         return (self.base / "config.json").is_file()
 
 
-def prepare_base(config: Config) -> BaseModel:
+def prepare_starting_model(config: Config) -> StartingModel:
     """Find the run's model; makes the recipe's random model if it is not cached."""
     if config.model.path is not None:
         initial = config.model.path.resolve()
@@ -36,7 +36,7 @@ def prepare_base(config: Config) -> BaseModel:
         initial = cached("initial", config.cache_dir, config.model.recipe.model_dump(), config.seed)
         create_model(initial, config.model.recipe, config.seed)
     if config.warm_start is None:
-        return BaseModel(initial, initial)
+        return StartingModel(initial, initial)
     settings: dict[str, object] = {
         "warm_start": config.warm_start.model_dump(),
         "data": config.data.model_dump(mode="json"),
@@ -44,7 +44,7 @@ def prepare_base(config: Config) -> BaseModel:
     }
     # The row layout changes the order of sums, so a base is reused only where it would come out the same.
     settings["trainer"] = config.trainer.model_dump()
-    return BaseModel(initial, cached("base", config.cache_dir, settings, config.seed))
+    return StartingModel(initial, cached("base", config.cache_dir, settings, config.seed))
 
 
 def cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.processes import (
+from tests.sandbox.processes import (
     children,
     descendants,
     kill_all,
@@ -23,13 +23,13 @@ from tests.rollout.processes import (
     wait_until_gone,
 )
 from titanrl.config.sections import DataConfig, SandboxConfig
-from titanrl.rollout.sandbox import Answer, SandboxDied, SandboxUnavailable, Score, ScorerSpec, ScoringPool, scorer_spec
+from titanrl.sandbox.pool import Answer, SandboxDied, SandboxUnavailable, Score, ScorerSpec, ScoringPool, scorer_spec
 
 pytestmark = needs_confinement
 
 CONFIG = SandboxConfig(timeout_s=1.0, num_processes=2, memory_bytes=1 << 29)
 PATIENT = SandboxConfig(timeout_s=20.0, num_processes=2)
-CARELESS = ScorerSpec(factory="titanrl.rollout.verifiers:imported", kwargs={"path": "careless_verifier:run"}, bounds=(0.0, 1.0))
+CARELESS = ScorerSpec(factory="titanrl.rollout.scorers:imported", kwargs={"path": "careless_verifier:run"}, bounds=(0.0, 1.0))
 CARELESS_VERIFIER = '''
 import os, sys
 
@@ -243,12 +243,12 @@ def test_a_forged_reply_costs_only_its_answer(careless: Bench, reply: bytes) -> 
 
 @pytest.mark.parametrize("result", [{"parts": {"other": 1.0}}, {"parts": {"answer": True}}, {"parts": {"answer": 2.0}}, 1, {}])
 def test_a_forged_score_is_an_error(careless: Bench, result: object) -> None:
-    tamper = f"import titanrl.rollout.zygote as zygote; zygote._score = lambda *_: {result!r}"
+    tamper = f"import titanrl.sandbox.zygote as zygote; zygote._score = lambda *_: {result!r}"
     assert statuses(careless.score((tamper, {}), RIGHT)) == ["ok", "error"]
 
 
 def test_an_answer_that_tampers_with_the_scorer_reaches_its_own_group_only(careless: Bench) -> None:
-    tamper = "import titanrl.rollout.zygote as zygote; zygote._score = lambda *_: {'parts': {'answer': 1.0}}"
+    tamper = "import titanrl.sandbox.zygote as zygote; zygote._score = lambda *_: {'parts': {'answer': 1.0}}"
     assert rewards(careless.score((tamper, {}), WRONG)) == [1.0, 1.0]  # the attack works
     assert rewards(careless.score(WRONG, RIGHT)) == [0.0, 1.0]
 
@@ -378,10 +378,10 @@ def test_everything_ends_with_a_parent_that_is_killed() -> None:
     script = """
         import asyncio
         from titanrl.config.sections import SandboxConfig
-        from titanrl.rollout.sandbox import ScorerSpec, ScoringPool
+        from titanrl.sandbox.pool import ScorerSpec, ScoringPool
 
         async def main():
-            pool = ScoringPool(ScorerSpec(factory="titanrl.rollout.verifiers:exact"), SandboxConfig(timeout_s=60))
+            pool = ScoringPool(ScorerSpec(factory="titanrl.rollout.scorers:exact"), SandboxConfig(timeout_s=60))
             await pool.start()
             print("started", flush=True)
             await asyncio.sleep(60)
@@ -433,7 +433,7 @@ def refused(spec: ScorerSpec, config: SandboxConfig, error: type[Exception], mat
 def test_a_confinement_that_fails_is_refused(
     leaks: str, error: type[Exception], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = f"import os\nfrom titanrl.rollout import zygote\ndef make():\n    zygote.leaks = lambda: {leaks}\n    return print"
+    module = f"import os\nfrom titanrl.sandbox import zygote\ndef make():\n    zygote.leaks = lambda: {leaks}\n    return print"
     (tmp_path / "leaky.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     refused(ScorerSpec(factory="leaky:make"), CONFIG, error, match)
@@ -448,7 +448,7 @@ def test_a_confinement_that_fails_is_refused(
     ],
 )
 def test_a_scorer_that_does_not_load_is_refused_with_the_reason(path: str, match: str) -> None:
-    spec = ScorerSpec(factory="titanrl.rollout.verifiers:imported", kwargs={"path": path})
+    spec = ScorerSpec(factory="titanrl.rollout.scorers:imported", kwargs={"path": path})
     refused(spec, CONFIG, ValueError, f"does not load: .*{match}")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanrl.algorithms.staleness import lag_metrics
+from titanrl.algorithms.lag_metrics import lag_metrics
 from titanrl.metrics.steps import age_metrics, staleness_metrics
 from titanrl.types import LossSums
 

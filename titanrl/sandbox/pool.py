@@ -1,6 +1,6 @@
 """Scoring of answers in confined processes that can be killed. `docs/sandbox.md` says what that protects from.
 
-A zygote (`titanrl.rollout.zygote`) with the verifier loaded keeps processes forked ahead. By default each serves one group and
+A zygote (`titanrl.sandbox.zygote`) with the verifier loaded keeps processes forked ahead. By default each serves one group and
 is thrown away, so an answer that tampers with Python reaches its own group at most. Nothing a process sends back is unpickled.
 """
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titanrl.config.sections import DataConfig, SandboxConfig
-from titanrl.rollout.confine import SandboxUnavailable, missing_features
-from titanrl.rollout.zygote import COUNT, END, READY, STARTED, Answer, Order
+from titanrl.sandbox.confine import SandboxUnavailable, missing_features
+from titanrl.sandbox.zygote import COUNT, END, READY, STARTED, Answer, Order
 
 __all__ = ["Answer", "SandboxDied", "SandboxUnavailable", "Score", "ScorerSpec", "ScoringPool", "scorer_spec"]
 
@@ -50,7 +50,7 @@ class SandboxDied(RuntimeError):
 class ScorerSpec:
     """Which scorer is loaded, and what it may say.
 
-    Example: `ScorerSpec(factory="titanrl.rollout.verifiers:imported", kwargs={"path": "my_package.rewards:length"})`
+    Example: `ScorerSpec(factory="titanrl.rollout.scorers:imported", kwargs={"path": "my_package.rewards:length"})`
     """
 
     factory: str
@@ -80,7 +80,7 @@ class Score:
 
 def scorer_spec(data: DataConfig) -> ScorerSpec:
     """The scorer that a configuration asks for."""
-    module = "titanrl.rollout.verifiers"
+    module = "titanrl.rollout.scorers"
     if data.scorer is not None:
         return ScorerSpec(factory=f"{module}:imported", kwargs={"path": data.scorer})
     if data.source == "jsonl":
@@ -441,7 +441,7 @@ class _Zygote:
 
 
 def _call(control_fd: int) -> str:
-    return f"from titanrl.rollout.zygote import main; main({control_fd}, {os.getpid()})"
+    return f"from titanrl.sandbox.zygote import main; main({control_fd}, {os.getpid()})"
 
 
 def _order(spec: ScorerSpec, config: SandboxConfig) -> Order:

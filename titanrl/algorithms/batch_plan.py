@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 
 from titanrl.algorithms.advantages import batch_advantages
+from titanrl.algorithms.loss_weights import sequence_weights
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
-from titanrl.algorithms.weights import sequence_weights
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordTable, RowTable, Table
 from titanrl.types import BoolArray, GroupRecord, IntArray

@@ -1,0 +1,1 @@
+"""Confined, killable processes for code written by a model."""
