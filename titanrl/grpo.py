@@ -38,7 +38,7 @@ from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import make_trackers
 from titanrl.replay.buffer import Batch
 from titanrl.tables import BatchPlan, MicroBatch, Table
-from titanrl.types import AdamParams, EvaluationResult, LossSums, OptimUpdate, StepMetrics
+from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -342,23 +342,26 @@ class GRPO:
         plan: BatchPlan,
         losses: LossSums,
         update: OptimUpdate,
-        generated: tuple[int, float],
+        generated: GenerationStats,
         step_s: float,
     ) -> StepMetrics:
         rate = self._adam_params().learning_rate
         self.state = RunState(step=self.state.step + 1, version=update.version, next_index=batch.next_index)
-        generated_tokens, idle_frac = generated
         seconds = self._timer.take()
         values = {
             **figures,
             **measured.staleness_metrics(losses),
             **measured.loss_metrics(losses),
             **measured.optimizer_metrics(update, rate),
-            **measured.speed_metrics(seconds, trained_tokens=plan.num_tokens, generated_tokens=generated_tokens, step_s=step_s),
+            **measured.speed_metrics(
+                trained_tokens=plan.num_placed,
+                generated=generated,
+                trainer_busy_s=seconds["time/train_s"] + seconds["time/optim_s"],
+                step_s=step_s,
+            ),
             **self.parts.weights.take_metrics(),
             **seconds,
             "perf/packing_efficiency": plan.packing_efficiency,
-            "perf/generator_idle_frac": idle_frac,
         }
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
         self.recorder.step(metrics)

@@ -211,8 +211,8 @@ class BatchPlan:
 
     microbatches: tuple[MicroBatch, ...]
     """In order."""
-    num_tokens: int
-    """Tokens that count in the loss, over all groups of the batch."""
+    num_placed: int
+    """Tokens of all packed rows. A prompt shared by sequences of one row counts once."""
     packing_efficiency: float
     """Share of the token places of all rows that hold a token."""
 

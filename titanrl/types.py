@@ -302,6 +302,22 @@ class OptimUpdate:
     """Global gradient norm before clipping."""
     skipped: bool
     """True if the gradient was not finite: weights and version are unchanged."""
+    busy_s: float = 0.0
+    """Seconds the trainer computed since the last optimizer step, this one included; waiting is not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationStats:
+    """Work of all generator replicas since the previous call."""
+
+    num_tokens: int
+    """Tokens of the completions that ended."""
+    busy_s: float
+    """Seconds of decoding, summed over replicas."""
+    wall_s: float
+    """Seconds elapsed, summed over replicas."""
+    num_replicas: int
+    """Generator replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from titanrl.metrics.steps import loss_metrics, rollout_metrics
+from titanrl.metrics.steps import loss_metrics, rollout_metrics, speed_metrics
 from titanrl.tables import RecordTable
-from titanrl.types import GroupHandle, GroupRecord, LossSums
+from titanrl.types import GenerationStats, GroupHandle, GroupRecord, LossSums
 
 
 def test_terms_of_the_loss_are_complete_and_the_rest_are_means_over_tokens() -> None:
@@ -71,3 +71,26 @@ def test_a_batch_is_described_by_the_numbers_of_its_groups() -> None:
         "group/score_s_mean": 0.5,
     }
     assert {type(value) for value in values.values()} == {float}
+
+
+def test_speeds_count_only_the_seconds_of_work() -> None:
+    # Two replicas decode 6 of 20 s each; the trainer computes 4 of 10 s.
+    generated = GenerationStats(num_tokens=1200, busy_s=12.0, wall_s=40.0, num_replicas=2)
+    assert speed_metrics(trained_tokens=800, generated=generated, trainer_busy_s=4.0, step_s=10.0) == pytest.approx(
+        {
+            "perf/gen_tokens_per_s": 200.0,
+            "perf/train_tokens_per_s": 200.0,
+            "perf/generator_idle_frac": 0.7,
+            "perf/trainer_idle_frac": 0.6,
+            "time/step_s": 10.0,
+        }
+    )
+
+
+def test_speed_of_an_idle_side_is_left_out() -> None:
+    generated = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=10.0, num_replicas=1)
+    assert speed_metrics(trained_tokens=0, generated=generated, trainer_busy_s=0.0, step_s=10.0) == {
+        "perf/generator_idle_frac": 1.0,
+        "perf/trainer_idle_frac": 1.0,
+        "time/step_s": 10.0,
+    }

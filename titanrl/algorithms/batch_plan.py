@@ -45,11 +45,11 @@ def plan_batch(
     prompt_lens_S = ordered.groups["prompt_len"][groups_S] if share_prompts else None
     rows = pack_sequences(sequences, groups_S, prompt_lens_S, row_tokens)
     microbatches = _microbatches(sequences, rows, rows_per_microbatch, dp_size)
+    num_placed = int((sequences["length"] - sequences["num_shared"]).sum())
     return BatchPlan(
         microbatches=microbatches,
-        num_tokens=int(ordered.num_sampled.sum()),
-        packing_efficiency=int((sequences["length"] - sequences["num_shared"]).sum())
-        / (_num_rows_run(microbatches) * row_tokens),
+        num_placed=num_placed,
+        packing_efficiency=num_placed / (_num_rows_run(microbatches) * row_tokens),
     )
 
 

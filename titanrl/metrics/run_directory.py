@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,8 +41,10 @@ class RunDirectory:
             # A run that ended before its first step may have left these.
             self.rollouts.unlink(missing_ok=True)
             self.events.unlink(missing_ok=True)
+            self.advantages.unlink(missing_ok=True)
         else:
             _drop_steps_after(self.metrics, resume_step)
+            _drop_steps_after(self.advantages, resume_step)
         self._metrics_file = self.metrics.open("a", encoding="utf-8", buffering=1)
 
     @property
@@ -66,6 +68,11 @@ class RunDirectory:
         return self.path / "rollouts.jsonl"
 
     @property
+    def advantages(self) -> Path:
+        """Advantages of the groups trained on, one JSON object per group."""
+        return self.path / "advantages.jsonl"
+
+    @property
     def logs(self) -> Path:
         """What libraries and processes print, `<role>_<rank>.log`."""
         return self.path / "logs"
@@ -83,6 +90,21 @@ class RunDirectory:
         """Append one line to `metrics.jsonl`: `step`, `version`, `time` (unix seconds), then the values."""
         head = {"step": metrics.step, "version": metrics.version, "time": time.time()}
         self._metrics_file.write(_encode({**head, **metrics.values}) + "\n")
+
+    def log_advantages(self, step: int, groups: Iterable[tuple[int, int, Sequence[float]]]) -> None:
+        """Append one line per group to `advantages.jsonl`: `step`, `index`, `version` and `advantages`.
+
+        Args:
+            step: Step that trained on the groups.
+            groups: Of each group, `index` and `version` as in its line in `rollouts.jsonl`, and the advantages of its
+                completions, without those whose scorer failed.
+        """
+        lines = [
+            _encode({"step": step, "index": index, "version": version, "advantages": advantages}) + "\n"
+            for index, version, advantages in groups
+        ]
+        with self.advantages.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to `events.jsonl`: `time` (unix seconds), `kind`, then the fields."""

@@ -1,9 +1,9 @@
 """The metrics of a step, from what the parts reported. Names and units: docs/metrics.md."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from titanrl.tables import RecordTable
-from titanrl.types import LossSums, OptimUpdate
+from titanrl.types import GenerationStats, LossSums, OptimUpdate
 
 LAG = "lag/"
 """Prefix of the trainer's sums by age of the token; `algorithms/lag_metrics.py` makes them."""
@@ -77,17 +77,24 @@ def optimizer_metrics(update: OptimUpdate, learning_rate: float) -> dict[str, fl
     return {"grad/norm": update.grad_norm, "optim/lr": learning_rate, "optim/skipped": float(update.skipped)}
 
 
-def speed_metrics(
-    seconds: Mapping[str, float], *, trained_tokens: int, generated_tokens: int, step_s: float
-) -> dict[str, float]:
-    """Tokens a second of each side while it worked, and the share of the step it did not."""
-    train_s = seconds["time/train_s"] + seconds["time/optim_s"]
-    return {
-        "perf/train_tokens_per_s": trained_tokens / train_s,
-        "perf/gen_tokens_per_s": generated_tokens / step_s,
-        "perf/trainer_idle_frac": max(0.0, 1.0 - train_s / step_s),
-        "time/step_s": step_s,
-    }
+def speed_metrics(*, trained_tokens: int, generated: GenerationStats, trainer_busy_s: float, step_s: float) -> dict[str, float]:
+    """Return the throughput of each side while it worked, and the share of time it waited.
+
+    Args:
+        trained_tokens: Tokens the trainer computed: those of all packed rows.
+        generated: Work of the generators since the previous step.
+        trainer_busy_s: Seconds the trainer computed since the previous optimizer step.
+        step_s: Wall seconds of the step.
+    """
+    values = {"perf/trainer_idle_frac": max(0.0, 1.0 - trainer_busy_s / step_s), "time/step_s": step_s}
+    if trainer_busy_s > 0.0:
+        values["perf/train_tokens_per_s"] = trained_tokens / trainer_busy_s
+    if generated.busy_s > 0.0:
+        values["perf/gen_tokens_per_s"] = generated.num_tokens * generated.num_replicas / generated.busy_s
+    if generated.wall_s > 0.0:
+        # Decoding is booked when an engine step ends, so it may have begun before the interval.
+        values["perf/generator_idle_frac"] = max(0.0, 1.0 - generated.busy_s / generated.wall_s)
+    return values
 
 
 def mean(values: Sequence[float]) -> float:
