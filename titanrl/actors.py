@@ -25,7 +25,16 @@ from monarch.actor import Actor, ActorError, current_rank
 
 from titanrl.loading import loading
 
-__all__ = ["Actor", "RemoteError", "StoppedError", "concurrent_endpoint", "current_rank", "endpoint", "set_up_process"]
+__all__ = [
+    "Actor",
+    "RemoteError",
+    "StoppedError",
+    "concurrent_endpoint",
+    "current_rank",
+    "endpoint",
+    "resolve",
+    "set_up_process",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,6 +92,11 @@ def endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:
 def concurrent_endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:
     """An endpoint whose calls overlap with each other and with plain ones."""
     return monarch.actor.concurrent_endpoint(answering(method))
+
+
+async def resolve(call: Awaitable[R]) -> R:
+    """Await a call. A Monarch future is not a coroutine, which `asyncio.create_task` needs."""
+    return await call
 
 
 def set_up_process(role: str, log_dir: Path, imports: Sequence[str]) -> None:

@@ -41,13 +41,14 @@ _GROUP = np.dtype(
         ("num_truncated", "<i8"),
         ("num_overlong", "<i8"),
         ("num_nonfinite", "<i8"),
+        ("num_errors", "<i8"),
         ("min_version", "<i8"),
         ("max_version", "<i8"),
         ("generate_s", "<f8"),
         ("score_s", "<f8"),
     ]
 )
-_GROUP_STRUCT = struct.Struct("<12q2d")
+_GROUP_STRUCT = struct.Struct("<13q2d")
 assert _GROUP_STRUCT.size == _GROUP.itemsize
 
 
@@ -80,6 +81,7 @@ def pack_record(record: GroupRecord) -> PackedRecord:
         record.num_truncated,
         record.num_overlong,
         record.num_nonfinite,
+        record.num_errors,
         record.min_version,
         record.max_version,
         record.generate_s,

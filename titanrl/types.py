@@ -6,7 +6,7 @@ completion). Arrays are numpy, so that reading a carrier needs no torch.
 
 import copyreg
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -120,21 +120,33 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerFailure:
+    """A completion whose scorer raised, timed out or crashed."""
+
+    completion: Completion
+    """The completion that has no reward."""
+    error: str
+    """Exception type and message, or the reason why the scoring process ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """All rollouts of one prompt."""
 
     prompt: Prompt
     """The question."""
     rollouts: tuple[Rollout, ...]
-    """Its answers, `[G]`."""
+    """Scored rollouts, `[G]`; empty if the scorer failed on every completion."""
     generate_s: float
     """Seconds from the first request to the last completion."""
     score_s: float
     """Seconds spent scoring."""
+    failures: tuple["ScorerFailure", ...] = ()
+    """Completions without a reward. They are left out of the group: they enter neither advantages nor the loss."""
 
     @property
     def has_signal(self) -> bool:
-        """Whether rewards differ: without that every advantage, and so the gradient, is zero."""
+        """True if rewards differ. Otherwise every advantage is zero, and so is the gradient."""
         return len({rollout.reward for rollout in self.rollouts}) > 1
 
 
@@ -186,10 +198,14 @@ class GroupRecord:
     """Seconds of generation."""
     score_s: float
     """Seconds of scoring."""
+    num_errors: int = 0
+    """Rollouts left out of the group because their scorer failed (exception, timeout or crash)."""
+    first_error: str = ""
+    """Error of the first of these rollouts; empty if there is none."""
 
     @property
     def has_signal(self) -> bool:
-        """Whether rewards differ."""
+        """True if rewards differ."""
         return len(set(self.rewards)) > 1
 
 
@@ -302,7 +318,7 @@ class OptimUpdate:
     """Global gradient norm before clipping."""
     skipped: bool
     """True if the gradient was not finite: weights and version are unchanged."""
-    busy_s: float = 0.0
+    busy_s: float = field(default=0.0, compare=False)
     """Seconds the trainer computed since the last optimizer step, this one included; waiting is not counted."""
 
 
@@ -333,7 +349,11 @@ class EvaluationResult:
     num_prompts: int
     """Prompts answered."""
     response_len_mean: float
-    """Mean length of the completions, in tokens."""
+    """Mean length of the scored completions, in tokens."""
+    num_errors: int = 0
+    """Completions left out of both means because their scorer failed."""
+    first_error: str = ""
+    """Error of the first of these completions; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,6 +103,10 @@ def test_pass_at_k_is_what_each_answer_adds_to_the_best_of_k(rewards: list[float
     assert pass_at_k_advantages(rewards, k) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+def test_pass_at_k_of_group_smaller_than_k_is_zero() -> None:
+    assert group_advantages([1.0, 0.0], "pass_at_k", pass_k=3) == (0.0, 0.0)
+
+
 def test_pass_at_k_of_right_and_wrong_answers_by_the_closed_form() -> None:
     # Two of six right, k = 3: pass@k = 1 - C(4, 3) / C(6, 3) = 0.8; with a wrong one in it 1 - C(3, 2) / C(5, 2) = 0.7.
     std = math.sqrt(0.8 * 0.2)

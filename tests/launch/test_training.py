@@ -1,6 +1,7 @@
 """Tinker's verbs on two real trainer ranks."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,6 +98,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             store = await spawn_store(store_procs)
             setup = TrainerSetup(
                 run="lab",
+                seed=0,
                 config=section,
                 algorithm=config.algorithm,
                 temperature=1.0,
@@ -310,7 +312,7 @@ def test_a_failed_request_stops_those_behind_it_until_the_caller_recovers(lab: L
         for loss, config, text in (
             ("nonsense", {}, "loss_fn=nonsense: must be one of"),
             ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),
-            ("tests.launch.losses:absent", {}, "cannot be imported"),
+            ("tests.launch.losses:absent", {}, "has no attribute 'absent'"),
             ("tests.launch.losses:broken", {}, "the loss itself is broken"),
         ):
             with pytest.raises(Exception, match=text):
@@ -359,3 +361,19 @@ def test_a_push_beside_a_pass_of_an_older_version_sends_the_live_weights(lab: La
 
     alone, overlapped = lab.do(run())
     assert all(torch.equal(alone[name], overlapped[name]) for name in alone)
+
+
+def test_busy_time_counts_computing_and_not_waiting(lab: Lab) -> None:
+    async def scenario() -> None:
+        await lab.trainer.optim_step(ADAM)
+        started = time.perf_counter()
+        await lab.trainer.run_data(DATA, "tests.launch.losses:slow", {}, backward=True)
+        limit_s = time.perf_counter() - started
+        await asyncio.sleep(0.5)
+        started = time.perf_counter()
+        update = await lab.trainer.optim_step(ADAM)
+        limit_s += time.perf_counter() - started
+        assert 0.3 <= update.busy_s <= limit_s
+        assert (await lab.trainer.optim_step(ADAM)).busy_s < 0.3
+
+    lab.do(scenario())

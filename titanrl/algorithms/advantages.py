@@ -66,7 +66,8 @@ def group_advantages(
         return (0.0,) * size
     if method == "pass_at_k":
         assert pass_k is not None, "pass_at_k needs a k"
-        return pass_at_k_advantages(rewards_G, pass_k, eps=eps)
+        # Rollouts whose scorer failed are missing from their group, which may leave fewer than k.
+        return pass_at_k_advantages(rewards_G, pass_k, eps=eps) if size >= pass_k else (0.0,) * size
     mean = math.fsum(rewards_G) / size
     scale = 1.0
     if method == "grpo":

@@ -23,6 +23,10 @@ class RolloutError(Exception):
     """A rollout worker failed; the text is its error."""
 
 
+class ScorerError(RolloutError):
+    """The scorer failed on every completion; the text is its first error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Leave to generate one group."""
@@ -60,6 +64,12 @@ class Batch:
     """Finished groups that were left for a later batch."""
     num_held: int
     """Slots of groups trained on earlier, whose weights the generators had not pulled yet."""
+    num_tried_rollouts: int
+    """Rollouts of the tried groups, those whose scorer failed included."""
+    num_errors: int
+    """Rollouts of the tried groups whose scorer failed. They are in no group."""
+    first_error: str
+    """Error of the first of these rollouts; empty if there is none."""
 
 
 class GroupBuffer:
@@ -218,4 +228,7 @@ class GroupBuffer:
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),
             num_held=len(self._charged) - len(self._in_flight) - len(self._ready) - len(groups),
+            num_tried_rollouts=sum(len(group.record.rewards) + group.record.num_errors for group in tried),
+            num_errors=sum(group.record.num_errors for group in tried),
+            first_error=next((group.record.first_error for group in tried if group.record.num_errors), ""),
         )

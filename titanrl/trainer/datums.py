@@ -4,7 +4,6 @@ Every rank is given all data and plans alike, so nothing needs to be agreed on. 
 sequence, N tokens of a micro-batch.
 """
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
+from titanrl.loading import import_object
 from titanrl.trainer.collate import PackedRows, empty_rows, row_length
 from titanrl.trainer.learner import Learner, Objective, named_objective
 from titanrl.types import Datum, FloatArray, LossSums
@@ -73,7 +73,7 @@ def run_data(
     """
     check_data(data, sizes, loss)
     named = named_objective(loss, config) if loss is not None and ":" not in loss else None
-    custom = load_loss(loss) if loss is not None and ":" in loss else None
+    custom: CustomLoss | None = import_object(loss, key="loss_fn") if loss is not None and ":" in loss else None
     logprobs: dict[int, FloatArray] = {}
     sums = []
     for places in plan_data([len(datum.model_input) for datum in data], sizes, learner.model.dp_size, learner.model.dp_rank):
@@ -145,20 +145,6 @@ def lay_out(data: Sequence[Datum], places: Sequence[Place], sizes: RowSizes) -> 
         rows.logprobs_BL[row, place.tokens] = logprobs.nan_to_num()
         rows.advantages_BL[row, place.tokens] = _input(datum, "advantages", 0.0)
     return rows
-
-
-def load_loss(path: str) -> CustomLoss:
-    """The function that `package.module:function` names.
-
-    Raises:
-        ValueError: there is none.
-    """
-    module, _, name = path.partition(":")
-    try:
-        loss: CustomLoss = vars(importlib.import_module(module))[name]
-    except (ImportError, KeyError) as error:
-        raise ValueError(f"loss_fn={path}: cannot be imported ({error!r}); give package.module:function") from None
-    return loss
 
 
 def _input(datum: Datum, name: str, default: float) -> Tensor:
