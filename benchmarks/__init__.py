@@ -1,1 +1,1 @@
-"""One file per question, each writing JSON that says where it was measured. `python -m benchmarks.table` fills the docs."""
+"""Benchmarks: one file per question, writing JSON that names the machine. `python -m benchmarks.table` fills the pages."""

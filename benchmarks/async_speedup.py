@@ -1,8 +1,8 @@
-"""What does overlap gain, and what does staleness cost? `python -m benchmarks.async_speedup --json FILE [--reward]`.
+"""Gain of overlap and cost of staleness: `python -m benchmarks.async_speedup --json FILE [--reward]`.
 
-A synchronous and an asynchronous run live side by side and take turns of a few steps, so that both see the same machine. Each
-has its trainer on one core and its generator on another; the batch is one that takes both sides about as long. `--reward`
-instead runs the quick start at several `max_staleness`, all for the same number of sampled completions.
+A synchronous and an asynchronous run exist side by side and alternate every few steps, so that both are measured on the same
+machine. Each has its trainer on one core and its generator on another, and a batch that takes both about equally long.
+`--reward` runs the quick start at several `max_staleness` instead, with the same number of sampled completions each.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import write_result
 from benchmarks.quickstart import run_command
 from titanrl.config import load_config
 from titanrl.grpo import GRPO
@@ -30,28 +30,28 @@ BALANCED = (
     "sandbox.num_processes=4",
     "trainer.share_prompts=false",
 )
-"""A batch whose generation and training take about as long on one core each."""
+"""A batch whose generation and training take about equally long on one core each."""
 CORES = {"trainer_0": 0, "generator_0_0": 1}
-"""Core of each process that does the work, by the name of its log; the others are left alone."""
+"""Core of each computing process, by the name of its log; other processes are not pinned."""
 SKIPPED_STEPS = 3
-"""Steps at the beginning of each turn that do not count: while the other run had its turn, this one got ahead."""
+"""First steps of each turn, which are not counted: a run buffers groups while the other one is measured."""
 STALENESS = (0, 1, 3, 8)
 """`max_staleness` of the runs of `--reward`."""
 CORRECTIONS: Mapping[str, Sequence[str]] = {
     "on": (),
-    # A loss that takes stale tokens for its own is refused, so this one has a correction that never acts.
+    # A loss that ignores staleness is refused, so this one has a correction whose bounds are never exceeded.
     "off": ("algorithm.proximal=step_start", "algorithm.correction.veto_prox_over_behavior=[1e-30,1e30]"),
 }
-"""Config of the runs of `--reward`: the default, whose ratio starts at the sampler, and one that ignores who sampled."""
+"""Overrides of the runs of `--reward`: the default, whose ratio starts at the sampler, and one that ignores the sampler."""
 
 
 def main() -> None:
-    """Measure and write the JSON."""
+    """Measure speed or learning, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.async_speedup", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     parser.add_argument("--turns", type=int, default=6, help="turns of each run")
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
-    parser.add_argument("--reward", action="store_true", help="compare what runs of different staleness learn instead")
+    parser.add_argument("--reward", action="store_true", help="compare the scores of runs with different staleness instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=list(STALENESS))
     parser.add_argument(
@@ -63,14 +63,11 @@ def main() -> None:
             result = measure_reward(Path(folder), arguments.seeds, arguments.staleness, arguments.overrides)
         else:
             result = asyncio.run(measure_speed(Path(folder), arguments.turns, arguments.steps, arguments.overrides))
-    result = {"benchmark": "async_speedup", "machine": describe_machine(), **result}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "machine"}, indent=2))
+    write_result(arguments.json, "async_speedup", result)
 
 
 async def measure_speed(folder: Path, num_turns: int, num_steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Steps of both runs by turns."""
+    """Alternate between a synchronous and an asynchronous run, and return their figures."""
     runs = {}
     try:
         for name, max_staleness in (("sync", 0), ("async", 1)):
@@ -87,7 +84,7 @@ async def measure_speed(folder: Path, num_turns: int, num_steps: int, overrides:
 
 
 def speed_figures(sync: Sequence[Mapping[str, float]], overlapped: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Means over the steps of both runs: overlapped steps are long and short by turns, so that a median would tell nothing."""
+    """Return means over the steps of both runs; overlapped steps alternate between long and short, which rules out medians."""
     generate_s = mean(sync, "time/rollout_s")
     train_s = mean(sync, "time/train_s") + mean(sync, "time/optim_s")
     sync_step_s, async_step_s = mean(sync, "time/step_s"), mean(overlapped, "time/step_s")
@@ -117,14 +114,14 @@ def speed_figures(sync: Sequence[Mapping[str, float]], overlapped: Sequence[Mapp
 
 
 def mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
-    """Mean of a metric."""
+    """Return the mean of a metric."""
     return statistics.fmean(row[name] for row in rows)
 
 
 async def started(folder: Path, name: str, max_staleness: int, overrides: Sequence[str]) -> GRPO:
-    """A run with its trainer and its generator each on a core of its own."""
+    """Start a run, and pin its trainer and its generator to one core each."""
     places = [f"name={name}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache", "logging.console=off"]
-    # A short warm start is enough for groups with a signal; what is learned is not asked here.
+    # A short warm start is enough for groups whose rewards differ; the speed does not depend on the score.
     short = ["num_steps=100000", "warm_start.num_steps=150", "warm_start.num_long_only_steps=100"]
     config = load_config("configs/quickstart.yaml", [*places, *short, *BALANCED, f"max_staleness={max_staleness}", *overrides])
     run = await GRPO(config).start()
@@ -140,7 +137,7 @@ def pin(pid: int, core: int) -> None:
 
 
 def measure_reward(folder: Path, seeds: Sequence[int], staleness: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
-    """The quick start at each staleness with and without correction, for each seed."""
+    """Run the quick start at each staleness, with and without correction, for each seed."""
     settings = [(age, correction) for age in staleness for correction in CORRECTIONS if age or correction == "on"]
     runs = []
     for seed, (max_staleness, correction) in itertools.product(seeds, settings):
@@ -154,7 +151,7 @@ def measure_reward(folder: Path, seeds: Sequence[int], staleness: Sequence[int],
 
 
 def reward_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a run learned, and from how many tokens."""
+    """Return the scores of a run and the size of its samples."""
     steps = [row for row in rows if "reward/mean" in row]
     heldout = series(by_step(rows), "eval/chain_sum/mean")
     _, last_reward = first_and_last_five(series(by_step(steps), "reward/mean"))
@@ -171,7 +168,7 @@ def reward_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def summary(max_staleness: int, correction: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds of a setting, and the worst seed's last accuracy."""
+    """Return the means over the seeds of a setting, and the lowest final score."""
     mine = [run for run in runs if (run["max_staleness"], run["correction"]) == (max_staleness, correction)]
     means = {name: statistics.mean(run[name] for run in mine) for name in mine[0] if isinstance(mine[0][name], float)}
     worst = min(run["heldout_last"] for run in mine)

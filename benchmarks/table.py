@@ -1,4 +1,4 @@
-"""Put the figures of `benchmarks/baselines/` into README and docs: `python -m benchmarks.table [--check]`."""
+"""Write the figures of `benchmarks/baselines/` into README and docs: `python -m benchmarks.table [--check]`."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def main() -> None:
     outdated = []
     for document, (baseline, table) in TABLES.items():
         measured = ROOT / "benchmarks/baselines" / baseline
-        if not measured.exists():  # nothing is kept to fill it with
+        if not measured.exists():
             continue
         text = (ROOT / document).read_text()
         updated = with_table(text, table(json.loads(measured.read_text())))
@@ -32,37 +32,37 @@ def main() -> None:
 
 
 def with_table(text: str, table: str) -> str:
-    """The text with the part between the two marks replaced."""
+    """Return the text with a new table between the two marks."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 Cell = Callable[[Mapping[str, Any]], str]
-"""The text of a figure, from a run."""
-
-
-def sync_s(run: Mapping[str, Any]) -> float:
-    """Seconds of a step in which a new version is on its way."""
-    return float(run["sync_push_s"] + run["sync_pull_s"])
+"""A function from a run to the text of one figure."""
 
 
 QUICKSTART_ROWS: dict[str, Cell] = {
-    "held-out accuracy, before -> after": lambda run: f"{run['heldout_first']:.3f} -> {run['heldout_last']:.3f}",
+    "held-out score, before -> after": lambda run: f"{run['heldout_first']:.3f} -> {run['heldout_last']:.3f}",
     "reward, first -> last five steps": lambda run: f"{run['reward_first_five']:.2f} -> {run['reward_last_five']:.2f}",
     "warm start, with loading (once, then cached)": lambda run: f"{run['warm_start_s']:.0f} s",
     "first GRPO step after launch, base cached": lambda run: f"{run['first_step_s']:.1f} s",
-    "held-out accuracy 0.8 after": lambda run: f"{run['time_to_accuracy_s']:.0f} s" if run["time_to_accuracy_s"] else "-",
+    "held-out score 0.8 after": lambda run: f"{run['time_to_score_s']:.0f} s" if run["time_to_score_s"] else "-",
     "step, median": lambda run: f"{run['step_s']:.3f} s",
     "of it: generate, score, sync": lambda run: f"{run['phases_s']['rollout']:.3f} s",
     "of it: forward, backward, optimizer": lambda run: f"{run['phases_s']['train'] + run['phases_s']['optim']:.3f} s",
-    "weight sync, push + pull": lambda run: f"{sync_s(run):.3f} s, {sync_s(run) / run['step_s']:.0%} of a step",
+    "weight sync, push + pull": lambda run: sync_text(run["sync_push_s"] + run["sync_pull_s"], run["step_s"]),
     "largest log-prob difference trainer/generator": lambda run: f"{run['mismatch_max']:.1e}",
 }
 
 
+def sync_text(sync_s: float, step_s: float) -> str:
+    """Return the seconds of a weight sync and their share of a step."""
+    return f"{sync_s:.3f} s, {sync_s / step_s:.0%} of a step"
+
+
 def quickstart_table(result: Mapping[str, Any]) -> str:
-    """The quick start's figures, a column per seed."""
+    """Return the figures of the quick start, one column per seed."""
     runs, machine = result["runs"], result["machine"]
     head = "| | " + " | ".join(f"seed {run['seed']}" for run in runs) + " |"
     lines = [head, "|---|" + "---|" * len(runs)]
@@ -71,12 +71,12 @@ def quickstart_table(result: Mapping[str, Any]) -> str:
 
 
 def where(machine: Mapping[str, Any]) -> str:
-    """Where and of what something was measured."""
+    """Return the machine and the commit of a measurement."""
     return f"{machine['cores']} cores of an {machine['processor']}, commit {machine['commit']}"
 
 
 def weight_sync_tables(result: Mapping[str, Any]) -> str:
-    """Weight sync: a row per case with the default digest, then what the digests cost."""
+    """Return one row per case with the default digest, then the cost of each digest."""
     cases: Sequence[Mapping[str, Any]] = result["cases"]
     lines = [
         "| payload, layout | types | memcpy | push | pull | end to end | first push | copies by torch's | torchstore's own |",
@@ -101,7 +101,7 @@ def weight_sync_tables(result: Mapping[str, Any]) -> str:
 
 
 def sync_row(case: Mapping[str, Any]) -> str:
-    """One case as a row."""
+    """Return one case as a row."""
     cells = [
         f"{case['payload']} {case['layout']}",
         case["dtype"],
@@ -117,7 +117,7 @@ def sync_row(case: Mapping[str, Any]) -> str:
 
 
 def reward_table(result: Mapping[str, Any]) -> str:
-    """What runs of different staleness learn: a row per setting, means over the seeds."""
+    """Return scores by staleness, one row per setting, averaged over seeds."""
     seeds = ", ".join(map(str, sorted({run["seed"] for run in result["runs"]})))
     lines = [
         "| `max_staleness` | correction | held-out at the end (worst seed) | reward over the run | answer tokens | mean age |",
@@ -139,7 +139,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "docs/weights.md": ("weight_sync.json", weight_sync_tables),
     "docs/async.md": ("async_reward.json", reward_table),
 }
-"""What fills the marked part of a document: a kept result, and what makes a table of it."""
+"""Kept result of each document, and the function that makes a table of it."""
 
 
 if __name__ == "__main__":
