@@ -36,7 +36,7 @@ RECORDS = (
 )
 
 
-def test_columns_hold_what_the_records_say_group_after_group() -> None:
+def test_columns_match_records() -> None:
     table = pickle.loads(pickle.dumps(RecordTable.of(RECORDS)))
     assert len(table) == 3
     for column in (
@@ -68,7 +68,7 @@ def vars_of(made: GroupRecord) -> dict[str, object]:
     return {name: getattr(made, name) for name in GroupRecord.__slots__}
 
 
-def test_groups_of_different_sizes_are_put_in_the_order_of_prompts_with_their_rollouts() -> None:
+def test_by_index_sorts_groups_with_their_rollouts() -> None:
     ordered, expected = RecordTable.of(RECORDS).by_index(), RecordTable.of(sorted(RECORDS, key=lambda made: made.index))
     assert ordered.groups.tolist() == expected.groups.tolist()
     for column in ("rewards", "lengths", "num_sampled"):
@@ -76,12 +76,12 @@ def test_groups_of_different_sizes_are_put_in_the_order_of_prompts_with_their_ro
     assert expected.by_index() is expected
 
 
-def test_no_records_are_a_table_without_groups() -> None:
+def test_empty_table_has_no_groups() -> None:
     table = RecordTable.of([])
     assert (len(table), len(table.rewards), table.group_of.tolist()) == (0, 0, [])
 
 
-def test_rows_are_read_as_the_plans_they_were_made_of() -> None:
+def test_rows_iterate_as_sequence_plans() -> None:
     def plan(slot: int) -> SequencePlan:
         handle = GroupHandle(shard=1, slot=slot, serial=1 << 40)
         return SequencePlan(handle=handle, rollout=slot + 1, length=9, advantage=-0.1 * slot, weight=1 / 3, num_shared=2 * slot)
@@ -99,7 +99,7 @@ def test_rows_are_read_as_the_plans_they_were_made_of() -> None:
     assert list(RowTable(np.empty(0, SEQUENCE), np.empty(0, np.int64))) == []
 
 
-def test_a_group_costs_the_controller_less_than_a_kilobyte() -> None:
+def test_group_takes_less_than_a_kilobyte() -> None:
     records = [record(index, (0.0, 1.0) * 4, {"answer": (0.0, 1.0) * 4}) for index in range(100)]
     assert len(pickle.dumps(RecordTable.of(records))) < 100 * 512
     assert np.asarray(RecordTable.of(records).rewards).nbytes == 100 * 64

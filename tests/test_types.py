@@ -18,7 +18,7 @@ CARRIERS = (
 
 @pytest.mark.parametrize("carrier", CARRIERS, ids=lambda carrier: type(carrier).__name__)
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
-def test_carriers_arrive_as_they_were_sent_without_the_slow_way_of_dataclasses(carrier: object, pickler: object) -> None:
+def test_carriers_are_pickled_without_dataclass_reduce(carrier: object, pickler: object) -> None:
     dumps = {"pickle": pickle.dumps, "cloudpickle": cloudpickle.dumps}[vars(pickler)["__name__"]]
     data = dumps(carrier)
     assert pickle.loads(data) == carrier
@@ -31,7 +31,7 @@ def arrays_of(carrier: Completion | Rollout) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
-def test_tokens_arrive_bit_for_bit_in_half_the_bytes(pickler: object) -> None:
+def test_tokens_are_pickled_bit_for_bit_in_half_the_bytes(pickler: object) -> None:
     whole = np.arange(4000)
     logprobs = np.linspace(-9.0, 0.0, 4000, dtype=np.float32)
     logprobs[[3, 5]] = -np.inf, np.nan

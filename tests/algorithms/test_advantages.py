@@ -6,39 +6,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.advantages import (
-    AdvantageMethod,
-    batch_advantages,
-    group_advantages,
-    pass_at_k_advantages,
-    standardized,
-)
+from titanrl.algorithms.advantages import batch_advantages, group_advantages, pass_at_k_advantages, standardized
+from titanrl.config.choices import AdvantageMethod
 
 METHODS: tuple[AdvantageMethod, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "pass_at_k")
 rewards_of_a_group = st.lists(st.floats(-100, 100).map(lambda reward: round(reward, 3)), min_size=2, max_size=16)
 
 
-def test_grpo_divides_by_the_population_standard_deviation() -> None:
+def test_grpo_divides_by_population_standard_deviation() -> None:
     # mean 0.5, standard deviation 0.5
     assert group_advantages([1.0, 0.0, 0.0, 1.0], "grpo", eps=0.0) == (1.0, -1.0, -1.0, 1.0)
 
 
-def test_grpo_adds_epsilon_to_the_standard_deviation() -> None:
+def test_grpo_adds_epsilon_to_standard_deviation() -> None:
     assert group_advantages([1.0, 0.0], "grpo", eps=0.5) == (0.5, -0.5)
 
 
-def test_grpo_with_one_degree_of_freedom_divides_by_the_sample_standard_deviation() -> None:
+def test_std_ddof_1_divides_by_sample_standard_deviation() -> None:
     # mean 1, sample variance (1 + 1) / 1 = 2
     assert group_advantages([0.0, 2.0], "grpo", std_ddof=1, eps=0.0) == pytest.approx(
         (-1 / math.sqrt(2), 1 / math.sqrt(2)), rel=1e-15
     )
 
 
-def test_dr_grpo_only_subtracts_the_mean() -> None:
+def test_dr_grpo_only_subtracts_mean() -> None:
     assert group_advantages([6.0, 3.0], "dr_grpo") == (1.5, -1.5)
 
 
-def test_rloo_subtracts_the_mean_of_the_others() -> None:
+def test_rloo_subtracts_mean_of_other_completions() -> None:
     assert group_advantages([6.0, 3.0], "rloo") == (3.0, -3.0)
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
     assert group_advantages([1.0, 2.0, 6.0], "rloo") == pytest.approx((-3.0, -1.5, 4.5), rel=1e-15)
@@ -51,12 +46,12 @@ def test_equal_rewards_give_exactly_zero(method: AdvantageMethod) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_group_of_one_has_advantage_zero(method: AdvantageMethod) -> None:
+def test_group_of_one_has_advantage_zero(method: AdvantageMethod) -> None:
     assert group_advantages([7.0], method, std_ddof=1, pass_k=1) == (0.0,)
 
 
-def test_a_reward_that_is_not_finite_is_named() -> None:
-    with pytest.raises(ValueError, match=r"reward 1 of the group is nan"):
+def test_error_names_reward_that_is_not_finite() -> None:
+    with pytest.raises(ValueError, match=r"rewards\[1\]: not a finite number \(got nan\)"):
         group_advantages([0.0, math.nan], "dr_grpo")
 
 
@@ -72,23 +67,23 @@ def test_advantages_match_their_definitions(rewards: list[float]) -> None:
 
 
 @given(rewards_of_a_group, st.sampled_from(METHODS))
-def test_advantages_of_a_group_sum_to_zero(rewards: list[float], method: AdvantageMethod) -> None:
+def test_advantages_of_group_sum_to_zero(rewards: list[float], method: AdvantageMethod) -> None:
     rewards = [abs(reward) for reward in rewards]
     assert sum(group_advantages(rewards, method, pass_k=2)) == pytest.approx(0.0, abs=1e-7 * len(rewards))
 
 
-def test_maxrl_divides_by_the_mean() -> None:
+def test_maxrl_divides_by_mean() -> None:
     # Mean 0.25.
     assert group_advantages([1.0, 0.0, 0.0, 0.0], "maxrl", eps=0.0) == (3.0, -1.0, -1.0, -1.0)
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
-    with pytest.raises(ValueError, match=r"must not return -1.0"):
+    with pytest.raises(ValueError, match=r"none may be negative \(got -1.0\)"):
         group_advantages([1.0, -1.0], "maxrl")
 
 
 def best_of_k_by_enumeration(rewards: list[float], k: int) -> list[float]:
-    """The definition, over every k-subset."""
+    """Compute the definition over every k-subset."""
     subsets = list(itertools.combinations(range(len(rewards)), k))
     best = [max(rewards[i] for i in subset) for subset in subsets]
     mean, std = statistics.fmean(best), statistics.pstdev(best)
@@ -97,7 +92,7 @@ def best_of_k_by_enumeration(rewards: list[float], k: int) -> list[float]:
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, -2.0]), min_size=2, max_size=8), st.data())
-def test_pass_at_k_is_what_each_answer_adds_to_the_best_of_k(rewards: list[float], data: st.DataObject) -> None:
+def test_pass_at_k_matches_enumeration_of_subsets(rewards: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(rewards)))
     expected = best_of_k_by_enumeration(rewards, k)
     assert pass_at_k_advantages(rewards, k) == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -107,14 +102,14 @@ def test_pass_at_k_of_group_smaller_than_k_is_zero() -> None:
     assert group_advantages([1.0, 0.0], "pass_at_k", pass_k=3) == (0.0, 0.0)
 
 
-def test_pass_at_k_of_right_and_wrong_answers_by_the_closed_form() -> None:
+def test_pass_at_k_of_binary_rewards_matches_closed_form() -> None:
     # Two of six right, k = 3: pass@k = 1 - C(4, 3) / C(6, 3) = 0.8; with a wrong one in it 1 - C(3, 2) / C(5, 2) = 0.7.
     std = math.sqrt(0.8 * 0.2)
     advantages = pass_at_k_advantages([1.0, 0.0, 0.0, 1.0, 0.0, 0.0], 3, eps=0.0)
     assert advantages == pytest.approx((0.2 / std, -0.1 / std, -0.1 / std, 0.2 / std, -0.1 / std, -0.1 / std))
 
 
-def test_pass_at_k_is_zero_where_every_subset_has_a_best_answer() -> None:
+def test_pass_at_k_is_zero_if_every_subset_has_best_reward() -> None:
     assert pass_at_k_advantages([1.0, 1.0, 0.0], 2) == (0.0, 0.0, 0.0)
 
 
@@ -123,7 +118,7 @@ def test_pass_at_one_is_grpo() -> None:
     assert pass_at_k_advantages(rewards, 1) == pytest.approx(group_advantages(rewards, "grpo"))
 
 
-def test_the_z_score_counts_tokens_and_only_those_that_count() -> None:
+def test_standardization_counts_only_sampled_tokens() -> None:
     # Six tokens of 3 and two of -1: mean 2, variance (6 * 1 + 2 * 9) / 8 = 3. The 100 belongs to no token.
     z = 1 / math.sqrt(3)
     scores = standardized([(3.0, -1.0), (3.0, 100.0)], [(4, 2), (2, 0)])
@@ -131,11 +126,11 @@ def test_the_z_score_counts_tokens_and_only_those_that_count() -> None:
     assert scores[1][0] == pytest.approx(z, rel=1e-5)
 
 
-def test_equal_values_have_a_z_score_of_exactly_zero() -> None:
+def test_standardized_equal_values_are_exactly_zero() -> None:
     assert standardized([(0.1, 0.1), (0.1,)], [(1, 3), (7,)]) == [(0.0, 0.0), (0.0,)]
 
 
-def test_reinforce_pp_standardizes_rewards_and_its_baseline_form_those_less_the_mean_of_the_group() -> None:
+def test_reinforce_pp_standardizes_rewards_over_batch() -> None:
     groups, counts = [(1.0, 1.0), (0.0, 2.0)], [(5, 5), (5, 5)]
     plain = batch_advantages(groups, counts, "reinforce_pp")
     # Mean 1, standard deviation sqrt(1 / 2).
@@ -149,9 +144,7 @@ def test_reinforce_pp_standardizes_rewards_and_its_baseline_form_those_less_the_
     st.lists(st.tuples(st.lists(st.floats(-10, 10), min_size=2, max_size=5), st.integers(1, 50)), min_size=1, max_size=6),
     st.sampled_from(["reinforce_pp", "reinforce_pp_baseline"]),
 )
-def test_standardized_advantages_have_mean_zero_over_the_tokens(
-    groups: list[tuple[list[float], int]], method: AdvantageMethod
-) -> None:
+def test_standardized_advantages_have_token_mean_zero(groups: list[tuple[list[float], int]], method: AdvantageMethod) -> None:
     rewards = [[round(reward, 2) for reward in group] for group, _ in groups]
     counts = [[count + i for i in range(len(group))] for group, count in groups]
     advantages = batch_advantages(rewards, counts, method)
@@ -160,6 +153,37 @@ def test_standardized_advantages_have_mean_zero_over_the_tokens(
     assert sum(a * a * n for a, n in pairs) / sum(n for _, n in pairs) <= 1.0 + 1e-9
 
 
-def test_other_methods_do_not_look_beyond_their_group() -> None:
+def test_other_methods_use_only_their_group() -> None:
     groups = [(1.0, 0.0), (5.0, 7.0)]
     assert batch_advantages(groups, [(1, 1), (9, 9)], "rloo") == [group_advantages(group, "rloo") for group in groups]
+
+
+HUGE = 1e200
+
+
+@pytest.mark.parametrize("method", ["grpo", "maxrl", "pass_at_k"])
+@pytest.mark.parametrize("factor", [1.0, HUGE, 1.7e308])
+def test_huge_rewards_give_same_scale_free_advantages(method: AdvantageMethod, factor: float) -> None:
+    small = [1.0, 0.0, 0.25, 1.0, 0.5]
+    advantages = group_advantages([factor * reward for reward in small], method, pass_k=2)
+    assert advantages == pytest.approx(group_advantages(small, method, pass_k=2), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_huge_rewards_are_standardized_over_batch(method: AdvantageMethod) -> None:
+    small, counts = [[1.0, 0.0], [-1.0, 0.5]], [[3, 4], [5, 6]]
+    huge = [[HUGE * reward for reward in group] for group in small]
+    for found, expected in zip(batch_advantages(huge, counts, method), batch_advantages(small, counts, method), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["dr_grpo", "rloo"])
+@pytest.mark.parametrize("rewards", [[0.0, HUGE, 1.0], [1.0, -1.7e308, 1.7e308]])
+def test_error_names_reward_whose_advantage_overflows(method: AdvantageMethod, rewards: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"rewards\[1\]: the advantage does not fit float32 \(got -?1\.?7?e\+\d{3}\)"):
+        group_advantages(rewards, method)
+
+
+def test_baseline_beyond_float64_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards\[0\]: the advantage does not fit"):
+        batch_advantages([[1.7e308, -1.7e308, -1.7e308]], [[1, 1, 1]], "reinforce_pp_baseline")

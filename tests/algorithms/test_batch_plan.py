@@ -43,7 +43,7 @@ def sequences(plan: BatchPlan) -> list[SequencePlan]:
     return [sequence for microbatch in plan.microbatches for rank in microbatch.rows for row in rank for sequence in row]
 
 
-def test_a_small_batch_is_planned_as_by_hand(make_record: RecordMaker) -> None:
+def test_small_batch_matches_plan_by_hand(make_record: RecordMaker) -> None:
     record = make_record(7, rewards=[1.0, 0.0, 0.5], num_sampled=[3, 5, 4], prompt_len=2)
     batch = plan([record], row_tokens=8)
     # The third rollout has reward = mean; of the others, 7 and 5 tokens do not share a row of 8. Weight 1 / (3 + 5 + 4).
@@ -54,19 +54,19 @@ def test_a_small_batch_is_planned_as_by_hand(make_record: RecordMaker) -> None:
     assert batch.packing_efficiency == 12 / 16
 
 
-def test_groups_without_payload_count_in_the_weights_but_do_not_run(make_record: RecordMaker) -> None:
+def test_groups_without_payload_count_in_weights_but_do_not_run(make_record: RecordMaker) -> None:
     mute = make_record(1, rewards=[1.0, 1.0], num_sampled=[10, 20], has_payload=False)
     batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 6]), mute])
     assert {sequence.handle.slot for sequence in sequences(batch)} == {0}
     assert {sequence.weight for sequence in sequences(batch)} == {1 / 40}
 
 
-def test_a_sequence_without_counted_tokens_does_not_run(make_record: RecordMaker) -> None:
+def test_sequence_without_counted_tokens_does_not_run(make_record: RecordMaker) -> None:
     batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 0])])
     assert [sequence.rollout for sequence in sequences(batch)] == [0]
 
 
-def test_arrival_order_does_not_change_the_plan(make_record: RecordMaker) -> None:
+def test_arrival_order_does_not_change_plan(make_record: RecordMaker) -> None:
     rng = random.Random(3)
     records = [make_record(i, [rng.random() for _ in range(8)], [rng.randint(1, 60) for _ in range(8)]) for i in range(12)]
     expected = plan(records, row_tokens=100, rows_per_microbatch=3, dp_size=2)
@@ -76,9 +76,7 @@ def test_arrival_order_does_not_change_the_plan(make_record: RecordMaker) -> Non
 
 
 @given(st.data())
-def test_every_sequence_with_an_advantage_runs_once_and_ranks_have_equal_micro_batches(
-    make_record: RecordMaker, data: st.DataObject
-) -> None:
+def test_every_sequence_with_advantage_runs_once(make_record: RecordMaker, data: st.DataObject) -> None:
     rewards = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4).filter(lambda r: len(set(r)) > 1)
     lengths = st.lists(st.integers(1, 30), min_size=4, max_size=4)
     records = [make_record(i, data.draw(rewards), data.draw(lengths)) for i in range(data.draw(st.integers(1, 8)))]
@@ -102,7 +100,7 @@ def test_every_sequence_with_an_advantage_runs_once_and_ranks_have_equal_micro_b
     ],
 )
 @pytest.mark.parametrize(("rows_per_microbatch", "dp_size"), [(1, 1), (1, 2), (2, 1), (16, 3)])
-def test_token_mean_is_exact_however_the_batch_is_cut(
+def test_token_mean_does_not_depend_on_micro_batches(
     make_record: RecordMaker, num_sampled: list[int], losses: list[float], rows_per_microbatch: int, dp_size: int
 ) -> None:
     # 100 tokens of loss 0.5 and 900 of 0.3 have the mean 0.32; a mean of micro-batch means would say 0.4.
@@ -117,7 +115,7 @@ def test_token_mean_is_exact_however_the_batch_is_cut(
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean", "constant", "sum"])
-def test_planning_every_group_twice_halves_the_weights_of_means(make_record: RecordMaker, reduction: str) -> None:
+def test_planning_every_group_twice_halves_weights_of_means(make_record: RecordMaker, reduction: str) -> None:
     groups = [([1.0, 0.0], [3, 5]), ([0.0, 2.0], [7, 2])]
     once = plan([make_record(i, *group) for i, group in enumerate(groups)], reduction=reduction)
     twice = plan([make_record(i, *group) for i, group in enumerate(groups + groups)], reduction=reduction)
@@ -128,13 +126,13 @@ def test_planning_every_group_twice_halves_the_weights_of_means(make_record: Rec
         assert sequence.weight == pytest.approx(factor * weights[sequence.handle.slot % 2, sequence.rollout], rel=1e-15)
 
 
-def test_advantage_and_reduction_follow_the_config(make_record: RecordMaker) -> None:
+def test_advantage_and_reduction_follow_config(make_record: RecordMaker) -> None:
     batch = plan([make_record(0, rewards=[0.0, 3.0], num_sampled=[1, 1])], advantage="rloo", reduction="constant")
     assert {sequence.rollout: sequence.advantage for sequence in sequences(batch)} == {0: -3.0, 1: 3.0}
     assert {sequence.weight for sequence in sequences(batch)} == {1 / 52}
 
 
-def test_a_prompt_is_shared_but_for_its_last_token(make_record: RecordMaker) -> None:
+def test_shared_prompt_excludes_its_last_token(make_record: RecordMaker) -> None:
     records = [make_record(i, rewards=[1.0, 0.0, 0.0], num_sampled=[3, 2, 1], prompt_len=5) for i in range(2)]
     apart, together = (plan(records, row_tokens=24, share_prompts=share) for share in (False, True))
     assert [[s.num_shared for s in row] for microbatch in apart.microbatches for row in microbatch.rows[0]] == [[0] * 3] * 2
@@ -148,12 +146,12 @@ def test_a_prompt_is_shared_but_for_its_last_token(make_record: RecordMaker) -> 
     assert sorted(without) == sorted((s.handle.slot, s.rollout, s.advantage, s.weight) for s in sequences(apart))
 
 
-def test_a_group_without_a_prompt_shares_nothing(make_record: RecordMaker) -> None:
+def test_group_without_prompt_shares_nothing(make_record: RecordMaker) -> None:
     record = make_record(0, rewards=[1.0, 0.0], num_sampled=[6, 5], prompt_len=0)
     assert {sequence.num_shared for sequence in sequences(plan([record], share_prompts=True))} == {0}
 
 
-def test_nothing_is_shared_where_that_would_take_more_rows(make_record: RecordMaker) -> None:
+def test_prompts_are_not_shared_if_that_takes_more_rows(make_record: RecordMaker) -> None:
     # Apart 7 + 3 and 6 + 4 fill two rows of 10; a group's own order would leave the 7 alone, and the 6 with the 3.
     records = [
         make_record(0, rewards=[1.0, 0.0], num_sampled=[6, 5], prompt_len=1),
@@ -164,13 +162,13 @@ def test_nothing_is_shared_where_that_would_take_more_rows(make_record: RecordMa
     assert {sequence.num_shared for sequence in sequences(batch)} == {0}
 
 
-def test_more_ranks_than_rows_leaves_ranks_empty_and_counts_their_places(make_record: RecordMaker) -> None:
+def test_packing_efficiency_counts_empty_rows_of_idle_ranks(make_record: RecordMaker) -> None:
     batch = plan([make_record(0, rewards=[0.0, 1.0], num_sampled=[8, 8], prompt_len=2)], row_tokens=20, dp_size=2)
     assert [len(rank) for rank in batch.microbatches[0].rows] == [1, 0]
     assert batch.packing_efficiency == 20 / 40
 
 
-def test_a_batch_without_any_gradient_gives_every_rank_one_empty_micro_batch(make_record: RecordMaker) -> None:
+def test_batch_without_gradient_gives_ranks_one_empty_micro_batch(make_record: RecordMaker) -> None:
     batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 3], has_payload=False)], dp_size=2)
     assert rows(batch) == [[[], []]]
     assert batch.packing_efficiency == 0.0
@@ -188,7 +186,7 @@ def test_a_batch_without_any_gradient_gives_every_rank_one_empty_micro_batch(mak
         {"correction": {"preset": "geometric_rejection", "denominator": "post"}},
     ],
 )
-def test_sequences_without_an_advantage_run_where_the_objective_asks_for_more(make_record: RecordMaker, algorithm) -> None:
+def test_sequences_without_advantage_run_if_other_terms_need_them(make_record: RecordMaker, algorithm) -> None:
     records = [make_record(0, [1.0, 0.5, 0.0], [4, 6, 5]), make_record(1, [1.0, 1.0], [2, 3])]
     assert len(sequences(plan(records))) == 2
     assert sorted((s.handle.slot, s.rollout) for s in sequences(plan(records, **algorithm))) == [
@@ -200,25 +198,25 @@ def test_sequences_without_an_advantage_run_where_the_objective_asks_for_more(ma
     ]
 
 
-def test_rewards_standardized_over_the_batch_train_groups_of_equal_rewards_too(make_record: RecordMaker) -> None:
+def test_reinforce_pp_trains_on_groups_of_equal_rewards(make_record: RecordMaker) -> None:
     records = [make_record(0, [1.0, 1.0], [4, 4]), make_record(1, [0.0, 0.0], [4, 4])]
     batch = plan(records, advantage="reinforce_pp")
     # Mean 0.5, standard deviation 0.5.
     assert {s.handle.slot: s.advantage for s in sequences(batch)} == pytest.approx({0: 1.0, 1: -1.0}, rel=1e-5)
 
 
-def test_a_group_with_signal_must_have_a_payload(make_record: RecordMaker) -> None:
+def test_group_with_signal_must_have_payload(make_record: RecordMaker) -> None:
     with pytest.raises(AssertionError, match=r"groups \[4\] have a gradient but no payload"):
         plan([make_record(4, rewards=[1.0, 0.0], num_sampled=[3, 3], has_payload=False)])
 
 
-def test_the_same_group_twice_is_refused(make_record: RecordMaker) -> None:
+def test_duplicate_group_is_refused(make_record: RecordMaker) -> None:
     record = make_record(4, rewards=[1.0, 0.0], num_sampled=[3, 3])
     with pytest.raises(AssertionError, match="twice"):
         plan([record, record])
 
 
-def test_demonstrations_are_all_planned_with_the_same_weight_for_every_trained_token(make_record: RecordMaker) -> None:
+def test_demonstrations_have_equal_weights_per_token(make_record: RecordMaker) -> None:
     record = make_record(0, rewards=[0.0, 0.0, 0.0], num_sampled=[3, 5, 8], prompt_len=2)
     microbatches = plan_demonstrations(record, row_tokens=12, rows_per_microbatch=1, dp_size=2)
     # Rows of 7 + 5 and of 10 tokens, one for each rank; weight 1 / (3 + 5 + 8).

@@ -20,27 +20,27 @@ def corrected(mask: Tensor = ALL, **config) -> Correction:
     return correct(behavior + RATIOS.log(), behavior, SEQUENCE, CorrectionConfig(**config), mask=mask)
 
 
-def test_nothing_is_weighted_or_rejected_by_default() -> None:
+def test_default_neither_weights_nor_rejects() -> None:
     mask = torch.tensor([True, False, True, True, True, True])
     correction = corrected(mask)
     assert correction.weights_N is None
     assert torch.equal(correction.kept_N, mask)
 
 
-def test_token_weights_are_ratios_up_to_the_bound() -> None:
+def test_token_weights_are_ratios_up_to_bound() -> None:
     correction = corrected(weight="token", max_prox_over_behavior=2.0)
     assert correction.weights_N.tolist() == pytest.approx([2.0, 0.5, 2.0, 1.25, 1.25, 0.1])
     assert correction.truncated_N[2]
     assert not correction.truncated_N[3:].any()
 
 
-def test_sequence_weights_are_products_up_to_the_bound() -> None:
+def test_sequence_weights_are_products_up_to_bound() -> None:
     correction = corrected(weight="sequence", max_prox_over_behavior=3.0)
     assert correction.weights_N.tolist() == pytest.approx([3.0] * 3 + [1.5625] * 2 + [0.1])
     assert correction.truncated_N.tolist() == [True, True, True, False, False, False]
 
 
-def test_masked_tokens_have_no_part_in_the_product_of_their_sequence() -> None:
+def test_masked_tokens_do_not_enter_sequence_product() -> None:
     mask = torch.tensor([True, True, False, True, True, True])
     correction = corrected(mask, weight="sequence")
     assert correction.weights_N.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.5625, 1.5625, 0.1])
@@ -59,25 +59,25 @@ def test_masked_tokens_have_no_part_in_the_product_of_their_sequence() -> None:
         ({"reject_token_prox_over_behavior": (0.6, 9.0), "veto_prox_over_behavior": (0.05, 3.9)}, [0, 0, 0, 1, 1, 0]),
     ],
 )
-def test_what_is_outside_the_bounds_is_rejected(bounds: dict[str, tuple[float, float]], kept: list[int]) -> None:
+def test_ratios_outside_bounds_are_rejected(bounds: dict[str, tuple[float, float]], kept: list[int]) -> None:
     assert corrected(**bounds).kept_N.int().tolist() == kept
 
 
-def test_a_ratio_on_the_bound_is_kept() -> None:
+def test_ratio_on_bound_is_kept() -> None:
     behavior = torch.tensor([0.0])
     config = CorrectionConfig(reject_token_prox_over_behavior=(1.0, 2.0))
     one = torch.ones(1, dtype=torch.bool)
     assert correct(behavior, behavior, torch.zeros(1, dtype=torch.int64), config, mask=one).kept_N.item()
 
 
-def test_bounds_are_on_proximal_over_behavior_and_not_the_other_way_round() -> None:
+def test_bounds_apply_to_proximal_over_behavior() -> None:
     behavior, mask, ids = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.arange(2)
     config = CorrectionConfig(reject_token_prox_over_behavior=(0.2, 1.5))
     assert correct(torch.tensor([4.0, 0.25]).log(), behavior, ids, config, mask=mask).kept_N.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("preset", CORRECTION_PRESETS)
-def test_policies_that_agree_are_neither_weighted_nor_rejected_by_any_recipe(preset: str) -> None:
+def test_presets_keep_tokens_of_equal_policies_unchanged(preset: str) -> None:
     logprobs = -torch.rand(6) * 20
     config = CorrectionConfig(preset=preset)
     correction = correct(logprobs, logprobs.clone(), SEQUENCE, config, mask=ALL)
@@ -88,7 +88,7 @@ def test_policies_that_agree_are_neither_weighted_nor_rejected_by_any_recipe(pre
 
 
 @pytest.mark.parametrize("preset", CORRECTION_PRESETS)
-def test_what_stands_at_masked_places_does_not_matter(preset: str) -> None:
+def test_values_of_masked_tokens_are_ignored(preset: str) -> None:
     mask = torch.tensor([True, False, True, True, True, False])
     behavior = torch.linspace(-3, -1, 6)
     proximal = behavior + 0.01
@@ -101,7 +101,7 @@ def test_what_stands_at_masked_places_does_not_matter(preset: str) -> None:
         assert torch.equal(clean.weights_N, spoilt.weights_N)
 
 
-def test_a_ratio_beyond_all_numbers_is_truncated_or_rejected() -> None:
+def test_overflowing_ratio_is_truncated_or_rejected() -> None:
     behavior, proximal, mask = torch.tensor([-1000.0, 0.0]), torch.tensor([0.0, -1000.0]), torch.ones(2, dtype=torch.bool)
     config = CorrectionConfig(weight="token", veto_prox_over_behavior=(1e-30, 1e30))
     correction = correct(proximal, behavior, torch.arange(2), config, mask=mask)
@@ -109,7 +109,7 @@ def test_a_ratio_beyond_all_numbers_is_truncated_or_rejected() -> None:
     assert not correction.kept_N.any()
 
 
-def test_weights_are_counted_by_token_or_by_sequence() -> None:
+def test_weights_are_counted_per_token_or_sequence() -> None:
     token = CorrectionConfig(weight="token", max_prox_over_behavior=2.0, veto_prox_over_behavior=(0.2, 9.0))
     sums = correction_sums(corrected(**token.model_dump()), SEQUENCE, token, mask=ALL)
     assert {name: value.item() for name, value in sums.items()} == pytest.approx(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.kl import KLEstimator, kl_estimate
+from titanrl.algorithms.kl import kl_estimate
+from titanrl.config.choices import KLEstimator
 
 ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3", "k3_straight_through")
 LOGITS = torch.tensor([0.3, -1.0, 0.9, 0.1], dtype=torch.float64)
@@ -40,17 +41,17 @@ def test_estimates_by_hand() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "k3_straight_through"])
-def test_the_expected_value_is_the_divergence(estimator: KLEstimator) -> None:
+def test_expected_value_is_divergence(estimator: KLEstimator) -> None:
     assert expectation(LOGITS, estimator).item() == pytest.approx(divergence(LOGITS).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3_straight_through"])
-def test_the_expected_gradient_is_that_of_the_divergence(estimator: KLEstimator) -> None:
+def test_expected_gradient_is_gradient_of_divergence(estimator: KLEstimator) -> None:
     logits = LOGITS.clone().requires_grad_()
     torch.testing.assert_close(gradient(expectation(logits, estimator), logits), gradient(divergence(logits), logits))
 
 
-def test_the_expected_gradient_of_k1_is_zero_and_that_of_k3_another_divergences() -> None:
+def test_expected_gradients_of_k1_and_k3() -> None:
     logits = LOGITS.clone().requires_grad_()
     torch.testing.assert_close(gradient(expectation(logits, "k1"), logits), torch.zeros(4, dtype=torch.float64))
     logp = logits.log_softmax(0)
@@ -75,7 +76,7 @@ def test_masked_and_huge_differences_stay_finite(estimator: KLEstimator) -> None
     assert estimate[:2].tolist() == [0.0, 0.0]
 
 
-def test_a_tiny_divergence_survives_fp32() -> None:
+def test_tiny_divergence_survives_fp32() -> None:
     difference = 2.0**-14
     logp = torch.full((1000,), -1.0 + difference)
     k3 = kl_estimate(logp, torch.full((1000,), -1.0), "k3", mask=torch.ones(1000, dtype=torch.bool))

@@ -20,7 +20,7 @@ def sums_and_maxima() -> LossSums:
     )
 
 
-def test_differences_are_added_up_by_age_and_masked_tokens_count_nowhere() -> None:
+def test_differences_are_summed_by_age_without_masked_tokens() -> None:
     losses = sums_and_maxima()
     assert [losses.sums[f"lag/{age}"] for age in range(5)] == [2, 1, 0, 0, 2]
     assert [losses.sums[f"lag/{age}/logprob_abs"] for age in range(5)] == pytest.approx([0.1, 0.5, 0.0, 0.0, 1.3])
@@ -28,7 +28,7 @@ def test_differences_are_added_up_by_age_and_masked_tokens_count_nowhere() -> No
     assert losses.maxima["mismatch/stale/logprob_abs_max"] == pytest.approx(1.0)
 
 
-def test_the_mismatch_is_split_into_numerics_and_staleness() -> None:
+def test_mismatch_is_split_into_numerics_and_staleness() -> None:
     values = age_metrics([0, 2, 1]) | staleness_metrics(sums_and_maxima())
     assert (values["staleness/mean"], values["staleness/max"]) == (1.0, 2.0)
     assert values["staleness/lag_0_frac"] == pytest.approx(0.4)
@@ -38,7 +38,7 @@ def test_the_mismatch_is_split_into_numerics_and_staleness() -> None:
     assert "mismatch/stale/logprob_abs_mean_lag_2" not in values
 
 
-def test_a_batch_of_fresh_tokens_alone_has_no_stale_part() -> None:
+def test_fresh_batch_has_no_stale_metrics() -> None:
     fresh = LossSums(sums={"lag/0": 4.0, "lag/0/logprob_abs": 0.4, "lag/1": 0.0, "lag/1/logprob_abs": 0.0}, maxima={})
     values = staleness_metrics(fresh)
     assert values["mismatch/numeric/logprob_abs_mean"] == pytest.approx(0.1)

@@ -36,7 +36,7 @@ def test_log_probability_and_entropy_by_hand() -> None:
     assert entropy.tolist() == pytest.approx([1.5 * math.log(2), math.log(3)], abs=1e-5)
 
 
-def test_temperature_divides_the_logits() -> None:
+def test_temperature_divides_logits() -> None:
     # At temperature 2 the odds of 16 : 1 become 4 : 1.
     logprobs, _ = logprobs_and_entropy(torch.tensor([[16.0, 1.0]]).log(), torch.tensor([0]), temperature=2.0)
     assert logprobs.item() == pytest.approx(math.log(0.8), abs=1e-6)
@@ -44,7 +44,7 @@ def test_temperature_divides_the_logits() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.9])
 @pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 22])
-def test_values_and_gradients_match_an_fp64_reference(monkeypatch, temperature: float, chunk_elements: int) -> None:
+def test_values_and_gradients_match_fp64_reference(monkeypatch, temperature: float, chunk_elements: int) -> None:
     monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", chunk_elements)
     logits, labels = example()
     logits.requires_grad_()
@@ -86,14 +86,14 @@ def test_bf16_logits_give_fp32_results_and_bf16_gradients() -> None:
     assert logits.grad.dtype == torch.bfloat16
 
 
-def test_logits_are_left_as_they_were() -> None:
+def test_logits_are_not_modified() -> None:
     logits, labels = example()
     before = logits.clone()
     logprobs_and_entropy(logits.requires_grad_(), labels, temperature=0.5)[0].sum().backward()
     assert torch.equal(logits, before)
 
 
-def test_only_the_logits_and_two_values_a_token_are_kept_for_backward() -> None:
+def test_backward_saves_only_logits_and_two_values_per_token() -> None:
     logits, labels = example()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -102,7 +102,7 @@ def test_only_the_logits_and_two_values_a_token_are_kept_for_backward() -> None:
     assert any(tensor.data_ptr() == logits.data_ptr() for tensor in kept)
 
 
-def test_logits_that_are_not_finite_spoil_only_their_own_row() -> None:
+def test_logits_that_are_not_finite_affect_only_their_row() -> None:
     logits, labels = example()
     logits[3], logits[5, 0] = math.nan, math.inf
     logits.requires_grad_()
@@ -114,7 +114,7 @@ def test_logits_that_are_not_finite_spoil_only_their_own_row() -> None:
     assert logits.grad[mask].any(-1).all()
 
 
-def test_a_row_that_is_not_finite_and_counts_is_not_hidden() -> None:
+def test_counted_row_that_is_not_finite_gives_nan_gradient() -> None:
     logits, labels = example()
     logits[3] = math.nan
     logits.requires_grad_()
@@ -122,7 +122,7 @@ def test_a_row_that_is_not_finite_and_counts_is_not_hidden() -> None:
     assert logits.grad[3].isnan().all()
 
 
-def test_a_label_outside_the_vocabulary_gives_a_finite_value() -> None:
+def test_label_outside_vocabulary_gives_finite_value() -> None:
     logits, _ = example(num_tokens=2)
     logits.requires_grad_()
     logprobs, _ = logprobs_and_entropy(logits, torch.tensor([-100, 1000]))
@@ -151,7 +151,7 @@ def run_rank(rank: int, world_size: int, store: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_vocabulary_sharded_unevenly_over_two_ranks_gives_the_same(tmp_path: Path) -> None:
+def test_vocabulary_sharded_unevenly_gives_same_result(tmp_path: Path) -> None:
     mp.spawn(run_rank, args=(2, str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     logits, labels = example()

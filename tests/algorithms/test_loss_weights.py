@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.loss_weights import Reduction, sequence_weights
+from titanrl.algorithms.loss_weights import sequence_weights
+from titanrl.config.choices import Reduction
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 
@@ -25,36 +26,36 @@ def objective(
 # The next five are the figures that SkyRL tests its loss reductions with.
 
 
-def test_token_mean_is_the_mean_over_all_tokens() -> None:
+def test_token_mean_is_mean_over_all_tokens() -> None:
     assert objective("token_mean", [[1.0, 2.0], [4.0, 5.0, 6.0]]) == pytest.approx(3.6, rel=1e-15)
 
 
-def test_sequence_mean_is_the_mean_of_sequence_means() -> None:
+def test_sequence_mean_is_mean_of_sequence_means() -> None:
     assert objective("sequence_mean", [[1.0, 2.0], [3.0]]) == pytest.approx(2.25, rel=1e-15)
 
 
-def test_constant_divides_each_sequence_by_a_fixed_length() -> None:
+def test_constant_divides_each_sequence_by_fixed_length() -> None:
     assert objective("constant", [[2.0, 3.0], [9.0]], constant_length=10) == pytest.approx(0.7, rel=1e-15)
 
 
-def test_prompt_mean_is_the_mean_of_prompt_means() -> None:
+def test_prompt_mean_is_mean_of_prompt_means() -> None:
     losses = [[1.0, 2.0], [3.0], [5.0, 6.0], [7.0, 8.0]]
     assert objective("prompt_mean", losses, prompt_of=[0, 0, 1, 1]) == pytest.approx(4.25, rel=1e-15)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_step_without_tokens_has_weights_of_zero(reduction: Reduction) -> None:
+def test_step_without_tokens_has_zero_weights(reduction: Reduction) -> None:
     assert sequence_weights(reduction, num_sampled=[0, 0], prompt_of=[0, 1], constant_length=5).tolist() == [0.0, 0.0]
 
 
-def test_sum_and_token_sum_add_up_token_losses() -> None:
+def test_sum_and_token_sum_add_token_losses() -> None:
     losses = [[1.0, 2.0], [4.0, 5.0, 6.0]]
     assert objective("sum", losses) == 18.0
     assert objective("sequence_mean_token_sum", losses) == 9.0
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_sequence_without_tokens_counts_nowhere(reduction: Reduction) -> None:
+def test_sequence_without_tokens_is_in_no_count(reduction: Reduction) -> None:
     losses, prompt_of = [[1.0, 2.0], [4.0, 5.0, 6.0]], [0, 1]
     alone = objective(reduction, losses, prompt_of, constant_length=4)
     assert objective(reduction, [*losses, []], [*prompt_of, 2], constant_length=4) == alone
@@ -63,14 +64,14 @@ def test_a_sequence_without_tokens_counts_nowhere(reduction: Reduction) -> None:
 @pytest.mark.parametrize(
     ("reduction", "factor"), [("token_mean", 1), ("sequence_mean", 1), ("prompt_mean", 1), ("constant", 1), ("sum", 2)]
 )
-def test_doubling_every_sequence_changes_the_sum_only(reduction: Reduction, factor: int) -> None:
+def test_doubling_every_sequence_changes_only_sum(reduction: Reduction, factor: int) -> None:
     losses = [[1.0, 2.0], [4.0, 5.0, 6.0], [0.5]]
     once = objective(reduction, losses, [0, 0, 1], constant_length=4)
     twice = objective(reduction, losses + losses, [0, 0, 1, 2, 2, 3], constant_length=4)
     assert twice == pytest.approx(factor * once, rel=1e-14)
 
 
-def test_unequal_micro_batches_do_not_become_a_mean_of_means() -> None:
+def test_unequal_micro_batches_give_exact_token_mean() -> None:
     # 100 tokens of loss 0.5 and 900 of 0.3: (50 + 270) / 1000 = 0.32, where the mean of the two means would be 0.4.
     weights = sequence_weights("token_mean", num_sampled=[100, 900], prompt_of=[0, 1], constant_length=1)
     first, second = weights[0] * 100 * 0.5, weights[1] * 900 * 0.3
@@ -78,7 +79,7 @@ def test_unequal_micro_batches_do_not_become_a_mean_of_means() -> None:
     assert second + first == pytest.approx(0.32, rel=1e-15)
 
 
-def test_ten_ragged_sequences_give_the_same_token_mean() -> None:
+def test_ragged_sequences_give_exact_token_mean() -> None:
     lengths = [7, 93, 1, 300, 99, 200, 50, 150, 60, 40]  # the first two hold the 100 tokens of loss 0.5
     losses = [[0.5 if i < 2 else 0.3] * length for i, length in enumerate(lengths)]
     assert objective("token_mean", losses) == pytest.approx(0.32, rel=1e-14)
@@ -87,7 +88,7 @@ def test_ten_ragged_sequences_give_the_same_token_mean() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=30).filter(lambda s: any(n for n, _ in s))
 )
-def test_weights_of_the_means_add_up_to_one(sequences: list[tuple[int, int]]) -> None:
+def test_weights_of_means_sum_to_one(sequences: list[tuple[int, int]]) -> None:
     counts, prompts = [count for count, _ in sequences], [prompt for _, prompt in sequences]
     for reduction in ("token_mean", "sequence_mean", "prompt_mean"):
         weights = sequence_weights(reduction, num_sampled=counts, prompt_of=prompts, constant_length=1)
@@ -95,7 +96,7 @@ def test_weights_of_the_means_add_up_to_one(sequences: list[tuple[int, int]]) ->
 
 
 @given(st.integers(0, 2**32), st.sampled_from(REDUCTIONS))
-def test_order_of_sequences_does_not_change_their_weights(seed: int, reduction: Reduction) -> None:
+def test_order_of_sequences_does_not_change_weights(seed: int, reduction: Reduction) -> None:
     rng = random.Random(seed)
     sequences = [(rng.randrange(5), rng.randrange(3)) for _ in range(8)]
     shuffled = rng.sample(range(8), k=8)

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.losses import (
-    HOMOGENEOUS,
     RatioStats,
     cispo,
     cross_entropy,
     dro,
-    fold_weights,
     gspo,
     importance_sampling,
     ppo_clip,
@@ -39,7 +37,7 @@ def test_ppo_clip_by_hand() -> None:
     assert stats.clipped.tolist() == [False, False, True, True, False, False]
 
 
-def test_ppo_clip_matches_its_definition_and_is_flat_where_clipped() -> None:
+def test_ppo_clip_has_zero_gradient_where_clipped() -> None:
     torch.manual_seed(0)
     logprobs = torch.randn(4, 50, dtype=torch.float64, requires_grad=True)
     old, advantages, mask = (
@@ -58,7 +56,7 @@ def test_ppo_clip_matches_its_definition_and_is_flat_where_clipped() -> None:
         assert gradient[i, j].item() == pytest.approx(0.0 if is_flat else -ratio * advantage, rel=1e-12)
 
 
-def test_unchanged_policy_has_ratio_one_and_loss_minus_weighted_advantages() -> None:
+def test_unchanged_policy_has_ratio_one() -> None:
     torch.manual_seed(0)
     logprobs, advantages, weights = -torch.rand(64) * 10, torch.randn(64), torch.rand(64)
     mask = torch.rand(64) < 0.5
@@ -69,7 +67,7 @@ def test_unchanged_policy_has_ratio_one_and_loss_minus_weighted_advantages() -> 
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_what_stands_at_masked_places_does_not_matter(bad: float) -> None:
+def test_values_of_masked_tokens_are_ignored(bad: float) -> None:
     mask = torch.tensor([True, False])
     logprobs = torch.tensor([-1.0, bad], requires_grad=True)
     old, advantages, weights = torch.tensor([-1.5, bad]), torch.tensor([2.0, bad]), torch.tensor([0.5, bad])
@@ -82,7 +80,7 @@ def test_what_stands_at_masked_places_does_not_matter(bad: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_tokens_without_a_finite_generator_logprob_are_dropped(bad: float) -> None:
+def test_tokens_without_finite_generator_logprob_are_masked(bad: float) -> None:
     logprobs, old = torch.tensor([-1.0, -1.0], requires_grad=True), torch.tensor([-1.0, bad])
     mask = torch.tensor([True, True])
     assert valid_tokens(mask, old).tolist() == [True, False]
@@ -93,7 +91,7 @@ def test_tokens_without_a_finite_generator_logprob_are_dropped(bad: float) -> No
     assert logprobs.grad.tolist() == [-1.0, 0.0]
 
 
-def test_a_policy_that_is_not_finite_is_not_hidden() -> None:
+def test_nan_of_policy_reaches_loss() -> None:
     loss, _ = ppo_clip(
         torch.tensor([NAN]), torch.tensor([-1.0]), torch.ones(1), clip_low=0.2, clip_high=0.2, mask=torch.tensor([True])
     )
@@ -108,7 +106,7 @@ def test_log_ratios_are_clamped_before_exp() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (0,)])
-def test_a_fully_masked_micro_batch_has_loss_zero(shape: tuple[int, ...]) -> None:
+def test_fully_masked_micro_batch_has_zero_loss(shape: tuple[int, ...]) -> None:
     logprobs = torch.full(shape, -1.0, requires_grad=True)
     old, mask = torch.full(shape, -3.0), torch.zeros(shape, dtype=torch.bool)
     loss, _ = ppo_clip(logprobs, old, torch.ones(shape), clip_low=0.2, clip_high=0.2, mask=mask)
@@ -118,7 +116,7 @@ def test_a_fully_masked_micro_batch_has_loss_zero(shape: tuple[int, ...]) -> Non
     assert not logprobs.grad.any()
 
 
-def test_cross_entropy_is_minus_the_log_probability() -> None:
+def test_cross_entropy_is_negative_log_probability() -> None:
     loss = cross_entropy(log(0.5, 0.25, 0.1), mask=torch.tensor([True, True, False]))
     assert loss.tolist() == pytest.approx([math.log(2), math.log(4), 0.0], rel=1e-15)
 
@@ -173,7 +171,7 @@ def expected_losses(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_is_what_its_definition_says(name: str) -> None:
+def test_losses_match_their_definitions(name: str) -> None:
     for seed in range(5):
         logprobs, old, advantages, mask = example(seed)
         loss, _ = LOSSES[name](logprobs, old, advantages, mask=mask)
@@ -182,7 +180,7 @@ def test_every_loss_is_what_its_definition_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "cispo"])
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
+def test_gradients_match_finite_differences(name: str) -> None:
     for seed in range(5):
         logprobs, old, advantages, mask = example(seed)
         # The same weight for each token of a sequence: gspo spreads the gradient of a sequence over its tokens.
@@ -194,7 +192,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         assert torch.autograd.gradcheck(objective, (logprobs.requires_grad_(),))
 
 
-def test_the_gradient_of_cispo_is_the_bounded_ratio_times_the_advantage() -> None:
+def test_cispo_gradient_is_bounded_ratio_times_advantage() -> None:
     logprobs, old, advantages, mask = example()
     loss, stats = LOSSES["cispo"](logprobs.requires_grad_(), old, advantages, mask=mask)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
@@ -206,7 +204,7 @@ def test_the_gradient_of_cispo_is_the_bounded_ratio_times_the_advantage() -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "dro"])
-def test_on_policy_every_gradient_is_that_of_reinforce(name: str) -> None:
+def test_on_policy_gradients_equal_reinforce(name: str) -> None:
     old, _, advantages, mask = example()
     logprobs = old.clone().requires_grad_()
     loss, stats = LOSSES[name](logprobs, old, advantages, mask=mask)
@@ -218,7 +216,7 @@ def test_on_policy_every_gradient_is_that_of_reinforce(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_what_is_not_finite_outside_the_mask_reaches_neither_value_nor_gradient(name: str, bad: float) -> None:
+def test_masked_nan_reaches_neither_value_nor_gradient(name: str, bad: float) -> None:
     logprobs, old, advantages, mask = example()
 
     def run(values: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -232,30 +230,7 @@ def test_what_is_not_finite_outside_the_mask_reaches_neither_value_nor_gradient(
         torch.testing.assert_close(one, other, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("name", sorted(HOMOGENEOUS))
-def test_weights_may_be_folded_into_the_advantages_of_homogeneous_losses(name: str) -> None:
-    logprobs, old, advantages, mask = example()
-    weights = torch.tensor([0.1, 0.25, 3.0], dtype=torch.float64)[torch.tensor(SEQUENCE)]
-    loss = LOSSES[name]
-    logprobs.requires_grad_()
-    apart = weighted_sum(loss(logprobs, old, advantages, mask=mask)[0], weights, mask=mask)
-    folded = loss(logprobs, old, fold_weights(advantages, weights, name), mask=mask)[0].sum()
-    assert folded.item() == pytest.approx(apart.item(), rel=1e-13)
-    gradients = [torch.autograd.grad(value, logprobs)[0] for value in (apart, folded)]
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-14, rtol=1e-13)
-
-
-def test_weights_are_not_folded_where_that_would_change_the_loss() -> None:
-    logprobs, old, advantages, mask = example()
-    weights = torch.full_like(logprobs, 0.1)
-    apart = weighted_sum(LOSSES["dro"](logprobs, old, advantages, mask=mask)[0], weights, mask=mask)
-    folded = LOSSES["dro"](logprobs, old, advantages * weights, mask=mask)[0].sum()
-    assert abs(folded - apart) > 0.1
-    with pytest.raises(ValueError, match="loss dro: weights can be folded into the advantages only of cispo, gspo,"):
-        fold_weights(advantages, weights, "dro")
-
-
-def test_gspo_masks_leave_the_mean_of_the_sequence() -> None:
+def test_gspo_leaves_masked_tokens_out_of_sequence_mean() -> None:
     # Log-ratios 0.2 and 0.4 count, 5 does not: s = exp(0.3).
     logprobs = torch.tensor([0.2, 5.0, 0.4], dtype=torch.float64)
     mask = torch.tensor([True, False, True])
@@ -265,7 +240,7 @@ def test_gspo_masks_leave_the_mean_of_the_sequence() -> None:
     assert stats.ratio.tolist() == pytest.approx([math.exp(0.3), 1.0, math.exp(0.3)])
 
 
-def test_sapo_takes_the_second_temperature_for_advantages_that_are_not_positive() -> None:
+def test_sapo_uses_second_temperature_for_other_advantages() -> None:
     logprobs, old, mask = log(0.4, 0.4), log(0.2, 0.2), torch.ones(2, dtype=torch.bool)
     loss, _ = sapo(logprobs, old, torch.tensor([1.0, -1.0]), temperatures=(0.5, 4.0), mask=mask)
     assert loss.tolist() == pytest.approx([-8.0 / (1 + math.exp(-0.5)), 1.0 / (1 + math.exp(-4.0))], rel=1e-6)

@@ -165,9 +165,7 @@ def plan(
 
 @pytest.mark.parametrize("name", ["ppo", "ppo, divergence, entropy"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_gradient_is_that_of_the_definition(
-    batch: Batch, table: Tensor, reference_table: Tensor, reduction: str, name: str
-) -> None:
+def test_gradient_matches_definition(batch: Batch, table: Tensor, reference_table: Tensor, reduction: str, name: str) -> None:
     records, payload = batch
     expected = reference_gradient(records, payload, table, reference_table, reduction, more_terms=name != "ppo")
     torch.testing.assert_close(
@@ -190,7 +188,7 @@ def test_gradient_does_not_depend_on_rows_micro_batches_or_ranks(
     torch.testing.assert_close(gradient(layout, payload, table, reference_table, name), one_by_one, atol=2e-7, rtol=0)
 
 
-def test_order_of_groups_changes_no_bit_of_the_gradient(batch: Batch, table: Tensor, reference_table: Tensor) -> None:
+def test_order_of_groups_changes_no_bit_of_gradient(batch: Batch, table: Tensor, reference_table: Tensor) -> None:
     records, payload = batch
     forth, back = plan(records), plan(records[::-1])
     assert torch.equal(gradient(back, payload, table, reference_table), gradient(forth, payload, table, reference_table))
@@ -198,7 +196,7 @@ def test_order_of_groups_changes_no_bit_of_the_gradient(batch: Batch, table: Ten
 
 @pytest.mark.parametrize("name", ["ppo", "ppo, divergence, entropy"])
 @pytest.mark.parametrize(("reduction", "factor"), [("token_mean", 1), ("sequence_mean", 1), ("prompt_mean", 1), ("sum", 2)])
-def test_a_batch_given_twice_changes_only_the_gradient_of_the_sum(
+def test_doubled_batch_changes_only_gradient_of_sum(
     batch: Batch, make_record: RecordMaker, table: Tensor, reference_table: Tensor, reduction: str, factor: int, name: str
 ) -> None:
     records, payload = batch

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from titanrl.algorithms.packing import LINEAR_POSITIONS, balance, pack, pack_sharing, row_costs
 
 
-def test_each_sequence_goes_to_the_fullest_row_that_still_holds_it() -> None:
+def test_sequence_goes_to_fullest_row_with_space() -> None:
     # 6 and 5 open rows; 4 fits the first exactly; 3 joins 5; 2 fits the gap that 5 and 3 leave.
     assert pack([4, 6, 3, 5, 2], row_tokens=10) == [[1, 0], [3, 2, 4]]
 
@@ -22,8 +22,8 @@ def test_nothing_to_pack_gives_no_rows() -> None:
     assert pack([], row_tokens=10) == []
 
 
-def test_a_sequence_longer_than_a_row_is_named() -> None:
-    with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens, .* row_tokens=10"):
+def test_error_names_sequence_longer_than_row() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.row_tokens: sequence 1 has 11 tokens \(got 10\)"):
         pack([3, 11], row_tokens=10)
 
 
@@ -49,14 +49,12 @@ def best_fit_one_by_one(lengths: list[int], row_tokens: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 70))
-def test_sequences_of_equal_length_are_placed_together_as_one_by_one(lengths: list[int], row_tokens: int) -> None:
+def test_equal_lengths_placed_at_once_match_best_fit_one_by_one(lengths: list[int], row_tokens: int) -> None:
     assert pack(lengths, row_tokens) == best_fit_one_by_one(lengths, row_tokens)
 
 
 @given(st.lists(st.lists(st.integers(1, 99), max_size=8, unique=True), min_size=1, max_size=30), st.randoms())
-def test_best_fit_decreasing_needs_at_most_eleven_ninths_of_the_fewest_rows(
-    cuts_by_row: list[list[int]], rng: random.Random
-) -> None:
+def test_best_fit_decreasing_keeps_its_bound(cuts_by_row: list[list[int]], rng: random.Random) -> None:
     # Full rows cut into pieces: the fewest rows that hold the pieces are known.
     lengths = [end - start for cuts in cuts_by_row for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 100], strict=True)]
     rng.shuffle(lengths)
@@ -64,7 +62,7 @@ def test_best_fit_decreasing_needs_at_most_eleven_ninths_of_the_fewest_rows(
 
 
 @pytest.mark.parametrize("num_sequences", [512, 10_000])
-def test_long_tailed_lengths_fill_the_rows(num_sequences: int) -> None:
+def test_long_tailed_lengths_fill_rows(num_sequences: int) -> None:
     lengths = np.random.default_rng(0).lognormal(mean=6.3, sigma=0.9, size=num_sequences).clip(16, 8192).astype(int).tolist()
     rows = pack(lengths, row_tokens=8192)
     assert sum(lengths) / (len(rows) * 8192) >= 0.97
@@ -74,17 +72,17 @@ def share(lengths: list[int], groups: list[int], num_shared: list[int], row_toke
     return pack_sharing(*(np.array(column, np.int64) for column in (lengths, groups, num_shared)), row_tokens)
 
 
-def test_a_group_keeps_together_where_its_prompt_stands_already() -> None:
+def test_group_shares_row_with_its_prompt() -> None:
     # Of group 0 (prompt 3) 8 opens a row of 20, 7 and 6 add 4 and 3; the rest of that row is too small for group 1.
     assert share([8, 6, 9, 7], groups=[0, 0, 1, 0], num_shared=[3, 3, 4, 3], row_tokens=20) == [[0, 3, 1], [2]]
 
 
-def test_a_group_that_needs_a_second_row_pays_its_prompt_again() -> None:
+def test_group_in_second_row_stores_its_prompt_again() -> None:
     assert share([6, 6, 6], groups=[7, 7, 7], num_shared=[4, 4, 4], row_tokens=9) == [[0, 1], [2]]
 
 
-def test_a_sequence_longer_than_a_row_is_named_when_prompts_are_shared() -> None:
-    with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens, .* row_tokens=10"):
+def test_error_names_sequence_longer_than_row_with_shared_prompts() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.row_tokens: sequence 1 has 11 tokens \(got 10\)"):
         share([3, 11], groups=[0, 0], num_shared=[2, 2], row_tokens=10)
 
 
@@ -92,7 +90,7 @@ def test_a_sequence_longer_than_a_row_is_named_when_prompts_are_shared() -> None
     st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(1, 40), min_size=1, max_size=9)), max_size=12),
     st.integers(61, 150),
 )
-def test_shared_prompts_are_counted_once_a_row(groups: list[tuple[int, list[int]]], row_tokens: int) -> None:
+def test_shared_prompts_count_once_per_row(groups: list[tuple[int, list[int]]], row_tokens: int) -> None:
     sequences = [(group, shared, length) for group, (shared, lengths) in enumerate(groups) for length in lengths]
     lengths, of, shared = [s + length for _, s, length in sequences], [g for g, _, _ in sequences], [s for _, s, _ in sequences]
     rows = share(lengths, of, shared, row_tokens)
@@ -104,19 +102,19 @@ def test_shared_prompts_are_counted_once_a_row(groups: list[tuple[int, list[int]
         assert sum(lengths[index] - shared[index] for index in row) + sum(groups[group][0] for group in blocks) <= row_tokens
 
 
-def test_cost_of_a_row_is_quadratic_in_its_sequences_not_in_the_row() -> None:
+def test_row_cost_is_quadratic_in_sequences_not_in_row() -> None:
     lengths, nothing = np.array([5, 7, 3]), np.zeros(3, np.int64)
     assert row_costs(lengths, nothing, [[2, 0], [1]]) == [9 + 25 + 8 * LINEAR_POSITIONS, 49 + 7 * LINEAR_POSITIONS]
     assert row_costs(lengths, np.array([2, 0, 0]), [[2, 0]]) == [9 + 3 * 5 + 6 * LINEAR_POSITIONS]
     assert row_costs(nothing[:0], nothing[:0], []) == []
 
 
-def test_rows_are_dealt_in_rounds_costliest_to_the_least_loaded() -> None:
+def test_most_expensive_row_goes_to_least_loaded_rank() -> None:
     # Round 1: 9, 8; round 2: 7 to the rank with 8, 2 to the one with 9; round 3: 1 to the rank with 11.
     assert balance([7, 9, 1, 8, 2], num_ranks=2) == [[1, 4, 2], [3, 0]]
 
 
-def test_ranks_without_rows_get_an_empty_share() -> None:
+def test_ranks_without_rows_get_empty_share() -> None:
     assert balance([4], num_ranks=3) == [[0], [], []]
 
 

@@ -1,31 +1,32 @@
 import pytest
 
-from titanrl.algorithms.schedule import Decay, learning_rate
+from titanrl.algorithms.schedule import learning_rate
+from titanrl.config.choices import LearningRateDecay
 
 
-def rates(decay: Decay, *, num_warmup_steps: int, num_steps: int) -> list[float]:
+def rates(decay: LearningRateDecay, *, num_warmup_steps: int, num_steps: int) -> list[float]:
     return [
         learning_rate(step, peak=1.0, num_warmup_steps=num_warmup_steps, decay=decay, num_steps=num_steps)
         for step in range(num_steps)
     ]
 
 
-def test_warm_up_rises_linearly_and_then_stays() -> None:
+def test_rate_rises_linearly_and_then_stays_constant() -> None:
     assert rates("constant", num_warmup_steps=4, num_steps=6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_linear_decay_would_reach_zero_one_step_after_the_last() -> None:
+def test_linear_decay_reaches_zero_one_step_after_last() -> None:
     assert rates("linear", num_warmup_steps=2, num_steps=6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
 
 
-def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
+def test_first_step_without_warm_up_is_at_peak() -> None:
     assert rates("linear", num_warmup_steps=0, num_steps=2) == [1.0, 0.5]
 
 
-def test_a_run_shorter_than_its_warm_up_only_warms_up() -> None:
+def test_run_shorter_than_warm_up_only_warms_up() -> None:
     assert rates("linear", num_warmup_steps=4, num_steps=2) == [0.25, 0.5]
 
 
 @pytest.mark.parametrize(("decay", "rate"), [("constant", 1.0), ("linear", 0.0)])
-def test_steps_past_the_end_keep_the_last_value(decay: Decay, rate: float) -> None:
+def test_steps_past_end_keep_last_rate(decay: LearningRateDecay, rate: float) -> None:
     assert learning_rate(9, peak=1.0, num_warmup_steps=4, decay=decay, num_steps=4) == rate

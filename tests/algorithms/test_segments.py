@@ -22,7 +22,7 @@ def test_any_and_first_by_hand() -> None:
     assert segment_first(SEQUENCE, mask=MASK).tolist() == [True, False, False, True, False, False]
 
 
-def test_what_is_still_to_go_by_hand() -> None:
+def test_to_go_by_hand() -> None:
     assert segment_to_go(VALUES, SEQUENCE, mask=MASK).tolist() == [4.0, 3.0, 3.0, 30.0, 20.0, 0.0]
 
 
@@ -33,7 +33,7 @@ def test_no_tokens_give_empty_results() -> None:
     assert segment_first(no_ids, mask=no_mask).shape == (0,)
 
 
-def test_what_is_still_to_go_does_not_feel_what_stands_before_it() -> None:
+def test_to_go_ignores_earlier_sequences() -> None:
     values = torch.rand(40)
     alone = segment_to_go(values[20:], torch.zeros(20, dtype=torch.int64), mask=torch.ones(20, dtype=torch.bool))
     behind = torch.cat([torch.full((20,), 1e5), values[20:]])
@@ -47,7 +47,7 @@ def loop(values: Tensor, sequence: Tensor, mask: Tensor, start: int) -> float:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2**20)), min_size=1, max_size=6))
-def test_to_go_matches_a_loop(sequences: list[tuple[int, int]]) -> None:
+def test_to_go_matches_loop(sequences: list[tuple[int, int]]) -> None:
     sequence = torch.cat([torch.full((length,), number) for number, (length, _) in enumerate(sequences)])
     generator = torch.Generator().manual_seed(sequences[0][1])
     values, mask = torch.randn(len(sequence), generator=generator), torch.rand(len(sequence), generator=generator) < 0.7

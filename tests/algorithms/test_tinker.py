@@ -3,7 +3,7 @@ import pytest
 from titanrl.algorithms.tinker import tinker_algorithm
 
 
-def test_thresholds_are_bounds_of_the_ratio_itself() -> None:
+def test_thresholds_are_bounds_of_ratio() -> None:
     ppo = tinker_algorithm("ppo", {"clip_low_threshold": 0.9})
     assert (ppo.loss, ppo.clip_low, ppo.clip_high) == ("ppo", pytest.approx(0.1), pytest.approx(0.2))
     cispo = tinker_algorithm("cispo", {})
@@ -15,12 +15,12 @@ def test_thresholds_are_bounds_of_the_ratio_itself() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "options", "text"),
     [
-        ("pppo", {}, "loss_fn=pppo: must be one of cispo, dro, gspo, importance_sampling, ppo"),
-        ("dro", {"clip": 1.0}, "loss_fn_config.clip: dro has no such option; its options: beta"),
-        ("importance_sampling", {"beta": 1.0}, "its options: none"),
+        ("pppo", {}, "loss_fn: unknown loss \\(got 'pppo'\\)\\. Choose one of cispo, dro, gspo, importance_sampling, ppo"),
+        ("dro", {"clip": 1.0}, "loss_fn_config.clip: dro has no such option \\(got 1.0\\)\\. Its options: beta"),
+        ("importance_sampling", {"beta": 1.0}, "Its options: none"),
         ("ppo", {"clip_low_threshold": 1.5}, "clip_low"),
     ],
 )
-def test_what_tinker_does_not_know_is_refused(loss_fn: str, options: dict[str, float], text: str) -> None:
+def test_unknown_losses_and_options_are_refused(loss_fn: str, options: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         tinker_algorithm(loss_fn, options)

@@ -1,5 +1,5 @@
 """Pure functions of the algorithm: advantages, loss weights, packing, batch plans, losses, corrections and log-probabilities.
 
-`advantages`, `packing`, `planning`, `schedule` and `weights` import no torch, so that the controller stays light; the other
-modules work on tensors.
+`advantages`, `batch_plan`, `loss_weights`, `packing` and `schedule` do not import torch, so the controller starts faster. The
+other modules compute with tensors.
 """

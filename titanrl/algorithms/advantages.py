@@ -6,13 +6,16 @@ pass@k training (arXiv:2508.10751), MaxRL (maximum-likelihood RL) as its authors
 """
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+import sys
+from collections.abc import Iterable, Sequence
 
-AdvantageMethod = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"]
+from titanrl.config.choices import AdvantageMethod
 
 EPS = 1e-6
-"""Added to what advantages are divided by."""
+"""Added to every divisor of advantages."""
+
+MAX_ADVANTAGE = 3.4e38
+"""Largest advantage: the trainer holds advantages in float32."""
 
 
 def batch_advantages(
@@ -23,14 +26,15 @@ def batch_advantages(
     std_ddof: int = 0,
     pass_k: int | None = None,
 ) -> list[tuple[float, ...]]:
-    """Turn the rewards of all groups of a step into advantages, in their order.
+    """Turn the rewards of all groups of a step into advantages, in the order of the groups.
 
-    The REINFORCE++ methods standardize what `group_advantages` gives over the batch. `num_sampled` are the tokens of each
-    completion that count in the loss.
+    The REINFORCE++ methods standardize the result of `group_advantages` over the batch. `num_sampled` holds the number of
+    tokens of each completion that count in the loss.
 
-    Raises ValueError as `group_advantages` does.
+    Raises:
+        ValueError: See `group_advantages`.
     """
-    by_rewards: dict[tuple[float, ...], tuple[float, ...]] = {}  # few rewards are different, so few groups are
+    by_rewards: dict[tuple[float, ...], tuple[float, ...]] = {}  # many groups have the same rewards
     advantages = []
     for rewards in map(tuple, groups):
         if rewards not in by_rewards:
@@ -49,41 +53,58 @@ def group_advantages(
 ) -> tuple[float, ...]:
     """Turn the rewards of one group into advantages, `[G]`.
 
-    `grpo` is (R_i - mean) / (std + eps), `dr_grpo` and `reinforce_pp_baseline` are R_i - mean, `rloo` is R_i minus the mean of
-    the others, `maxrl` is (R_i - mean) / (mean + eps), `reinforce_pp` is R_i, `pass_at_k` see `pass_at_k_advantages`. But for
-    `reinforce_pp`, a group of one and a group of equal rewards say nothing about what is better: all are exactly 0.
+    - `grpo`: (R_i - mean) / (std + eps)
+    - `dr_grpo`, `reinforce_pp_baseline`: R_i - mean
+    - `rloo`: R_i - mean of the others
+    - `maxrl`: (R_i - mean) / (mean + eps)
+    - `reinforce_pp`: R_i
+    - `pass_at_k`: see `pass_at_k_advantages`
 
-    Raises ValueError if a reward is not finite, or negative with `maxrl`.
+    A group of one and a group of equal rewards have advantages of exactly 0, except under `reinforce_pp`. So does a group of
+    fewer than `pass_k` completions under `pass_at_k`.
+
+    Raises:
+        ValueError: A reward is not finite, is negative with `maxrl`, or gives an advantage that does not fit float32.
     """
     for i, reward in enumerate(rewards_G):
         if not math.isfinite(reward):
-            raise ValueError(f"reward {i} of the group is {reward}: a scorer must return a finite number")
+            raise ValueError(f"rewards[{i}]: not a finite number (got {reward}). Make the scorer return finite numbers.")
     if method == "reinforce_pp":
         return tuple(rewards_G)
     size = len(rewards_G)
-    # Rounding in the mean would otherwise leave a residue such as 1e-17, which grpo blows up by 1 / eps.
+    # The rounded mean of equal rewards can leave a residue such as 1e-17, which grpo would multiply by 1 / eps.
     if len(set(rewards_G)) <= 1:
         return (0.0,) * size
+    unit = unit_of(rewards_G)
+    scaled_G, eps = [reward / unit for reward in rewards_G], eps / unit
     if method == "pass_at_k":
         assert pass_k is not None, "pass_at_k needs a k"
         # Rollouts whose scorer failed are missing from their group, which may leave fewer than k.
-        return pass_at_k_advantages(rewards_G, pass_k, eps=eps) if size >= pass_k else (0.0,) * size
-    mean = math.fsum(rewards_G) / size
-    scale = 1.0
+        return pass_at_k_advantages(scaled_G, pass_k, eps=eps) if size >= pass_k else (0.0,) * size
+    mean = math.fsum(scaled_G) / size
+    scale = unit
     if method == "grpo":
-        variance = math.fsum((reward - mean) ** 2 for reward in rewards_G) / (size - std_ddof)
+        variance = math.fsum((reward - mean) ** 2 for reward in scaled_G) / (size - std_ddof)
         scale = 1.0 / (math.sqrt(variance) + eps)
     elif method == "rloo":
-        scale = size / (size - 1)
+        scale = size / (size - 1) * unit
     elif method == "maxrl":
         if min(rewards_G) < 0.0:
-            raise ValueError(f"maxrl divides by the mean reward, so a scorer must not return {min(rewards_G)}, a negative one")
+            fix = "Make the scorer return numbers from 0 up, or choose another algorithm.advantage."
+            raise ValueError(f"rewards: maxrl divides by their mean, so none may be negative (got {min(rewards_G)}). {fix}")
         scale = 1.0 / (mean + eps)
-    return tuple((reward - mean) * scale for reward in rewards_G)
+    advantages_G = tuple((reward - mean) * scale for reward in scaled_G)
+    # `batch_advantages` standardizes the REINFORCE++ values, so these only have to be finite here.
+    limit = sys.float_info.max if method == "reinforce_pp_baseline" else MAX_ADVANTAGE
+    if max(map(abs, advantages_G)) > limit:
+        largest = max(rewards_G, key=abs)
+        fix = "Make the scorer return smaller numbers, or set algorithm.advantage to grpo."
+        raise ValueError(f"rewards[{rewards_G.index(largest)}]: the advantage does not fit float32 (got {largest:g}). {fix}")
+    return advantages_G
 
 
 def pass_at_k_advantages(rewards_G: Sequence[float], k: int, *, eps: float = EPS) -> tuple[float, ...]:
-    """What each completion adds to the best of k completions, by the group's standard deviation of that, `[G]`.
+    """Return how much each completion adds to the best of k completions, in standard deviations of that best, `[G]`.
 
     With M(S) = the largest reward in S, over all k-subsets S of the group:
     A_i = (mean of M(S) with i in S - mean of M(S)) / (std of M(S) + eps). For rewards of 0 and 1 this is pass@k training
@@ -92,36 +113,45 @@ def pass_at_k_advantages(rewards_G: Sequence[float], k: int, *, eps: float = EPS
     size = len(rewards_G)
     assert 1 <= k <= size, f"the best of {k} needs a group of {k}, this one has {size}"
     ordered = sorted(rewards_G)
-    if ordered[k - 1] == ordered[-1]:  # no k completions without the best reward
+    if ordered[k - 1] == ordered[-1]:  # every k completions include the best reward
         return (0.0,) * size
-    # Of all k-subsets, comb(j, k - 1) have their largest reward at place j of the order.
+    # Of all k-subsets, comb(j, k - 1) have their largest reward at index j of the order.
     shares = [math.comb(j, k - 1) / math.comb(size, k) for j in range(size)]
     mean = math.fsum(share * reward for share, reward in zip(shares, ordered, strict=True))
     variance = math.fsum(share * (reward - mean) ** 2 for share, reward in zip(shares, ordered, strict=True))
-    best_with = {ordered[place]: _best_with(ordered, place, k) for place in range(size)}
+    best_with = {ordered[index]: _best_with(ordered, index, k) for index in range(size)}
     return tuple((best_with[reward] - mean) / (math.sqrt(variance) + eps) for reward in rewards_G)
 
 
 def standardized(values: Sequence[Sequence[float]], num_sampled: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-    """(value - mean) / (std + EPS), with mean and variance both over the tokens of the batch that count in the loss.
+    """Return (value - mean) / (std + EPS), with mean and variance over the tokens of the batch that count in the loss.
 
-    All tokens of a sequence share its value, so it counts `num_sampled` times. Values that are all equal become exactly 0.
+    All tokens of a sequence share its value, so it counts `num_sampled` times. Equal values become exactly 0.
     """
     flat = zip((v for group in values for v in group), (n for group in num_sampled for n in group), strict=True)
     counted = [(value, count) for value, count in flat if count]
     if len({value for value, _ in counted}) <= 1:
         return [(0.0,) * len(group) for group in values]
+    unit = unit_of(value for value, _ in counted)
     total = sum(count for _, count in counted)
-    mean = math.fsum(count * value for value, count in counted) / total
-    std = math.sqrt(math.fsum(count * (value - mean) ** 2 for value, count in counted) / total)
-    return [tuple((value - mean) / (std + EPS) for value in group) for group in values]
+    mean = math.fsum(count * (value / unit) for value, count in counted) / total
+    std = math.sqrt(math.fsum(count * (value / unit - mean) ** 2 for value, count in counted) / total)
+    return [tuple((value / unit - mean) / (std + EPS / unit) for value in group) for group in values]
 
 
-def _best_with(ordered: Sequence[float], place: int, k: int) -> float:
-    """Mean of the largest reward over the k-subsets that hold the completion at `place` of the ascending order."""
-    others = [*ordered[:place], *ordered[place + 1 :]]
-    number = math.comb(len(others), k - 1)
+def unit_of(values: Iterable[float]) -> float:
+    """Return the power of two to divide values by, so that sums of their squares stay finite; 1 for values below 2^256.
+
+    Dividing by a power of two does not round.
+    """
+    return 2.0 ** max(0, math.frexp(max(map(abs, values)))[1] - 256)
+
+
+def _best_with(ordered: Sequence[float], index: int, k: int) -> float:
+    """Return the mean of the largest reward over the k-subsets that include the completion at `index`, in ascending order."""
     if k == 1:
-        return ordered[place]
-    # The largest of the k - 1 others is at place j in comb(j, k - 2) of the subsets.
-    return math.fsum(math.comb(j, k - 2) / number * max(other, ordered[place]) for j, other in enumerate(others))
+        return ordered[index]
+    others = [*ordered[:index], *ordered[index + 1 :]]
+    number = math.comb(len(others), k - 1)
+    # The largest of the k - 1 others is at index j in comb(j, k - 2) of the subsets.
+    return math.fsum(math.comb(j, k - 2) / number * max(other, ordered[index]) for j, other in enumerate(others))

@@ -1,4 +1,4 @@
-"""The plan of one optimizer step: which sequence runs where, with which advantage and which loss weight.
+"""The plan of one optimizer step: the rank, row, advantage and loss weight of each sequence.
 
 Shape suffix: S sequences.
 """
@@ -30,24 +30,34 @@ def plan_batch(
     dp_size: int,
     share_prompts: bool = False,
 ) -> BatchPlan:
-    """Plan one optimizer step over all groups of `records`, in whatever order these arrived.
+    """Plan one optimizer step over all groups of `records`; their order does not matter.
 
-    Weights come from the counts of all records. Sequences whose gradient is zero (no sampled token, or no advantage where the
-    objective asks for nothing else; so every group without payload) stay in these counts but out of the micro-batches. Each
-    rank gets the same number of micro-batches, at least one. `constant_length` is what `reduction: constant` divides by, in
-    tokens. With `share_prompts` the prompt of a group stands once in each row that holds its sequences, where that saves rows.
+    Loss weights are computed from the counts of all records. Sequences with a gradient of zero are in these counts, but not in
+    the micro-batches: those without a sampled token, and those without an advantage unless another term of the objective needs
+    them. Each rank gets the same number of micro-batches, at least one.
 
-    Raises ValueError if a sequence does not fit a row, or a reward is not finite or not allowed.
+    Args:
+        records: Groups of the step. A group without payload must have no gradient.
+        algorithm: Advantages, reduction and terms of the objective.
+        constant_length: Tokens that `reduction: constant` divides by.
+        row_tokens: Tokens of a row.
+        rows_per_microbatch: Rows that a rank runs at once.
+        dp_size: Data-parallel ranks.
+        share_prompts: Store the prompt of a group once in each row with its sequences, unless that takes more rows.
+
+    Raises:
+        ValueError: A sequence does not fit a row, or `group_advantages` refuses a reward.
     """
     ordered = records.by_index()
     assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not be in a batch twice"
-    sequences, groups_S = _sequences_with_gradient(ordered, algorithm, constant_length)
+    sequences, groups_S, advantages_N = _sequences_with_gradient(ordered, algorithm, constant_length)
     prompt_lens_S = ordered.groups["prompt_len"][groups_S] if share_prompts else None
     rows = pack_sequences(sequences, groups_S, prompt_lens_S, row_tokens)
     microbatches = _microbatches(sequences, rows, rows_per_microbatch, dp_size)
     num_placed = int((sequences["length"] - sequences["num_shared"]).sum())
     return BatchPlan(
         microbatches=microbatches,
+        advantages_N=advantages_N,
         num_placed=num_placed,
         packing_efficiency=num_placed / (_num_rows_run(microbatches) * row_tokens),
     )
@@ -56,7 +66,7 @@ def plan_batch(
 def plan_demonstrations(
     record: GroupRecord, *, row_tokens: int, rows_per_microbatch: int, dp_size: int
 ) -> tuple[MicroBatch, ...]:
-    """Micro-batches of a batch of demonstrations, every trained token with the same weight (`token_mean`)."""
+    """Plan a batch of demonstrations, with the same weight for every trained token (`token_mean`)."""
     table = RecordTable.of([record])
     weights = sequence_weights("token_mean", num_sampled=table.num_sampled, prompt_of=table.group_of, constant_length=1)
     sequences, groups_S = _sequences(table, np.ones(len(weights), np.bool_), np.zeros(len(weights)), weights)
@@ -65,10 +75,10 @@ def plan_demonstrations(
 
 
 def pack_sequences(sequences: Table, groups_S: IntArray, prompt_lens_S: IntArray | None, row_tokens: int) -> list[list[int]]:
-    """Rows of the sequences, as places of them; notes in the table what each shares with the one before it in its row.
+    """Return the indices of each row's sequences, and set `num_shared` in the table.
 
-    Those of a group share its prompt where the lengths of prompts are given and that saves rows. The last token of the prompt
-    is never shared: it predicts the first of each completion.
+    With prompt lengths the sequences of a group share its prompt, unless that takes more rows. The last token of the prompt is
+    never shared, because it predicts the first token of each completion.
     """
     lengths_S: IntArray = sequences["length"]
     apart = pack(lengths_S.tolist(), row_tokens)
@@ -80,13 +90,15 @@ def pack_sequences(sequences: Table, groups_S: IntArray, prompt_lens_S: IntArray
         return apart
     order = np.fromiter(chain.from_iterable(together), np.int64, len(lengths_S))
     follows = np.diff(groups_S[order], prepend=-1) == 0
-    follows[np.cumsum([0, *map(len, together)])[:-1]] = False  # the first of a row
+    follows[np.cumsum([0, *map(len, together)])[:-1]] = False  # the first sequence of a row
     sequences["num_shared"][order[follows]] = num_shared_S[order[follows]]
     return together
 
 
-def _sequences_with_gradient(records: RecordTable, algorithm: AlgorithmConfig, constant_length: int) -> tuple[Table, IntArray]:
-    """The sequences that have a gradient, in order of group and rollout, and the place of each one's group."""
+def _sequences_with_gradient(
+    records: RecordTable, algorithm: AlgorithmConfig, constant_length: int
+) -> tuple[Table, IntArray, DoubleArray]:
+    """Return the sequences that have a gradient, the index of each one's group, and the advantages of all rollouts."""
     ends = np.cumsum(records.groups["num_rollouts"]).tolist()
     by_group = batch_advantages(
         _by_group(records.rewards.tolist(), ends),
@@ -103,7 +115,7 @@ def _sequences_with_gradient(records: RecordTable, algorithm: AlgorithmConfig, c
         constant_length=constant_length,
     )
     has_gradient = (weights != 0.0) & ((advantages != 0.0) | algorithm.runs_without_advantage)
-    return _sequences(records, has_gradient, advantages, weights)
+    return *_sequences(records, has_gradient, advantages, weights), advantages
 
 
 def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
@@ -113,7 +125,7 @@ def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
 def _sequences(
     records: RecordTable, chosen: BoolArray, advantages: DoubleArray, weights: DoubleArray
 ) -> tuple[Table, IntArray]:
-    """Plans of the chosen rollouts, in their order, and the place of each one's group."""
+    """Plan the chosen rollouts, in their order, and return the index of each one's group."""
     group_of = records.group_of[chosen]
     groups = records.groups[group_of]
     without = np.unique(groups["index"][groups["has_payload"] == 0])
@@ -129,7 +141,7 @@ def _sequences(
 def _microbatches(
     sequences: Table, rows: Sequence[Sequence[int]], rows_per_microbatch: int, dp_size: int
 ) -> tuple[MicroBatch, ...]:
-    """Balance the rows over ranks and cut each rank's share; a rank whose share ends early gets empty micro-batches."""
+    """Balance the rows over ranks and cut each rank's share; ranks with fewer rows get empty micro-batches."""
     costs = row_costs(sequences["length"], sequences["num_shared"], rows)
     ranks = [[rows[i] for i in indices] for indices in balance(costs, dp_size)]
     num_microbatches = max(1, math.ceil(max(len(rank) for rank in ranks) / rows_per_microbatch))
@@ -141,11 +153,11 @@ def _microbatches(
 
 
 def _row_table(sequences: Table, rows: Sequence[Sequence[int]]) -> RowTable:
-    """Rows, given as places in `sequences`, as columns."""
+    """Return the table of some rows, given as indices into `sequences`."""
     places = np.fromiter(chain.from_iterable(rows), np.int64)
     return RowTable(sequences[places], np.cumsum([len(row) for row in rows], dtype=np.int64))
 
 
 def _num_rows_run(microbatches: Sequence[MicroBatch]) -> int:
-    """Rows that go through the model: a rank without rows still runs an empty one."""
+    """Count the rows that the model runs; a rank without rows runs an empty one."""
     return sum(max(len(rank), 1) for microbatch in microbatches for rank in microbatch.rows)

@@ -1,7 +1,7 @@
 """Off-policy correction: importance weights and rejection of tokens and sequences, from log-probabilities without gradient.
 
-Shape suffix: N tokens. Everything follows from d = prox - behavior, the proximal policy's log-probability of each token minus
-that of the policy that sampled it: exp(d) is the ratio that all bounds are on.
+Shape suffix: N tokens. d = prox - behavior is the log-probability of each token under the proximal policy minus that under the
+sampling policy. All bounds apply to the ratio exp(d).
 Sources: truncated importance sampling (https://fengyao.notion.site/off-policy-rl), sequence-level and geometric rejection
 (https://richardli.xyz/rl-collapse), decoupled PPO (arXiv:2505.24298).
 """
@@ -11,48 +11,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.loss_weights import Reduction
-from titanrl.algorithms.losses import MAX_LOG_RATIO
+from titanrl.algorithms.ratios import bounded_exp, log_ratio
 from titanrl.algorithms.segments import segment_any, segment_first, segment_mean, segment_sum
+from titanrl.config.choices import Reduction
 from titanrl.config.objective import CorrectionConfig
 from titanrl.types import CorrectionTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What a correction does to each token."""
+    """Effect of a correction on each token."""
 
     kept_N: Tensor
-    """The mask without what was rejected."""
+    """The mask without the rejected tokens."""
     weights_N: Tensor | None
-    """What the loss of each token is multiplied by; 1 at tokens that are masked. None where nothing is weighted."""
+    """Factor on the loss of each token, 1 at masked tokens; None if the config has no weights."""
     truncated_N: Tensor
-    """True where such a weight was truncated."""
+    """True where a weight was truncated."""
 
 
 @torch.no_grad()
 def correct(
     proximal_logprobs_N: Tensor, generator_logprobs_N: Tensor, sequence_N: Tensor, config: CorrectionConfig, *, mask: Tensor
 ) -> Correction:
-    """Weights and rejections of the tokens of `mask`, whose log-probabilities must be finite.
+    """Compute weights and rejections of the tokens of `mask`, whose log-probabilities must be finite.
 
-    Rejections are all judged on the whole mask, and a token stays only if each of them lets it.
+    Each rule looks at the whole mask; a token is kept if no rule rejects it.
     """
-    d_N = torch.where(mask, proximal_logprobs_N - generator_logprobs_N, 0.0)
+    d_N = log_ratio(proximal_logprobs_N, generator_logprobs_N, mask=mask)
     kept_N = mask & ~_rejected(d_N, sequence_N, config, mask)
     if config.weight == "none":
         return Correction(kept_N=kept_N, weights_N=None, truncated_N=torch.zeros_like(mask))
     log_weight_N = d_N if config.weight == "token" else segment_sum(d_N, sequence_N, mask=mask)
-    ratio_N = log_weight_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio_N = bounded_exp(log_weight_N)
     weights_N = torch.where(mask, ratio_N.clamp(max=config.max_prox_over_behavior), 1.0)
     return Correction(kept_N=kept_N, weights_N=weights_N, truncated_N=kept_N & (ratio_N > config.max_prox_over_behavior))
 
 
 @torch.no_grad()
 def correction_sums(correction: Correction, sequence_N: Tensor, config: CorrectionConfig, *, mask: Tensor) -> dict[str, Tensor]:
-    """Weights, tokens and sequences before and after rejection, 0-dim, to be added up over micro-batches and ranks.
+    """Count weights, tokens and sequences before and after rejection, 0-dim, to be summed over micro-batches and ranks.
 
-    Weights are counted by kept token, or by sequence that keeps one; `weights.correction_totals` makes quotients of the sums.
+    Weights are counted per kept token, or per sequence with a kept token. `loss_weights.correction_totals` divides the sums.
     """
     kept_N = correction.kept_N
     kept_sequences_N = segment_first(sequence_N, mask=kept_N)
@@ -77,9 +77,9 @@ def weights_after_rejection(
     *,
     mask: Tensor,
 ) -> Tensor:
-    """The loss weights that `sequence_weights` would give if what is rejected had never been sampled.
+    """Return the weights `sequence_weights` would give for a batch without the rejected tokens.
 
-    `totals` are those of the whole step. Not for `prompt_mean`, whose sequences may lie on several ranks.
+    `totals` covers the whole step. `prompt_mean` is not possible: the sequences of a prompt may be on several ranks.
     """
     assert reduction != "prompt_mean", "tokens of a prompt cannot be counted on one rank"
     match reduction:
@@ -97,6 +97,7 @@ def weights_after_rejection(
 
 
 def _rejected(d_N: Tensor, sequence_N: Tensor, config: CorrectionConfig, mask: Tensor) -> Tensor:
+    """Return True at the tokens that at least one rule of the config rejects."""
     rejected_N = torch.zeros_like(mask)
     if config.reject_token_prox_over_behavior is not None:
         rejected_N |= _outside(d_N, config.reject_token_prox_over_behavior)
@@ -113,6 +114,6 @@ def _rejected(d_N: Tensor, sequence_N: Tensor, config: CorrectionConfig, mask: T
 
 
 def _outside(log_ratio_N: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Whether exp(log_ratio) is outside; it may overflow, as nothing is multiplied by it."""
+    """Return True where exp(log_ratio) is outside the bounds. Overflow is harmless: the ratio is only compared."""
     ratio_N, (low, high) = log_ratio_N.exp(), bounds
     return (ratio_N < low) | (ratio_N > high)

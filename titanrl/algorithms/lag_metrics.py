@@ -1,4 +1,4 @@
-"""How far sampler and trainer disagree, told apart by how old a token is.
+"""Difference between the log-probabilities of sampler and trainer, by the age of each token.
 
 Shapes: N tokens, K ages.
 """
@@ -6,23 +6,23 @@ Shapes: N tokens, K ages.
 import torch
 
 OLDEST = 4
-"""Ages from 0 to this are counted one by one; the last stands for itself and everything older."""
+"""Largest age that is counted separately; it includes all older tokens."""
 
 
 @torch.no_grad()
 def lag_metrics(
     logprobs_N: torch.Tensor, generator_logprobs_N: torch.Tensor, lags_N: torch.Tensor, mask_N: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sums and maxima of the mismatch of log-probabilities, and counts of tokens, by lag.
+    """Return sums and maxima of the differences of log-probabilities, and numbers of tokens, by age.
 
-    Tokens of the very version that is trained (lag 0) show what numerics alone do; the rest is what the policy has moved
-    since. `lag/<k>` counts tokens, `lag/<k>/logprob_abs` adds up their absolute differences.
+    Tokens sampled by the version being trained (lag 0) show the effect of numerics alone. Older tokens also show how far the
+    policy has moved. `lag/<k>` counts tokens, `lag/<k>/logprob_abs` sums their absolute differences.
 
     Args:
-        logprobs_N: the trainer's, in nats.
-        generator_logprobs_N: the generator's, in nats, finite where the mask is true.
-        lags_N: optimizer steps between the version that sampled a token and the one trained.
-        mask_N: tokens that count.
+        logprobs_N: Log-probabilities of the trainer, in nats.
+        generator_logprobs_N: Log-probabilities of the generator, in nats, finite where the mask is true.
+        lags_N: Optimizer steps between the version that sampled a token and the version being trained.
+        mask_N: True at the tokens that count.
     """
     difference_N = torch.where(mask_N, (logprobs_N - generator_logprobs_N).abs(), 0.0)
     ages_K = torch.arange(OLDEST + 1, device=lags_N.device)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
-"""Logits worked on at once in fp32, so that no fp32 copy of all logits is ever held: on a CPU as many as its cache holds."""
+"""Logits converted to fp32 at once, so that no fp32 copy of all logits exists. On a CPU a chunk fits into its cache."""
 
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
-"""The same on an accelerator, where many small kernels would cost more than 16 MiB."""
+"""The same on an accelerator, where launching many small kernels costs more than 16 MiB of memory."""
 
 
 def logprobs_and_entropy(
@@ -26,15 +26,17 @@ def logprobs_and_entropy(
     vocab_start: int = 0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each distribution, in nats, in fp32 (fp64 for fp64 logits), `[N]` each.
+    """Compute the log-probability of each label and the entropy of each distribution, in nats, `[N]` each.
 
-    The distribution is softmax(logits / temperature); both results carry gradients. With `group`, each of its ranks holds the
-    vocabulary entries from `vocab_start` on, in any split, and the same labels, which count from 0 over the whole vocabulary;
-    every rank gets the same result. That takes two all-reduces of `[N]` and `[3, N]` forward and none backward: no rank ever
-    holds logits of the others. The backward pass recomputes the softmax, so only the logits and two `[N]` are kept for it.
+    The distribution is softmax(logits / temperature), in fp32 (fp64 for fp64 logits). Both results carry gradients. The
+    backward pass recomputes the softmax, so autograd saves only the logits and two `[N]`.
 
-    At a label outside the vocabulary the log-probability is finite and means nothing: mask it. Logits that are not finite
-    do no harm to the gradient of rows that are masked.
+    With `group`, each of its ranks holds the vocabulary entries from `vocab_start` on, in any split. Labels count from 0 over
+    the whole vocabulary and are the same on every rank; so is the result. Two all-reduces of `[N]` and `[3, N]` run in the
+    forward pass, none in the backward pass, and no rank receives the logits of another.
+
+    The log-probability of a label outside the vocabulary is finite but meaningless: mask it. Logits that are not finite do not
+    spoil the gradient of masked rows.
     """
     assert logits_NV.ndim == 2, f"logits must be [N, V], got {tuple(logits_NV.shape)}"
     assert labels_N.shape == logits_NV.shape[:1], f"labels must be [{logits_NV.shape[0]}], got {tuple(labels_N.shape)}"
@@ -78,7 +80,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Tensor | None, None, None, None, None]:
-        """Gradient of the logits x / T, with p = softmax(x / T) and H its entropy:
+        """Compute the gradient of the logits x: with p = softmax(x / T) and H its entropy,
 
         ((1[v = label] - p_v) * grad_logprobs - p_v * (log p_v + H) * grad_entropy) / T.
         """
@@ -108,13 +110,13 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
 
 def _local_labels(labels_N: Tensor, vocab_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank, and whether the label lies here at all (else the column is arbitrary)."""
+    """Return the column of each label on this rank, and True where this rank holds it; other columns are arbitrary."""
     column_N = labels_N - vocab_start
     return column_N.clamp(0, vocab_size - 1), (column_N >= 0) & (column_N < vocab_size)
 
 
 def _shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
-    """logits / temperature - shift, in the type of `shift_C` and in memory of its own."""
+    """Return logits / temperature - shift as a new tensor, in the dtype of `shift_C`."""
     scaled_CV = logits_CV.to(shift_C.dtype)
     if temperature != 1.0:
         scaled_CV = scaled_CV / temperature
@@ -122,7 +124,7 @@ def _shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
 
 
 def _chunks(logits_NV: Tensor) -> Iterator[slice]:
-    """Slices of rows with about `CHUNK_ELEMENTS` logits each."""
+    """Yield slices of rows with about `CHUNK_ELEMENTS` logits each."""
     num_rows, vocab_size = logits_NV.shape
     step = max(CHUNK_ELEMENTS.get(logits_NV.device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocab_size, 1)
     for start in range(0, num_rows, step):

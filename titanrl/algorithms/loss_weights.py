@@ -1,28 +1,26 @@
 """Loss weights: the objective of one optimizer step is sum_it w_i * l_it over its sampled tokens, and nothing else scales it.
 
-The weights are fixed before the first micro-batch from the counts of the whole step, all ranks included, so neither the
-micro-batch split nor the number of data-parallel ranks can change the gradient (a mean of micro-batch means would).
+The weights are computed before the first micro-batch from the counts of the whole step, over all ranks. So neither the
+micro-batch split nor the number of data-parallel ranks changes the gradient. A mean of micro-batch means would change it.
 
 Shape suffixes: N sequences, P prompts.
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from titanrl.config.choices import Reduction
 from titanrl.types import CorrectionTotals
-
-Reduction = Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"]
 
 
 def sequence_weights(
     reduction: Reduction, *, num_sampled: npt.ArrayLike, prompt_of: npt.ArrayLike, constant_length: int
 ) -> npt.NDArray[np.float64]:
-    """Weight w_i of every sampled token of sequence i, for all sequences of an optimizer step, `[N]`.
+    """Return the weight w_i of every sampled token of sequence i, for all sequences of an optimizer step, `[N]`.
 
-    With n tokens in all, n_i in the sequence and n_p in the sequence's prompt, N sequences and P prompts that have a token:
+    With n tokens in total, n_i in the sequence and n_p in the sequence's prompt, N sequences and P prompts with a token:
 
     - `sum`: 1
     - `token_mean`: 1 / n
@@ -31,7 +29,7 @@ def sequence_weights(
     - `prompt_mean`: 1 / (P * n_p)
     - `constant`: 1 / (N * constant_length), as in Dr. GRPO (arXiv:2503.20783)
 
-    A sequence without sampled tokens has weight 0 and counts nowhere. `prompt_of[i]` is the id of sequence i's prompt.
+    A sequence without sampled tokens has weight 0 and is in no count. `prompt_of[i]` is the id of sequence i's prompt.
     """
     counts_N = np.asarray(num_sampled, np.int64)
     _, place_N = np.unique(np.asarray(prompt_of), return_inverse=True)
@@ -54,9 +52,9 @@ def sequence_weights(
 
 
 def correction_totals(sums: Mapping[str, float]) -> CorrectionTotals:
-    """What a correction does over the step, from `objective.correction_sums` added up over micro-batches and ranks.
+    """Compute the effect of a correction on the step from `corrections.correction_sums`, summed over micro-batches and ranks.
 
-    Where nothing is left there is nothing to divide, and the value is 1.
+    A quotient is 1 if its numerator or its denominator is 0.
     """
 
     def quotient(part: str, whole: str) -> float:

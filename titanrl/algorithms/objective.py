@@ -1,7 +1,7 @@
 """The objective of an optimizer step on one micro-batch: correction, loss, divergence from a reference, entropy, metrics.
 
-Shape suffix: N tokens of the micro-batch. Every term is sum(w * l) with the same weights w, which come from the counts of the
-whole step and stay apart from the advantages: not every loss would stand their being folded in.
+Shape suffix: N tokens of the micro-batch. Every term is sum(w * l) with the same weights w, computed from the counts of the
+whole step. Weights are not multiplied into the advantages, because not every loss is proportional to the advantage.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ from torch import Tensor
 from titanrl.algorithms import losses
 from titanrl.algorithms.corrections import Correction, correct, correction_sums, weights_after_rejection
 from titanrl.algorithms.kl import kl_estimate
-from titanrl.algorithms.losses import MAX_LOG_RATIO, LossMetrics, RatioStats, valid_tokens, weighted_sum
+from titanrl.algorithms.losses import LossMetrics, RatioStats, valid_tokens, weighted_sum
+from titanrl.algorithms.ratios import MAX_LOG_RATIO, importance_ratio, log_ratio
 from titanrl.algorithms.segments import segment_to_go
 from titanrl.config.sections import AlgorithmConfig
 from titanrl.types import NOT_MEASURED, CorrectionTotals
@@ -21,16 +22,16 @@ from titanrl.types import NOT_MEASURED, CorrectionTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What the loss of one micro-batch is made of. Only `logprobs_N` and `entropy_N` carry gradients."""
+    """Inputs of the loss of one micro-batch. Only `logprobs_N` and `entropy_N` carry gradients."""
 
     logprobs_N: Tensor
-    """Log-probability of each token under the policy that is trained."""
+    """Log-probability of each token under the policy being trained."""
     generator_logprobs_N: Tensor
-    """Under the policy that sampled it; tokens where it is not finite count as masked."""
+    """Log-probability under the sampling policy; tokens where it is not finite count as masked."""
     proximal_logprobs_N: Tensor | None
-    """Under the proximal policy; None where `algorithm.proximal` needs no pass of its own."""
+    """Log-probability under the proximal policy; None if `algorithm.proximal` needs no separate forward pass."""
     reference_logprobs_N: Tensor | None
-    """Under the reference policy; None without a divergence term."""
+    """Log-probability under the reference policy; None without a divergence term."""
     entropy_N: Tensor | None
     """Entropy of each token's distribution; with gradient if there is an entropy bonus."""
     advantages_N: Tensor
@@ -40,15 +41,15 @@ class LossInputs:
     mask_N: Tensor
     """True at the tokens that count."""
     sequence_N: Tensor
-    """Sequence that each token belongs to: int64, unique in the micro-batch, below N."""
+    """Id of each token's sequence: int64, unique in the micro-batch, below N."""
     correction: CorrectionTotals = NOT_MEASURED
-    """The correction over the whole step, where `algorithm.correction` wants it measured."""
+    """Totals of the correction over the whole step, if `algorithm.correction` is measured."""
 
 
 def policy_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, LossMetrics]:
-    """This micro-batch's share of the objective, 0-dim, and its metrics.
+    """Compute this micro-batch's share of the objective, 0-dim, and its metrics.
 
-    Micro-batches and ranks add up: gradients are to be summed over them, never averaged.
+    The caller sums gradients over micro-batches and ranks, never averages them.
     """
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     proximal_N = _proximal(inputs)
@@ -77,7 +78,7 @@ def policy_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor,
 
 @torch.no_grad()
 def measure_correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossMetrics:
-    """This micro-batch's share of what `weights.correction_totals` needs of the whole step; no gradient."""
+    """Compute this micro-batch's share of the sums for `loss_weights.correction_totals`, without gradient."""
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     config, sequence_N = algorithm.correction, inputs.sequence_N
     correction = correct(_proximal(inputs), inputs.generator_logprobs_N, sequence_N, config, mask=valid_N)
@@ -85,7 +86,7 @@ def measure_correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossMe
 
 
 def token_loss(inputs: LossInputs, algorithm: AlgorithmConfig, proximal_N: Tensor, mask_N: Tensor) -> tuple[Tensor, RatioStats]:
-    """The loss that `algorithm.loss` names, per token, without weights of any kind; 0 outside `mask_N`."""
+    """Compute the loss that `algorithm.loss` names, per token and unweighted; 0 outside `mask_N`."""
     logprobs_N, advantages_N = inputs.logprobs_N, _advantages(inputs, algorithm)
     old_N = inputs.generator_logprobs_N if algorithm.ratio_starts_at_sampler else proximal_N
     low, high = algorithm.clip_low, algorithm.clip_high
@@ -115,13 +116,13 @@ def token_loss(inputs: LossInputs, algorithm: AlgorithmConfig, proximal_N: Tenso
 
 
 def _proximal(inputs: LossInputs) -> Tensor:
-    """Log-probabilities of the proximal policy; without a pass of its own it is the current one, taken as it is."""
+    """Return the proximal policy's log-probabilities, by default the current ones without gradient."""
     given_N = inputs.proximal_logprobs_N
     return inputs.logprobs_N.detach() if given_N is None else given_N
 
 
 def _advantages(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """The advantages; with the divergence in the reward, less that of a token and the later ones of its sequence."""
+    """Return the advantages. With `kl.place: reward`, subtract the divergence of each token and the later ones."""
     if not (algorithm.kl.coef and algorithm.kl.place == "reward"):
         return inputs.advantages_N
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
@@ -130,12 +131,11 @@ def _advantages(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _kl(inputs: LossInputs, algorithm: AlgorithmConfig, mask_N: Tensor) -> Tensor:
-    """Divergence from the reference per token, with gradient."""
+    """Compute the divergence from the reference per token, with gradient."""
     kl_N = kl_estimate(inputs.logprobs_N, _reference(inputs), algorithm.kl.estimator, mask=mask_N)
     if not algorithm.kl.importance_weighted:
         return kl_N
-    log_ratio_N = torch.where(mask_N, inputs.logprobs_N.detach() - inputs.generator_logprobs_N, 0.0)
-    return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * kl_N
+    return importance_ratio(inputs.logprobs_N.detach(), inputs.generator_logprobs_N, mask=mask_N) * kl_N
 
 
 def _reference(inputs: LossInputs) -> Tensor:
@@ -152,19 +152,19 @@ def _metrics(
     proximal_N: Tensor,
     valid_N: Tensor,
 ) -> LossMetrics:
-    """Sums and maxima of one micro-batch, over the tokens that count and have a finite generator log-probability.
+    """Compute sums and maxima of one micro-batch, over the tokens that count and have a finite generator log-probability.
 
     `mismatch/*` compares the proximal policy with the generator's: d = proximal - generator log-probability. Its estimates of
     KL(generator, proximal) are k3, exp(d) - 1 - d (`mismatch/kl`, never negative), and k1, -d (`mismatch/kl_k1`).
     Source: http://joschu.net/blog/kl-approx.html
     """
-    d_N = torch.where(valid_N, proximal_N - inputs.generator_logprobs_N, 0.0)
+    d_N = log_ratio(proximal_N, inputs.generator_logprobs_N, mask=valid_N)
     bounded_N = d_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     by_token = {
         "policy/ratio_mean": ratio.ratio,
         "policy/clip_frac": ratio.clipped.to(d_N.dtype),
         "mismatch/logprob_abs_mean": d_N.abs(),
-        # expm1, as exp(d) - 1 in fp32 would drown the small differences that this is to show.
+        # In fp32 exp(d) - 1 would round the small differences away that this metric shows.
         "mismatch/kl": bounded_N.expm1() - bounded_N,
         "mismatch/kl_k1": -d_N,
         "mismatch/chi2": (2.0 * bounded_N).expm1(),
@@ -185,7 +185,7 @@ def _metrics(
 
 
 def _correction_by_token(correction: Correction, valid_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the correction did; `correction_weight` and its square give the effective sample size."""
+    """Return the correction's metrics; `correction_weight` and its square give the effective sample size."""
     by_token = {"correction/reject_frac": (valid_N & ~correction.kept_N).to(dtype)}
     if correction.weights_N is not None:
         weights_N = torch.where(correction.kept_N, correction.weights_N, 0.0)
@@ -198,6 +198,6 @@ def _correction_by_token(correction: Correction, valid_N: Tensor, dtype: torch.d
 
 
 def _masked_max(values_N: Tensor, valid_N: Tensor) -> Tensor:
-    """Largest of the values that count, which are never negative; 0 if there are none."""
+    """Return the largest of the counted values, which must not be negative; 0 without values."""
     counted_N = torch.where(valid_N, values_N, 0.0)
     return torch.cat([counted_N, counted_N.new_zeros(1)]).max()

@@ -12,27 +12,29 @@ import numpy as np
 from titanrl.types import IntArray
 
 LINEAR_POSITIONS = 12 * 1024
-"""The matrix products of one token cost as much as attention over 12 * hidden_size positions (24 d^2 against 2 d FLOPs per
-layer, causal); taken at the hidden size of Qwen3-0.6B."""
+"""Positions whose attention costs as much as the matrix products of one token: 12 * hidden_size, from 24 d^2 against 2 d FLOPs
+per layer (causal), with the hidden size of Qwen3-0.6B."""
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Put each sequence into a row of at most `row_tokens` tokens: best-fit decreasing, ties by index.
 
-    Returns the rows as lists of indices into `lengths`. Uses at most 11/9 of the fewest possible rows, plus one.
+    Returns:
+        The rows as lists of indices into `lengths`: at most 11/9 of the fewest possible rows, plus one.
 
-    Raises ValueError if a sequence is longer than a row.
+    Raises:
+        ValueError: A sequence is longer than a row.
     """
     lengths_S = np.asarray(lengths, np.int64)
     _check_fit(lengths_S, row_tokens)
     by_length = np.argsort(-lengths_S, kind="stable")
     firsts = np.flatnonzero(np.diff(lengths_S[by_length], prepend=row_tokens + 1))
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (tokens still free, row), sorted: the first that fits is the best fit
+    open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted: the first that fits is the best fit
     for first, last in pairwise([*firsts.tolist(), len(by_length)]):
         length, equal = lengths[by_length[first]], by_length[first:last].tolist()
         placed = 0
-        while placed < len(equal):  # the best fit of one is that of the next of equal length, until the row is full
+        while placed < len(equal):  # sequences of equal length have the same best fit until that row is full
             fit = bisect_left(open_rows, (length, -1))
             free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
             if row == len(rows):
@@ -45,29 +47,31 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_sharing(lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray, row_tokens: int) -> list[list[int]]:
-    """`pack`, where a sequence takes `num_shared` tokens less right behind another one of its group.
+    """Pack as `pack` does, but count `num_shared` tokens less for a sequence directly after another one of its group.
 
-    Groups go in by falling total, sequences of a group by falling length: into the fullest row of the group's own that holds
-    what a sequence adds, else into the fullest row that holds all of it. A group's sequences stand side by side.
+    Groups are placed by decreasing total, the sequences of a group by decreasing length. Each goes into the fullest row of its
+    group that has space for its added tokens, else into the fullest row with space for all its tokens. The sequences of a group
+    are adjacent in a row.
 
     Args:
-        lengths_S: tokens of each sequence.
-        groups_S: the group of each, from 0 on.
-        num_shared_S: tokens at its start that all sequences of its group have in common.
-        row_tokens: tokens of a row.
+        lengths_S: Tokens of each sequence.
+        groups_S: Group of each sequence, from 0.
+        num_shared_S: Tokens at the start of each sequence that all sequences of its group have in common.
+        row_tokens: Tokens of a row.
 
-    Raises ValueError if a sequence is longer than a row.
+    Raises:
+        ValueError: A sequence is longer than a row.
     """
     _check_fit(lengths_S, row_tokens)
     totals_S = np.bincount(groups_S, weights=lengths_S)[groups_S]
     order_S = np.lexsort((-lengths_S, groups_S, -totals_S))
     order, lengths, num_shared = order_S.tolist(), lengths_S[order_S].tolist(), num_shared_S[order_S].tolist()
-    added = np.cumsum((lengths_S - num_shared_S)[order_S]).tolist()  # up to and with each, behind one of its group
+    added = np.cumsum((lengths_S - num_shared_S)[order_S]).tolist()  # inclusive sums of the tokens without shared ones
     ends = (np.flatnonzero(np.diff(groups_S[order_S])) + 1).tolist()
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (tokens still free, row), sorted: the first that fits is the best fit
+    open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted: the first that fits is the best fit
     for first, last in pairwise([0, *ends, len(order)]):
-        own: list[tuple[int, int]] = []  # those of them that hold a sequence of the group
+        own: list[tuple[int, int]] = []  # rows with a sequence of this group
         placed = first
         while placed < last:
             length = lengths[placed]
@@ -81,7 +85,7 @@ def pack_sharing(lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray
                 free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
                 if row == len(rows):
                     rows.append([])
-                # Into the group's first row goes at once what would go there one by one.
+                # The first row of a group is filled at once with the sequences that would follow one by one.
                 stop = placed + 1 if own else bisect_right(added, added[placed] + free - length, placed, last)
                 taken = length + added[stop - 1] - added[placed]
             rows[row] += order[placed:stop]
@@ -96,16 +100,17 @@ def _check_fit(lengths_S: IntArray, row_tokens: int) -> None:
     too_long = np.flatnonzero(lengths_S > row_tokens)
     if len(too_long):
         index = int(too_long[0])
-        raise ValueError(f"sequence {index} has {lengths_S[index]} tokens, which do not fit a row of row_tokens={row_tokens}")
+        fix = f"Set trainer.row_tokens to at least {lengths_S[index]}."
+        raise ValueError(f"trainer.row_tokens: sequence {index} has {lengths_S[index]} tokens (got {row_tokens}). {fix}")
 
 
 def row_costs(lengths_S: IntArray, num_shared_S: IntArray, rows: Sequence[Sequence[int]]) -> list[int]:
-    """Relative compute of rows of packed sequences: attention is quadratic in each sequence, all the rest linear.
+    """Estimate the compute of each row: attention is quadratic in each sequence, everything else linear.
 
     Args:
-        lengths_S: tokens of each sequence.
-        num_shared_S: those of them that another sequence of the row has computed.
-        rows: places of the sequences of each row, at least one.
+        lengths_S: Tokens of each sequence.
+        num_shared_S: Tokens of each sequence that an earlier sequence of the row holds.
+        rows: Indices of the sequences of each row, at least one per row.
     """
     if not rows:
         return []
@@ -116,11 +121,11 @@ def row_costs(lengths_S: IntArray, num_shared_S: IntArray, rows: Sequence[Sequen
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Share rows of the given costs among ranks; returns the row indices of each rank.
+    """Distribute rows of the given costs over ranks; return the row indices of each rank.
 
-    Rows are dealt in rounds of falling cost, one row per rank and round, the costliest to the rank with the least so far.
-    So the number of rows differs by at most 1 between ranks, the total cost by no more than one row's, and rows of one
-    round, which run at the same time, cost about the same.
+    Each round gives one row to every rank, in order of decreasing cost; the most expensive row goes to the rank with the lowest
+    total. So ranks differ by at most one row, and by at most the cost of one row. Rows of one round run at the same time and
+    have about the same cost.
     """
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     if num_ranks == 1:

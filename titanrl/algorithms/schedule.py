@@ -1,14 +1,12 @@
 """Learning-rate schedule."""
 
-from typing import Literal
-
-Decay = Literal["constant", "linear"]
+from titanrl.config.choices import LearningRateDecay
 
 
-def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: Decay, num_steps: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
+def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: LearningRateDecay, num_steps: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Rises linearly to `peak` over the warm-up, then stays, or falls linearly so that it would be 0 at step `num_steps`.
+    The rate rises linearly to `peak` during the warm-up. Then it stays constant, or falls linearly to 0 at step `num_steps`.
     """
     if step < num_warmup_steps:
         return peak * (step + 1) / num_warmup_steps
