@@ -54,7 +54,7 @@ bench: $(RUNTIME) ## run every benchmark and write JSON to runs/bench (BENCHMARK
 
 requirements: ## resolve requirements/*.in again (ARGS=--upgrade for newer versions); needs uv
 	$(call compile,cpu,--override requirements/overrides-cpu.txt)
-	$(call compile,dev)
+	$(call compile,dev,--override requirements/overrides-dev.txt)
 	$(call compile,docs)
 	$(call compile,cuda,--override requirements/overrides.txt)
 	$(call compile,npu,--override requirements/overrides-cpu.txt)

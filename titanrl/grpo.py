@@ -11,46 +11,50 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from titanrl.algorithms.batch_plan import plan_batch
-from titanrl.algorithms.loss_weights import correction_totals
 from titanrl.algorithms.schedule import learning_rate
+from titanrl.command import main
 from titanrl.config import Config, ConfigError, check_files, dump_config
 from titanrl.config.sizes import notes
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import Device, resolve_device
-from titanrl.launch.meshes import merge_losses
+from titanrl.launch.past_policies import PastPolicies
 from titanrl.launch.progress import RunState, checkpoint_dir, free_run_dir, latest_state, write_state
 from titanrl.launch.starting_model import prepare_starting_model
 from titanrl.launch.warm_start import warm_start
 from titanrl.loading import loading
-from titanrl.metrics import steps as measured
+from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
+from titanrl.metrics.outcome import last_lines, summarize
 from titanrl.metrics.phases import PhaseTimer
 from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import make_trackers
 from titanrl.replay.buffer import Batch
-from titanrl.tables import BatchPlan, MicroBatch, Table
+from titanrl.tables import BatchPlan, Table
 from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
 
 
+class NonFiniteGradientError(Exception):
+    """Training cannot continue: gradients are not finite step after step."""
+
+
 class GRPO:
-    """A training run: its parts, and the order in which they are called.
+    """A training run: its processes, and the order in which they are called.
 
     Example:
-        run = await GRPO(load_config("configs/quickstart.yaml")).start()
-        metrics = await run.step()
-        await run.close()
+        async with GRPO(load_config("configs/quickstart.yaml")) as run:
+            metrics = await run.step()
     """
 
     def __init__(self, config: Config, *, resume: Path | None = None, console: Console | None = None) -> None:
@@ -58,11 +62,11 @@ class GRPO:
 
         Args:
             config: the run.
-            resume: run directory to go on in; a new one is made without it.
-            console: where progress is shown; made from `config.logging` if not given.
+            resume: run directory to continue in; None makes a new one.
+            console: shows progress; made from `config.logging` by default.
 
         Raises:
-            ConfigError: files or devices the config names are not there.
+            ConfigError: a file or device that the configuration names is missing.
         """
         problems = check_files(config)
         if problems:
@@ -72,44 +76,43 @@ class GRPO:
         self.state = RunState(step=0, version=0, next_index=0) if resume is None else resumable_state(resume)
         self.run_dir = (resume or free_run_dir(config.run_dir)).resolve()
         self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
-        self._resuming = resume is not None
+        self._resume_step = None if resume is None else self.state.step
+        self._saved_step = self.state.step
         self._timer = PhaseTimer(on_change=self.console.current_phase)
-        self._num_skipped_in_a_row = 0
         self._published: list[int] = []
         self._unpublished: list[Table] = []
-        self._held: int | None = None
-        self._asked: asyncio.Task[Batch] | None = None
+        self._num_skipped_in_a_row = 0
         self._parts: Parts | None = None
         self._recorder: Recorder | None = None
+        self._past: PastPolicies
 
     # The loop
 
     async def step(self) -> StepMetrics:
-        """buffer -> batch -> forward_backward -> optim_step -> publish weights."""
+        """Take a batch, plan it, train on it, publish the weights, report."""
         started, parts = time.perf_counter(), self.parts
-        with self._timer.phase("rollout"):  # waits; raises what stopped a worker; metadata only
-            batch = await self._take_batch()
-        ages = self._ages(batch)
-        plan = self._plan(batch)
+        with self._timer.phase("rollout"):
+            batch = await parts.weights.unless_failed(parts.buffer.take_batch())
+        ages, plan = self._ages(batch), self._plan(batch)
         with self._timer.phase("train"):
-            proximal = await self._proximal(plan.microbatches)
-            reference = await self._reference(plan.microbatches)
-            microbatches = await self._measured(plan.microbatches, proximal)
-            run = partial(parts.trainer.forward_backward, proximal_version=proximal, reference_version=reference)
-            passes = asyncio.gather(*map(run, microbatches))  # in this order
-            # Sent behind the passes, not after their answers, so no message lies between the last pass and the step.
-            stepping = asyncio.gather(self._optim_step(), parts.generators.take_stats(), self._figures(batch, ages))
-            losses = await _before(stepping, passes)
-        with self._timer.phase("sync"):  # the last push is done: weights may change
+            past = await self._past.compute(plan.microbatches, version=self.state.version, published=self._published[-1])
+            microbatches = await self._past.with_correction_totals(plan.microbatches, past)
+            passes = parts.trainer.forward_backward(
+                microbatches, proximal_version=past.proximal, reference_version=past.reference
+            )
+            stepping = parts.trainer.optim_step(self._adam_params(), after=parts.weights.pushed)
+            values = self._batch_metrics(batch, ages)  # while the trainer computes
+            losses = await passes
+        with self._timer.phase("sync"):  # the last push reads the weights
             await parts.weights.pushed()
         with self._timer.phase("optim"):
-            update, generated, figures = await stepping
+            update, generated = await asyncio.gather(stepping, parts.generators.take_stats())
         await self._publish(batch, update)
-        self._asked = self._ask_for_batch()  # the next step finds it here if it is together by then
-        return self._report(batch, figures, plan, merge_losses(losses), update, generated, time.perf_counter() - started)
+        parts.buffer.prefetch()
+        return self._report(batch, plan, values, losses, update, generated, time.perf_counter() - started)
 
     async def train(self, num_steps: int | None = None) -> None:
-        """Step until the policy has `num_steps` versions (default: the config's), with evaluations and checkpoints."""
+        """Step until the policy has `num_steps` versions (default: the configuration's), with evaluations and checkpoints."""
         num_steps = num_steps or self.config.num_steps
         if self.state.step == 0:
             await self.evaluate()
@@ -121,13 +124,13 @@ class GRPO:
                 await self.save()
 
     async def start_and_train(self) -> None:
-        """The whole run: start, train, and export the model."""
+        """Do the whole run: start, train, export the model."""
         await self.start()
         await self.train()
         await self.export()
 
     async def evaluate(self) -> EvaluationResult:
-        """Answer held-out prompts with the newest weights."""
+        """Score greedy completions of held-out prompts, sampled with the newest weights."""
         with self._timer.phase("evaluate"):
             await self.parts.weights.ready()
             result = await self.parts.workers.evaluate(self.config.evaluation.num_prompts)
@@ -137,31 +140,30 @@ class GRPO:
     # Start and end
 
     async def start(self) -> Self:
-        """Start every process, load or warm-start the policy, bring it to the generators, and begin to roll out."""
+        """Start every process, load or warm-start the policy, publish it to the generators, and start the rollouts."""
         with loading():
-            from titanrl.launch.assembly import RunFiles, assemble  # brings torch, which a dry run does without
+            from titanrl.launch.assembly import RunFiles, assemble  # imports torch, which a dry run does not need
 
         config, console = self.config, self.console
         for note in notes(config):
             console.note(note)
-        directory = RunDirectory(self.run_dir, resume_step=self.state.step if self._resuming else None)
-        directory.write_config(dump_config(config))
-        trackers = make_trackers(config.logging.loggers, self.run_dir, config.model_dump(mode="json"))
-        self._recorder = Recorder(directory, trackers, console)
+        self._recorder = recorder = self._open_recorder()
         base = prepare_starting_model(config)
         files = RunFiles(run_dir=self.run_dir, model_dir=base.initial, stop_ids=load_tokenizer(base.initial).eos_ids)
         console.note(describe_staleness(config))
         console.phase("start", f"trainer x{config.trainer.parallelism.world_size}, generator x{config.generator.num_ranks}")
-        self._parts = parts = await assemble(config, self.device, files, self.state.next_index)
+        self._parts = parts = await assemble(
+            config, self.device, files, self.state.next_index, on_event=recorder.directory.event
+        )
         generators = asyncio.create_task(parts.generators.start())
         await asyncio.gather(parts.trainer.start(), parts.workers.start())
         await parts.trainer.load_model(base.base if base.is_ready else base.initial)
         if not base.is_ready and config.warm_start is not None:
             await warm_start(parts, config, config.warm_start, base.base, console)
-        if config.algorithm.kl.coef:
-            await parts.trainer.keep_weights()
-        if self._resuming:
-            await parts.trainer.load_checkpoint(self.state.step)
+        self._past = PastPolicies(parts.trainer, config.algorithm)
+        await self._past.start()
+        if self._resume_step is not None:
+            await parts.trainer.load_checkpoint(self._resume_step)
         await generators
         self._published.append(self.state.version)
         parts.weights.publish(self.state.version, then=parts.workers.run)
@@ -169,60 +171,85 @@ class GRPO:
         return self
 
     async def save(self) -> Path:
-        """Write a checkpoint that a later run can go on from; returns its folder."""
+        """Write a checkpoint that a later run can resume from; return its folder."""
         with self._timer.phase("checkpoint"):
             await self.parts.weights.ready()
             await self.parts.trainer.save_checkpoint(self.state.step)
             write_state(self.recorder.directory.checkpoints, self.state)
-        return checkpoint_dir(self.recorder.directory.checkpoints, self.state.step)
+        folder = checkpoint_dir(self.recorder.directory.checkpoints, self.state.step)
+        self._saved_step = self.state.step
+        self.recorder.directory.event("checkpoint", step=self.state.step, path=str(folder))
+        return folder
 
     async def export(self) -> Path:
-        """Write the policy as a Hugging Face directory, with config and tokenizer; returns it."""
+        """Write the policy as a Hugging Face directory, with configuration and tokenizer; return it."""
         await self.parts.weights.ready()
         target = self.recorder.directory.checkpoints / "final"
         await self.parts.trainer.export_model(target)
         return target
 
     async def close(self) -> None:
-        """Stop everything, whatever state it is in; safe to call twice."""
-        if self._asked is not None:
-            self._asked.cancel()
+        """Stop every process, write the report, and print where everything is. A second call does nothing."""
+        was_open = self._recorder is not None
+        await self.stop()
+        if was_open:
+            self.summarize()
+
+    async def stop(self) -> None:
+        """Stop every process and close every file, whatever state the run is in. A second call does nothing."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
-            for trouble in await parts.close(self.config.timeouts.close_s):
-                self.console.warn(f"while closing: {trouble}")
+            for problem in await parts.close(self.config.timeouts.close_s):
+                self.console.warn(f"while closing: {problem}")
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
         self.console.close()
 
+    def summarize(self, *, code: int = 0, cause: str = "") -> None:
+        """Write the report of a stopped run and print its last lines.
+
+        Args:
+            code: exit code of the run.
+            cause: why it ended, if the code is not 0.
+        """
+        self.console.done(last_lines(self.run_dir, summarize(self.run_dir, code=code, cause=cause)))
+
+    async def __aenter__(self) -> Self:
+        """Start the run; stop it if the start fails."""
+        try:
+            return await self.start()
+        except BaseException:  # an interrupt, too
+            await self.close()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the run."""
+        await self.close()
+
     @property
     def parts(self) -> "Parts":
-        """The running parts."""
-        assert self._parts is not None, "the run is not started"
+        """Clients of the running processes."""
+        assert self._parts is not None, "the run has not started"
         return self._parts
 
     @property
     def recorder(self) -> Recorder:
-        """Where metrics go."""
-        assert self._recorder is not None, "the run is not started"
+        """Destination of metrics and events."""
+        assert self._recorder is not None, "the run has not started"
         return self._recorder
+
+    @property
+    def num_unsaved_steps(self) -> int:
+        """Steps taken since the last checkpoint."""
+        return self.state.step - self._saved_step
 
     # Details of a step
 
-    def _ask_for_batch(self) -> "asyncio.Task[Batch]":
-        return self.parts.buffer.ask_for_batch(self.config.rollout.groups_per_step)
-
-    async def _take_batch(self) -> Batch:
-        """The batch asked for; it stays asked for if this is interrupted, or waits in vain."""
-        self._asked = self._asked or self._ask_for_batch()
-        taking = self.parts.buffer.take_batch(self.config.rollout.groups_per_step, self._asked)
-        batch = await self.parts.weights.unless_failed(taking)
-        self._asked = None
-        return batch
-
     def _plan(self, batch: Batch) -> BatchPlan:
-        """Advantages, loss weights and packing of a batch."""
+        """Compute advantages, loss weights and packing of a batch."""
         config = self.config
         return plan_batch(
             batch.records,
@@ -235,54 +262,13 @@ class GRPO:
         )
 
     def _ages(self, batch: Batch) -> list[int]:
-        """Versions published since the oldest token of each group was sampled; asserts the staleness bound."""
+        """Return, for each group, the versions published since its oldest token was sampled; assert the staleness bound."""
         versions = batch.records.groups["min_version"].tolist()
         age_of = {version: len(self._published) - bisect_right(self._published, version) for version in set(versions)}
         ages = [age_of[version] for version in versions]
         bound = self.config.worst_staleness
         assert max(ages) <= bound, f"step {self.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
         return ages
-
-    async def _proximal(self, microbatches: Sequence[MicroBatch]) -> int | None:
-        """Have log-probabilities computed with the weights of the last publication, where the ratio starts from these.
-
-        None where no pass is needed: at the first step after it these are the current weights, which `policy_loss` takes then.
-        """
-        algorithm, trainer, start = self.config.algorithm, self.parts.trainer, self._published[-1]
-        if algorithm.proximal != "interval_start" or algorithm.updates_per_publish == 1:
-            return None
-        if self.state.version > start:
-            for microbatch in microbatches:
-                await trainer.compute_logprobs(microbatch, at_version=start)
-            return start
-        await trainer.keep_weights()
-        is_reference = self._held == 0 and algorithm.kl.coef > 0
-        if self._held is not None and self._held != start and not is_reference:
-            await trainer.drop_weights(self._held)
-        self._held = start
-        return None
-
-    async def _measured(self, microbatches: Sequence[MicroBatch], proximal: int | None) -> Sequence[MicroBatch]:
-        """The micro-batches, with what the off-policy correction does over all of them where the config asks for it."""
-        if not self.config.algorithm.correction.is_measured:
-            return microbatches
-        measure = partial(self.parts.trainer.measure_correction, proximal_version=proximal)
-        parts = [await measure(microbatch) for microbatch in microbatches]
-        totals = correction_totals(merge_losses(parts).sums)
-        return [replace(microbatch, correction=totals) for microbatch in microbatches]
-
-    async def _reference(self, microbatches: Sequence[MicroBatch]) -> int | None:
-        """Have log-probabilities computed with the weights the run began with, where a divergence from these counts."""
-        if not self.config.algorithm.kl.coef:
-            return None
-        for microbatch in microbatches:
-            await self.parts.trainer.compute_logprobs(microbatch, at_version=0)
-        return 0
-
-    async def _optim_step(self) -> OptimUpdate:
-        """Step as soon as no push reads the weights; a failed pass makes the trainer refuse."""
-        await self.parts.weights.pushed()
-        return await self.parts.trainer.optim_step(self._adam_params())
 
     def _adam_params(self) -> AdamParams:
         algorithm = self.config.algorithm
@@ -303,16 +289,26 @@ class GRPO:
         )
 
     async def _publish(self, batch: Batch, update: OptimUpdate) -> None:
-        """After `updates_per_publish` updates start to publish, and free their slots after it; a skipped step frees its own."""
+        """Publish after `updates_per_publish` updates and free their slots afterwards; free those of a skipped step now."""
         handles = batch.records.handles
-        if not update.skipped:
-            self._num_skipped_in_a_row = 0
-            self._unpublished.append(handles)
-            if update.version - self._published[-1] >= self.config.algorithm.updates_per_publish:
-                self._published.append(update.version)
-                release, self._unpublished = partial(self.parts.buffer.release, np.concatenate(self._unpublished)), []
-                self.parts.weights.publish(update.version, then=release)
+        if update.skipped:
+            self._count_skipped(update)
+            await self.parts.buffer.release(handles)
             return
+        self._num_skipped_in_a_row = 0
+        self._unpublished.append(handles)
+        if update.version - self._published[-1] >= self.config.algorithm.updates_per_publish:
+            self._published.append(update.version)
+            trained, self._unpublished = np.concatenate(self._unpublished), []
+            self.parts.weights.publish(update.version, then=partial(self._free_slots, update.version, trained))
+
+    async def _free_slots(self, version: int, handles: Table) -> None:
+        """Free the slots of the groups a published version was trained on."""
+        directory = self.recorder.directory
+        await self.parts.buffer.release(handles)
+        directory.event("publication", version=version, groups=len(handles))
+
+    def _count_skipped(self, update: OptimUpdate) -> None:
         self._num_skipped_in_a_row += 1
         self.recorder.directory.event("skipped_step", step=self.state.step + 1, grad_norm=update.grad_norm)
         if self._num_skipped_in_a_row > self.config.algorithm.max_skipped_steps:
@@ -320,14 +316,13 @@ class GRPO:
                 f"{self._num_skipped_in_a_row} steps in a row had a non-finite gradient; lower algorithm.learning_rate, "
                 "or look at grad/norm and mismatch/logprob_abs_max in metrics.jsonl"
             )
-        await self.parts.buffer.release(handles)
 
-    async def _figures(self, batch: Batch, ages: Sequence[int]) -> Mapping[str, float]:
-        """What the batch alone says, worked out while the trainer computes."""
+    def _batch_metrics(self, batch: Batch, ages: Sequence[int]) -> Mapping[str, float]:
+        """Return the metrics that depend on the batch alone."""
         return {
-            **measured.rollout_metrics(batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal),
-            **measured.age_metrics(ages),
-            **measured.buffer_metrics(
+            **metrics_of.rollout_metrics(batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal),
+            **metrics_of.age_metrics(ages),
+            **metrics_of.buffer_metrics(
                 num_in_flight=batch.num_in_flight,
                 num_ready=batch.num_ready,
                 num_held=batch.num_held,
@@ -338,38 +333,67 @@ class GRPO:
     def _report(
         self,
         batch: Batch,
-        figures: Mapping[str, float],
         plan: BatchPlan,
+        batch_metrics: Mapping[str, float],
         losses: LossSums,
         update: OptimUpdate,
         generated: GenerationStats,
         step_s: float,
     ) -> StepMetrics:
+        """Count the step and record everything about it."""
         rate = self._adam_params().learning_rate
         self.state = RunState(step=self.state.step + 1, version=update.version, next_index=batch.next_index)
-        seconds = self._timer.take()
         values = {
-            **figures,
-            **measured.staleness_metrics(losses),
-            **measured.loss_metrics(losses),
-            **measured.optimizer_metrics(update, rate),
-            **measured.speed_metrics(
-                trained_tokens=plan.num_placed,
-                generated=generated,
-                trainer_busy_s=seconds["time/train_s"] + seconds["time/optim_s"],
-                step_s=step_s,
+            **batch_metrics,
+            **metrics_of.staleness_metrics(losses),
+            **metrics_of.loss_metrics(losses),
+            **metrics_of.optimizer_metrics(update, rate),
+            **metrics_of.speed_metrics(
+                trained_tokens=plan.num_placed, generated=generated, trainer_busy_s=update.busy_s, step_s=step_s
             ),
             **self.parts.weights.take_metrics(),
-            **seconds,
+            **self._timer.take(),
             "perf/packing_efficiency": plan.packing_efficiency,
         }
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
         self.recorder.step(metrics)
+        self._record_groups(batch, plan)
         return metrics
+
+    def _record_groups(self, batch: Batch, plan: BatchPlan) -> None:
+        """Record the advantages of the groups that `rollouts.jsonl` shows, and the groups dropped since the last batch."""
+        directory, rollout = self.recorder.directory, self.config.rollout
+        groups = batch.records.by_index().groups
+        ends = np.cumsum(groups["num_rollouts"])
+        shown = np.flatnonzero(groups["index"] % rollout.groups_per_step < self.config.logging.rollouts_per_step)
+        starts = ends - groups["num_rollouts"]
+        rows = [
+            (int(groups["index"][i]), int(groups["max_version"][i]), plan.advantages_N[starts[i] : ends[i]].tolist())
+            for i in shown
+        ]
+        if rows:
+            directory.log_advantages(self.state.step, rows)
+        if num_dropped := batch.num_tried - len(groups):
+            directory.event("drop", step=self.state.step, groups=num_dropped, reason="no signal")
+
+    def _open_recorder(self) -> Recorder:
+        """Open the run directory and start the trackers."""
+        config = self.config
+        directory = RunDirectory(self.run_dir, resume_step=self._resume_step)
+        directory.write_config(dump_config(config))
+        directory.event("start" if self._resume_step is None else "resume", step=self.state.step)
+        trackers = make_trackers(
+            config.logging.loggers,
+            self.run_dir,
+            config.model_dump(mode="json"),
+            warn=self.console.warn,
+            resume_step=self._resume_step,
+        )
+        return Recorder(directory, trackers, self.console)
 
 
 def describe_staleness(config: Config) -> str:
-    """The bound on staleness, with the numbers it follows from."""
+    """Return the bound on staleness as a sentence, with the numbers it follows from."""
     if config.max_staleness == 0 and config.algorithm.updates_per_publish == 1:
         return f"synchronous: {config.num_slots} groups at a time, trained on by the weights that sampled them"
     return (
@@ -378,30 +402,16 @@ def describe_staleness(config: Config) -> str:
     )
 
 
-async def _before(behind: "asyncio.Future[Any]", passes: "asyncio.Future[list[LossSums]]") -> list[LossSums]:
-    """What the passes answer; should one fail, nobody waits for what was sent behind them."""
-    behind.add_done_callback(lambda sent: sent.cancelled() or sent.exception())  # nor complains that nobody did
-    try:
-        return await passes
-    except BaseException:  # an interrupt, too; it goes on to the caller
-        behind.cancel()
-        raise
-
-
-class NonFiniteGradientError(Exception):
-    """Training cannot go on: gradients are not finite step after step."""
-
-
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps happens now; 0 is never."""
+    """Return whether an action of every `every` steps is due after `step`; 0 means never."""
     return every > 0 and step % every == 0
 
 
 def usable_device(config: Config) -> Device:
-    """The device of the run.
+    """Return the device of the run.
 
     Raises:
-        ConfigError: it is not to be had here.
+        ConfigError: this machine does not have it.
     """
     try:
         return resolve_device(config.device)
@@ -410,7 +420,7 @@ def usable_device(config: Config) -> Device:
 
 
 def resumable_state(run_dir: Path) -> RunState:
-    """Where a run directory's newest whole checkpoint stands.
+    """Return the state of a run directory's newest complete checkpoint.
 
     Raises:
         ConfigError: there is none.
@@ -422,6 +432,4 @@ def resumable_state(run_dir: Path) -> RunState:
 
 
 if __name__ == "__main__":
-    from titanrl.command import main
-
-    main()
+    main(GRPO)
