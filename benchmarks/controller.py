@@ -1,7 +1,7 @@
 """Overhead of the controller: `python -m benchmarks.controller --json FILE`.
 
-The real loop, rollout worker, sandbox, buffer, shards and weight store run between two stubs: a trainer that replies at once and
-a generator with prepared completions. So everything measured is overhead. The stubs replace the real actors before the run
+The real loop, rollout worker, sandbox, buffer, shards and weight store run between two stubs: a trainer that replies at once,
+and a generator with prepared completions. So everything measured is overhead. The stubs replace the real actors before the run
 spawns its processes.
 """
 
