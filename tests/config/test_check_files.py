@@ -47,7 +47,7 @@ def test_a_missing_model_is_told_with_line_and_download_command(tmp_path: Path) 
     (text,) = problems(tmp_path, "model:\n  path: models/Qwen3-8B\n")
     assert text == (
         'here/run.yaml:4: model.path="models/Qwen3-8B"\n'
-        "  rule: must be a directory, but there is none\n"
+        "  rule: must be a directory, but it does not exist\n"
         "  fix:  correct the path, or download a model: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`"
     )
 
@@ -60,11 +60,11 @@ def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
 
 def test_a_config_json_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     model = make_model(tmp_path, model_type="llama")
-    assert "must have model_type qwen3, but has llama" in problems(tmp_path, f"model: {{path: {model}}}")[0]
+    assert "must have model_type qwen3, not llama" in problems(tmp_path, f"model: {{path: {model}}}")[0]
     (model / "config.json").write_text("{")
     assert "its config.json must be JSON" in problems(tmp_path, f"model: {{path: {model}}}")[0]
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 5}))
-    assert "must give the numbers num_hidden_layers, num_attention_heads" in problems(tmp_path, f"model: {{path: {model}}}")[0]
+    assert "must contain the numbers num_hidden_layers, num_attention_heads" in problems(tmp_path, f"model: {{path: {model}}}")[0]
 
 
 def test_an_incomplete_download_is_told(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_what_the_file_leaves_out_has_its_default(tmp_path: Path) -> None:
+def test_missing_keys_have_their_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "name: a\nnum_steps: 3\nrollout:\n  group_size: 4\n"))
     assert config == Config(name="a", num_steps=3, rollout={"group_size": 4})
     assert config.rollout.groups_per_step == 8
@@ -47,12 +47,12 @@ def test_scientific_notation_without_a_point_is_a_number(tmp_path: Path) -> None
         ("[1, a]", [1, "a"]),
     ],
 )
-def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
+def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
     assert parse(f"key: {text}")[0] == {"key": value}
     assert type(parse(f"key: {text}")[0]["key"]) is type(value)
 
 
-def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: Path) -> None:
+def test_later_overrides_win(tmp_path: Path) -> None:
     path = write(tmp_path, "name: a\nnum_steps: 3\nrollout: {group_size: 4, groups_per_step: 2}\n")
     config = load_config(
         path, ["rollout.group_size=6", "rollout.group_size=16", "algorithm.betas=[0.5, 0.75]", "logging.console=off"]
@@ -62,7 +62,7 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: 
     assert config.logging.console == "off"
 
 
-def test_an_override_can_make_remove_and_fill_a_section(tmp_path: Path) -> None:
+def test_override_creates_removes_and_extends_a_section(tmp_path: Path) -> None:
     path = write(tmp_path, "name: a\nnum_steps: 3\nwarm_start:\n")
     assert load_config(path).warm_start is None
     made = load_config(path, ["warm_start.num_steps=500"]).warm_start
@@ -75,12 +75,12 @@ def test_an_override_can_make_remove_and_fill_a_section(tmp_path: Path) -> None:
     }
 
 
-def test_an_override_may_hold_an_equals_sign(tmp_path: Path) -> None:
+def test_override_may_contain_an_equals_sign(tmp_path: Path) -> None:
     path = write(tmp_path, "name: a\nnum_steps: 3\n")
     assert load_config(path, ["data.system_prompt=a=b"]).data.system_prompt == "a=b"
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     path = write(tmp_path, "name: a\nnum_steps: -1\nrollout:\n  group_sise: 4\ntrainer:\n  row_tokens: 7\n")
     with pytest.raises(ConfigError) as raised:
         load_config(path, ["seed=x"])
@@ -91,12 +91,12 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     assert len(raised.value.messages) == 3
 
 
-def test_a_rule_over_several_keys_also_holds_for_a_config_made_in_python() -> None:
-    with pytest.raises(ValueError, match="constant_length is read only when reduction is constant"):
+def test_rules_also_hold_for_configs_built_in_python() -> None:
+    with pytest.raises(ValueError, match="constant_length is allowed only when reduction is constant"):
         AlgorithmConfig(constant_length=5)
 
 
-def test_what_is_dumped_is_read_back_equal(tmp_path: Path) -> None:
+def test_dumped_config_loads_equal(tmp_path: Path) -> None:
     same = ["one", "list"]
     config = Config(
         name="a",
@@ -114,11 +114,11 @@ TREES = st.recursive(SCALARS, lambda children: st.lists(children) | st.dictionar
 
 
 @given(TREES)
-def test_any_tree_survives_yaml(tree: object) -> None:
+def test_any_tree_round_trips_through_yaml(tree: object) -> None:
     assert parse(dump({"key": tree}))[0] == {"key": tree}
 
 
-def test_a_preset_sets_the_keys_that_are_not_written_beside_it(tmp_path: Path) -> None:
+def test_preset_sets_keys_that_are_not_given(tmp_path: Path) -> None:
     path = write(tmp_path, "name: a\nnum_steps: 3\nalgorithm: {preset: dapo, clip_low: 0.1}\n")
     algorithm = load_config(path).algorithm
     assert (algorithm.advantage, algorithm.reduction, algorithm.clip_low, algorithm.clip_high) == (
@@ -132,7 +132,7 @@ def test_a_preset_sets_the_keys_that_are_not_written_beside_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("preset", ALGORITHM_PRESETS)
-def test_every_algorithm_preset_reads_back_as_what_it_stood_for(tmp_path: Path, preset: str) -> None:
+def test_algorithm_preset_round_trips(tmp_path: Path, preset: str) -> None:
     config = Config(name="a", num_steps=3, algorithm={"preset": preset})
     assert load_config(write(tmp_path, dump_config(config))) == config
     values = config.algorithm.model_dump(mode="json")
@@ -140,7 +140,7 @@ def test_every_algorithm_preset_reads_back_as_what_it_stood_for(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("preset", CORRECTION_PRESETS)
-def test_every_correction_preset_reads_back_as_what_it_stood_for(tmp_path: Path, preset: str) -> None:
+def test_correction_preset_round_trips(tmp_path: Path, preset: str) -> None:
     config = Config(name="a", num_steps=3, algorithm={"proximal": "step_start", "correction": {"preset": preset}})
     assert load_config(write(tmp_path, dump_config(config))) == config
     values = config.algorithm.correction.model_dump(mode="json")

@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-def test_the_documented_runs_have_configs() -> None:
+def test_documented_runs_have_configs() -> None:
     names = {path.stem for path in CONFIGS}
     assert names >= {"quickstart", "qwen3_0.6b_1gpu", "qwen3_0.6b_2gpu", "qwen3_0.6b_npu", "qwen3_8b_8gpu", "qwen3_32b_4hosts"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_config_loads_fits_and_says_how_to_run_it(path: Path) -> None:
+def test_shipped_config_loads_fits_and_names_its_command(path: Path) -> None:
     config = load_config(path)
     lines = path.read_text(encoding="utf-8").splitlines()
     assert lines[0] == f"# python -m titanrl.grpo --config configs/{path.name}"
@@ -28,7 +28,7 @@ def test_a_shipped_config_loads_fits_and_says_how_to_run_it(path: Path) -> None:
     assert "# Sizes\n" in render_dry_run(config, read_source(path))
 
 
-def test_the_quick_start_is_the_measured_recipe() -> None:
+def test_quickstart_is_the_measured_recipe() -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml")
     assert config.warm_start is not None
     assert config.data.task_config == {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
@@ -37,19 +37,19 @@ def test_the_quick_start_is_the_measured_recipe() -> None:
     assert derive(config).max_microbatches == 2
 
 
-def test_the_schema_for_editors_is_up_to_date() -> None:
+def test_editor_schema_is_up_to_date() -> None:
     assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == schema_text(), (
         "run: python -m titanrl.config schema > configs/schema.json"
     )
 
 
-def test_the_reference_is_up_to_date() -> None:
+def test_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference_text(), (
         "run: python -m titanrl.config docs > docs/config.md"
     )
 
 
-def test_every_choice_of_the_objective_is_explained() -> None:
+def test_every_choice_of_the_objective_is_documented() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     correction, kl = CorrectionConfig.model_fields, KLConfig.model_fields
     choices = [get_args(AlgorithmConfig.model_fields[key].annotation) for key in ("advantage", "loss", "proximal", "reduction")]
@@ -58,7 +58,7 @@ def test_every_choice_of_the_objective_is_explained() -> None:
     assert [name for name in names if name not in text] == []
 
 
-def test_every_key_is_explained() -> None:
+def test_every_key_has_a_description() -> None:
     rows = [line for line in reference_text().splitlines() if line.startswith("| `")]
     assert len(rows) > 80
     assert not [row for row in rows if row.endswith("|  |")]

@@ -110,7 +110,7 @@ def misfits(**sections: Any) -> list[str]:
 def test_a_cache_too_small_on_cpu_is_pointed_out() -> None:
     (text,) = misfits(device="cpu", generator={"kv_cache_bytes": 256 * 90 * 1024 - 1})
     assert "take 23.6 MB of cache" in text
-    assert f"set generator.kv_cache_bytes to {256 * 90 * 1024}" in text
+    assert f"Set generator.kv_cache_bytes to {256 * 90 * 1024}" in text
     assert misfits(device="cpu", generator={"kv_cache_bytes": 256 * 90 * 1024}) == []
 
 
@@ -137,13 +137,13 @@ def test_a_rank_too_large_for_a_device_is_pointed_out() -> None:
 def test_a_shared_device_must_be_divided() -> None:
     shared = {"devices_per_host": 1, "share_devices": True}
     (text,) = misfits(device="cuda", hosts=shared)
-    assert "set generator.vllm.gpu_memory_utilization" in text
+    assert "Set generator.vllm.gpu_memory_utilization" in text
     assert misfits(device="cuda", hosts=shared, generator={"vllm": {"gpu_memory_utilization": 0.4}}) == []
 
 
 def test_with_an_unknown_device_too_few_accelerators_are_only_pointed_out() -> None:
     (text,) = misfits(device="auto", hosts={"devices_per_host": 1})
-    assert text.endswith("on a CPU this does not matter")
+    assert text.endswith("; on a CPU this does not matter.")
     assert misfits(device="cpu", hosts={"devices_per_host": 1}) == []
 
 

@@ -1,24 +1,20 @@
-"""Configuration of a run: typed models, strict YAML, overrides, errors that say what to do."""
+"""Configuration of a run: typed models, strict YAML, overrides, and errors that name the fix."""
 
 from titanrl.config.dry_run import render_dry_run
 from titanrl.config.errors import BrokenRule, ConfigError
 from titanrl.config.files import check_files
 from titanrl.config.load import dump_config, load_config, validate
+from titanrl.config.operations import CheckpointConfig, EvaluationConfig, HostsConfig, LoggingConfig, TimeoutsConfig
 from titanrl.config.schema import Config
 from titanrl.config.sections import (
     AlgorithmConfig,
-    CheckpointConfig,
     DataConfig,
-    EvaluationConfig,
     GeneratorConfig,
-    HostsConfig,
-    LoggingConfig,
     ModelConfig,
     ParallelismConfig,
     RecipeConfig,
     RolloutConfig,
     SandboxConfig,
-    TimeoutsConfig,
     TrainerConfig,
     WarmStartConfig,
 )

@@ -1,4 +1,4 @@
-"""How a mistake in a configuration is told: where, which key and value, the rule, the fix."""
+"""Errors of a configuration. Each names the place, the key with its value, the rule, and the fix."""
 
 import json
 from collections.abc import Mapping
@@ -9,22 +9,23 @@ from dataclasses import dataclass
 class BrokenRule:
     """A rule that the values of one or several keys break.
 
-    Example: `BrokenRule(values={"dp_shard": 3}, rule="ranks must share the hosts evenly", fix="set dp_shard to 2 or 4")`
+    Example: `BrokenRule(values={"trainer_hosts": 3}, rule="trainer_hosts must divide the 4 trainer ranks", fix="set it to 2")`
     """
 
     values: Mapping[str, object]
-    """The keys involved and their values, the one to change first; paths are relative to the section that checks."""
+    """Keys involved and their values; the first key is the one to change. Keys are relative to the section that checks them."""
     rule: str
-    """What must hold."""
+    """Condition that must hold."""
     fix: str
-    """What to do about it."""
+    """Change that satisfies the rule."""
 
     def __str__(self) -> str:
-        return f"{', '.join(f'{key}={inline(value)}' for key, value in self.values.items())}: {self.rule}; {self.fix}"
+        what = ", ".join(f"{key}={inline(value)}" for key, value in self.values.items())
+        return f"{what}: {self.rule}. {self.fix[:1].upper()}{self.fix[1:]}."
 
 
 class BrokenRules(ValueError):
-    """Raised by a section whose values, each valid alone, do not go together."""
+    """Raised for values that are valid one by one but break a rule together, or with files on this machine."""
 
     def __init__(self, *broken: BrokenRule) -> None:
         super().__init__(*broken)
@@ -35,23 +36,23 @@ class BrokenRules(ValueError):
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; `str()` is all the user needs to see, a traceback adds nothing."""
+    """Raised for a configuration that cannot be used. `str(error)` is complete: print it without a traceback."""
 
     def __init__(self, *messages: str) -> None:
         super().__init__(*messages)
         self.messages = messages
-        """One text per mistake."""
+        """One message per mistake."""
 
     def __str__(self) -> str:
         return "\n".join(self.messages)
 
 
 def message(where: str, what: str, rule: str, fix: str) -> str:
-    """The text of one mistake; `where` is a file and line or an override, `what` the key with its value."""
+    """Format one mistake; `where` is a file and line or an override, `what` the key with its value."""
     return f"{where}: {what}\n  rule: {rule}\n  fix:  {fix}"
 
 
 def inline(value: object, max_chars: int = 80) -> str:
-    """A value on one line, written as YAML would accept it, cut when long."""
+    """Format a value as YAML on one line, truncated to `max_chars`."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."

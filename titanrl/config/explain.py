@@ -1,4 +1,4 @@
-"""Mistakes in a configuration, told by place, key, value, rule and fix."""
+"""Error messages for mistakes in a configuration: place, key, value, rule and fix."""
 
 import difflib
 import re
@@ -16,7 +16,7 @@ Location = tuple[str | int, ...]
 
 
 def explain(error: ValidationError, source: Source) -> Iterator[str]:
-    """One text per mistake that pydantic found."""
+    """Yield one message per mistake that pydantic found."""
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, BrokenRules):
@@ -26,11 +26,12 @@ def explain(error: ValidationError, source: Source) -> Iterator[str]:
 
 
 def explain_rule(broken: BrokenRule, source: Source | None = None, section: Location = ()) -> str:
-    """The text of a broken rule. It stands at the first of its keys that was written; the others name their own place.
+    """Format a broken rule. The message starts with the place of the first key that was written; other keys name their place.
 
     Args:
-        source: what the user wrote; without it the text names no lines.
-        section: location that the rule's keys are relative to.
+        broken: Rule and values.
+        source: Source of the configuration; without it the message names no lines.
+        section: Location of the section that the keys are relative to.
     """
     paths = {(*section, *key.split(".")): value for key, value in broken.values.items()}
     if source is None:
@@ -43,7 +44,7 @@ def explain_rule(broken: BrokenRule, source: Source | None = None, section: Loca
 
 
 def _unwritten(path: Location, source: Source) -> str:
-    """Where a value that nobody wrote comes from, as far as one can tell."""
+    """Return the origin of a value that was not written."""
     return "default" if source.where((*path[:-1], "preset")) is None else "preset or default"
 
 
@@ -58,10 +59,10 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
     if details["type"] == "missing" and isinstance(path[-1], str):
         meaning = (node_at(path) or {}).get("description", "")
         return message(source.nearest(path), f"{dotted(path)} is not given", "required", f"add `{path[-1]}: ...`. {meaning}")
-    if path[-1] == "[key]":  # pydantic's mark for a key of a mapping that is passed through
+    if path[-1] == "[key]":  # pydantic's location of a key in a free-form mapping
         what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be text"
         return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
-    if details["type"] == "missing":  # a list too short is judged as a whole
+    if details["type"] == "missing":  # a list that is too short is reported as a whole
         path = path[:-1]
     node = node_at(path) or {}
     return message(source.nearest(path), _written(path, value), f"must be {type_text(node)}", _fix(path, value, node))
@@ -95,5 +96,5 @@ def _quoting_hint(value: Any, node: Node) -> str:
         and isinstance(value, str)
         and re.fullmatch(r"[-+]?[\d._]+([eE][-+]?\d+)?", value)
     ):
-        return "take the quotes away. "
+        return "remove the quotes. "
     return "put it in quotes. " if node.get("type") == "string" and isinstance(value, int | float) else ""

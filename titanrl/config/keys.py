@@ -1,4 +1,4 @@
-"""The keys of the configuration, read off its JSON schema: what exists, what type it has, what it means."""
+"""The keys of the configuration with their types and descriptions, taken from its JSON schema."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or fal
 
 
 class _Untitled(GenerateJsonSchema):
-    """Leaves out the titles pydantic derives from names: they say nothing the key does not."""
+    """A schema generator that omits titles, which only repeat the key."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -26,7 +26,7 @@ class _Untitled(GenerateJsonSchema):
 
 @cache
 def json_schema() -> Node:
-    """JSON schema of a configuration file, for editors."""
+    """Return the JSON schema of a configuration file."""
     return {"$schema": GenerateJsonSchema.schema_dialect, **Config.model_json_schema(schema_generator=_Untitled)}
 
 
@@ -34,19 +34,21 @@ def json_schema() -> Node:
 class SectionKeys:
     """A section and its keys.
 
-    Example: `SectionKeys(path="rollout", meaning="How completions are sampled and scored.", keys={"group_size": {...}})`
+    Example: `SectionKeys(path="rollout", meaning="Sampling of completions.", keys={"group_size": {...}})`
     """
 
     path: str
-    """Dotted path, empty for the top."""
+    """Dotted path; empty for the root."""
     meaning: str
-    """What the section is for."""
+    """Description of the section."""
     keys: dict[str, Node]
     """JSON schema of each key."""
+    is_optional: bool = False
+    """True if the section is null by default."""
 
 
 def sections(path: str = "") -> Iterator[SectionKeys]:
-    """The section at `path` and all below it, in the order of the models."""
+    """Yield the section at `path` and all sections below it, in the order of the models."""
     section = section_at(path.split(".") if path else ())
     if section is None:
         return
@@ -57,20 +59,31 @@ def sections(path: str = "") -> Iterator[SectionKeys]:
 
 
 def section_at(path: KeyPath) -> SectionKeys | None:
-    """The section at a path; None if there is a plain value, or nothing."""
+    """Return the section at a path; None if the path names a plain value, or nothing."""
     node = node_at(path)
     if node is None or "properties" not in node:
         return None
-    return SectionKeys(path=dotted(path), meaning=node["description"], keys=node["properties"])
+    return SectionKeys(path=dotted(path), meaning=node["description"], keys=node["properties"], is_optional=_is_optional(path))
+
+
+def _is_optional(path: KeyPath) -> bool:
+    """Return True if the section at a path, or one around it, is null by default."""
+    node: Node = json_schema()
+    for part in path:
+        child = node["properties"][part]
+        if "anyOf" in child:
+            return True
+        node = _resolved(child)
+    return False
 
 
 def node_at(path: KeyPath) -> Node | None:
-    """JSON schema of the value at a path, a section's reference followed; None if there is no such key."""
+    """Return the JSON schema of the value at a path, with references resolved; None if there is no such key."""
     node = json_schema()
     for part in path:
         children = node.get("properties", {})
         if isinstance(part, int):
-            options = (node, *node.get("anyOf", ()))  # a list that may be null is one of several options
+            options = (node, *node.get("anyOf", ()))  # a nullable list is one of several options
             listed: Node = next((option for option in options if option.get("type") == "array"), {})
             items = listed.get("prefixItems", [listed.get("items")])
             child = items[min(part, len(items) - 1)]
@@ -83,7 +96,7 @@ def node_at(path: KeyPath) -> Node | None:
 
 
 def _reference(node: Node) -> str | None:
-    """Name of the section a key holds, also where the section may be left out."""
+    """Return the name of the section that a key holds, also if it is nullable; None for a plain value."""
     for option in (node, *node.get("anyOf", ())):
         if "$ref" in option:
             return str(option["$ref"]).rpartition("/")[2]
@@ -99,12 +112,12 @@ def _resolved(node: Node) -> Node:
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as it is written: `algorithm.betas[0]`."""
+    """Format a path as `algorithm.betas[0]`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
 def type_text(node: Node) -> str:
-    """Type and bounds in words: `an integer > 0`, `one of float32, bfloat16`, `a path or null`."""
+    """Describe type and bounds: `an integer >= 1`, `one of float32, bfloat16`, `a path or null`."""
     if "anyOf" in node:
         return " or ".join(type_text(option) for option in node["anyOf"])
     if "$ref" in node or "properties" in node:
@@ -120,18 +133,36 @@ def type_text(node: Node) -> str:
         return "a mapping"
     if node.get("format") == "path":
         return "a path"
-    bounds = " and ".join(f"{sign} {node[name]:g}" for name, sign in _BOUNDS.items() if name in node)
+    bounds = " and ".join(f"{sign} {_number(node[name])}" for name, sign in _BOUNDS.items() if name in node)
     pattern = f"matching {node['pattern']}" if "pattern" in node else ""
     return " ".join(filter(None, (_TYPES[node["type"]], bounds, pattern)))
 
 
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1e6 else f"{value:g}"
+
+
 def nearest_key(path: KeyPath) -> str | None:
-    """The valid key most like an unknown one: in its own section by spelling, else the same name elsewhere."""
+    """Return the valid key most similar to an unknown one, anywhere in the configuration; None if none is similar.
+
+    Keys of the same section win over equally similar keys elsewhere, and sections that are off by default lose.
+    """
     *parent, name = map(str, path)
-    section = section_at(parent)
-    here = list(section.keys) if section else []
-    for guess in difflib.get_close_matches(name, here, n=1):
-        return dotted([*parent, guess])
-    elsewhere = {f"{other.path}.{key}".lstrip("."): key for other in sections() for key in other.keys}
-    same_name = [key for key, last in elsewhere.items() if last == name]
-    return same_name[0] if same_name else None
+    here = dotted(parent)
+    scores: dict[str, float] = {}
+    for section in sections():
+        is_here = section.path == here
+        for key in section.keys:
+            likeness = _likeness(name, key, section.path)
+            if likeness >= (0.6 if is_here else 0.75):
+                candidate = f"{section.path}.{key}".lstrip(".")
+                scores[candidate] = likeness + 0.1 * is_here - 0.05 * section.is_optional
+    return max(scores, key=lambda key: scores[key], default=None)
+
+
+def _likeness(name: str, key: str, section: str) -> float:
+    """Compare an unknown name with a key: by spelling, by its path (`kl_coef`), and by its initials (`lr`)."""
+    spellings = (key, f"{section.rpartition('.')[2]}_{key}")
+    best = max(difflib.SequenceMatcher(a=name, b=spelling).ratio() for spelling in spellings)
+    initials = "".join(word[:1] for word in key.split("_"))
+    return max(best, 0.9 if len(name) > 1 and name == initials else 0.0)

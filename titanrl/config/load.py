@@ -1,4 +1,4 @@
-"""A configuration from a YAML file and overrides, and back to YAML."""
+"""Loading a configuration from YAML and overrides, and dumping it back to YAML."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,23 +13,23 @@ from titanrl.config.strict_yaml import dump
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and validate a configuration. Starts nothing, writes nothing, and does not look at the files it names.
+    """Read and validate a configuration. Files that it names are not read.
 
     Args:
-        path: the YAML file.
-        overrides: `key.path=value` each, the value in YAML; later ones win.
+        path: YAML file.
+        overrides: Overrides as `key.path=value`, with the value in YAML; later ones win.
 
     Raises:
-        ConfigError: anything wrong with it, all mistakes at once.
+        ConfigError: The configuration is invalid. The error lists all mistakes.
     """
     return validate(read_source(path, overrides))
 
 
 def validate(source: Source) -> Config:
-    """The configuration a source describes.
+    """Build the configuration from a source.
 
     Raises:
-        ConfigError: unknown keys, wrong values, broken rules.
+        ConfigError: A key is unknown, a value is invalid, or a rule is broken.
     """
     try:
         return Config.model_validate(source.values)
@@ -38,5 +38,5 @@ def validate(source: Source) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    """Return the resolved configuration as YAML; `load_config` reads it back to an equal one."""
     return dump(config.model_dump())

@@ -1,10 +1,11 @@
-"""Sections below `algorithm` that add to the loss or correct it, and the presets."""
+"""The subsections of `algorithm` that add terms to the loss or correct it, and the presets."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from titanrl.config.choices import KLEstimator
 from titanrl.config.errors import BrokenRule
 from titanrl.config.section import Section
 
@@ -34,43 +35,43 @@ CORRECTION_PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_preset(values: Any, presets: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A section as it was written, with the keys of its preset put in where none is written."""
+    """Return the values of a section, with those of its preset as defaults."""
     name = values.get("preset") if isinstance(values, dict) else None
     return {**presets[name], **values} if isinstance(name, str) and name in presets else values
 
 
 class KLConfig(Section):
-    """Divergence from a frozen reference policy, estimated on the sampled tokens; u = log policy - log reference."""
+    """KL divergence from a frozen reference policy, estimated on the sampled tokens; u = log policy - log reference."""
 
     coef: NonNegativeFloat = 0.0
-    """Weight of the term; 0: no reference is needed."""
-    estimator: Literal["k1", "k2", "k3", "k3_straight_through"] = "k3_straight_through"
-    """k1 = u, k2 = u^2 / 2, k3 = exp(-u) - 1 + u; `k3_straight_through` has k3's value and k2's gradient, the exact one."""
+    """Weight of the KL term; 0 disables it, and then no reference policy is kept."""
+    estimator: KLEstimator = "k3_straight_through"
+    """k1 = u, k2 = u^2 / 2, k3 = exp(-u) - 1 + u; `k3_straight_through` has the value of k3 and the unbiased gradient of k2."""
     place: Literal["loss", "reward"] = "loss"
-    """`loss` adds the term to the loss; `reward` takes k1 of a token and all later ones off its advantage."""
+    """`loss` adds the term to the loss; `reward` subtracts k1, summed over a token and all later ones, from its advantage."""
     importance_weighted: bool = True
-    """In the loss, weigh each token by the ratio of policy to sampling policy, so that stale tokens count as fresh ones do."""
+    """Weight each token's KL loss by the ratio of policy to sampling policy, which corrects for stale tokens."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.coef and self.place == "loss" and self.estimator == "k1":
             yield BrokenRule(
                 values={"estimator": self.estimator, "place": self.place},
-                rule="as a loss k1 has a gradient of 0 in expectation, so it adds only noise",
+                rule="the gradient of k1 as a loss is zero in expectation, so it only adds noise",
                 fix="set estimator to k3_straight_through, or place to reward",
             )
         if self.coef and self.place == "reward" and self.estimator != "k1":
             yield BrokenRule(
                 values={"estimator": self.estimator, "place": self.place},
-                rule="a reward takes the unbiased estimator, k1",
+                rule="a KL term in the reward requires the unbiased estimator k1",
                 fix="set estimator to k1, or place to loss",
             )
 
 
 class CorrectionConfig(Section):
-    """What is done where the proximal policy (`algorithm.proximal`) and the one that sampled disagree.
+    """Off-policy correction: importance weights, and rejection of tokens or sequences by their ratio.
 
-    `prox_over_behavior` is the direction of every bound: probability under the proximal policy over that under the sampling
-    policy. With `proximal: sampler` the current policy stands for the proximal one.
+    The ratio is `prox_over_behavior`: the probability under the proximal policy (`algorithm.proximal`) divided by that under
+    the sampling policy. With `proximal: sampler` the current policy replaces the proximal one.
     """
 
     preset: (
@@ -85,24 +86,24 @@ class CorrectionConfig(Section):
         ]
         | None
     ) = None
-    """A recipe; it sets keys of this section that are not written beside it (docs/algorithms.md)."""
+    """Published recipe whose values become the defaults of this section (docs/algorithms.md)."""
     weight: Literal["none", "token", "sequence"] = "none"
-    """Truncated importance sampling: the loss of a token is multiplied by its ratio, or by the product over its sequence."""
+    """Truncated importance sampling: multiply each token's loss by its ratio, or by the product over its sequence."""
     max_prox_over_behavior: PositiveFloat = 2.0
-    """What these weights are truncated at."""
+    """Upper bound of these weights."""
     batch_normalize: bool = False
-    """Divide the weights by their mean over the step, by token or by sequence; takes a forward pass first."""
+    """Divide the weights by their mean over the step, per token or per sequence; requires an extra forward pass."""
     reject_token_prox_over_behavior: Bounds | None = None
-    """Tokens with a ratio outside leave the loss."""
+    """Drop tokens whose ratio is outside these bounds."""
     reject_sequence_prox_over_behavior: Bounds | None = None
-    """Sequences with a product of ratios outside leave the loss."""
+    """Drop sequences whose product of ratios is outside these bounds."""
     reject_geometric_prox_over_behavior: Bounds | None = None
-    """Sequences with a geometric mean of ratios outside leave the loss."""
+    """Drop sequences whose geometric mean of ratios is outside these bounds."""
     veto_prox_over_behavior: Bounds | None = None
-    """Sequences with any ratio outside leave the loss."""
-
+    """Drop sequences with any ratio outside these bounds."""
     denominator: Literal["pre", "post"] = "pre"
-    """Whether loss weights count tokens and sequences before or after rejection; `post` takes a forward pass first."""
+    """Count tokens and sequences for the loss weights before (`pre`) or after (`post`) rejection; `post` requires an extra
+    forward pass."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,7 +112,7 @@ class CorrectionConfig(Section):
 
     @property
     def bounds(self) -> Mapping[str, tuple[float, float]]:
-        """The rejections that are on, by key."""
+        """Bounds of the enabled rejections, by key."""
         by_key = {
             "reject_token_prox_over_behavior": self.reject_token_prox_over_behavior,
             "reject_sequence_prox_over_behavior": self.reject_sequence_prox_over_behavior,
@@ -122,31 +123,31 @@ class CorrectionConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is weighted or rejected."""
+        """True if any weight or rejection is enabled."""
         return self.weight != "none" or bool(self.bounds)
 
     @property
     def is_measured(self) -> bool:
-        """Whether the whole step is looked at before its first gradient."""
+        """True if statistics of the whole step are needed before its first gradient."""
         return self.batch_normalize or self.denominator == "post"
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.denominator == "post" and not self.bounds:
             yield BrokenRule(
                 values={"denominator": self.denominator},
-                rule="without a rejection there is no difference between pre and post",
+                rule="pre and post differ only if a rejection is enabled",
                 fix="remove denominator, or set a bound such as reject_token_prox_over_behavior",
             )
         if self.batch_normalize and self.weight == "none":
             yield BrokenRule(
                 values={"batch_normalize": True, "weight": self.weight},
-                rule="batch_normalize divides weights, and there are none",
+                rule="batch_normalize divides the weights, so weight must not be none",
                 fix="set weight to token or sequence, or remove batch_normalize",
             )
         for key, (low, high) in self.bounds.items():
             if not low <= 1.0 <= high or low == high:
                 yield BrokenRule(
                     values={key: [low, high]},
-                    rule="bounds are [low, high] around 1, the ratio of policies that agree",
+                    rule="bounds must be [low, high] with low <= 1 <= high and low < high",
                     fix="write them like [0.5, 2.0]",
                 )

@@ -1,60 +1,60 @@
-"""The configuration of a run: its sections together, and the rules that hold between them."""
+"""The root of the configuration, and the rules that involve several sections."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
+from titanrl.config.choices import DeviceName
 from titanrl.config.errors import BrokenRule
-from titanrl.config.section import FilePath, Section
+from titanrl.config.operations import CheckpointConfig, EvaluationConfig, HostsConfig, LoggingConfig, TimeoutsConfig
+from titanrl.config.section import FilePath, Section, Steps
 from titanrl.config.sections import (
     AlgorithmConfig,
-    CheckpointConfig,
     DataConfig,
-    EvaluationConfig,
     GeneratorConfig,
-    HostsConfig,
-    LoggingConfig,
     ModelConfig,
     RolloutConfig,
     SandboxConfig,
-    TimeoutsConfig,
     TrainerConfig,
     WarmStartConfig,
     WeightsConfig,
     largest_divisor,
 )
 
+MAX_AT_ONCE = 1_000_000
+"""Limit of completions per step, and of buffer slots."""
+
 
 class Config(Section):
-    """One training run."""
+    """Configuration of one training run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the run; its files go to `<output_dir>/<name>`."""
-    seed: NonNegativeInt = 0
-    """Seed of everything random."""
-    num_steps: PositiveInt
-    """Optimizer steps of GRPO."""
-    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """Device of trainer and generators; `auto` takes the first that is there: NPU, CUDA, CPU."""
-    max_staleness: NonNegativeInt = 0
-    """Published versions a token may be older than the weights trained with it, `rollout.window` aside; 0 is synchronous,
-    on-policy training."""
+    """Name of the run; its directory is `<output_dir>/<name>`."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Seed of every random number generator."""
+    num_steps: Steps
+    """Number of optimizer steps."""
+    device: DeviceName = "auto"
+    """Device of trainer and generators; `auto` selects the first available one of NPU, CUDA and CPU."""
+    max_staleness: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Maximum age of a token, in published weight versions, when it is trained on; 0 is synchronous, on-policy training.
+    `rollout.window` can extend it."""
     output_dir: FilePath = Path("runs")
-    """Folder of run directories."""
+    """Parent of the run directories."""
     cache_dir: FilePath = Path("cache")
-    """Folder of warm-started models, reused between runs."""
+    """Directory for the models of `model.recipe` and `warm_start`, reused between runs."""
     model: ModelConfig = ModelConfig()
     """The policy."""
     warm_start: WarmStartConfig | None = None
-    """Supervised training before RL; none by default."""
+    """Supervised training before RL; null skips it."""
     data: DataConfig = DataConfig()
-    """Prompts and verifiers."""
+    """Prompts and scorer."""
     rollout: RolloutConfig = RolloutConfig()
-    """Sampling."""
+    """Groups of completions per prompt."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Scoring."""
+    """Scoring processes."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Objective and optimizer."""
     trainer: TrainerConfig = TrainerConfig()
@@ -68,13 +68,14 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    """Deadlines."""
+    """Deadlines of all waits."""
     logging: LoggingConfig = LoggingConfig()
     """Console and records."""
     hosts: HostsConfig = HostsConfig()
-    """Machines."""
+    """Placement on hosts."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
+        yield from self._broken_by_size()
         yield from self._broken_by_staleness()
         yield from self._broken_by_rows()
         yield from self._broken_by_sampling()
@@ -85,25 +86,44 @@ class Config(Section):
         if self.device in ("cuda", "npu"):
             yield from self.device_shortage()
 
+    def _broken_by_size(self) -> Iterator[BrokenRule]:
+        rollout = self.rollout
+        if rollout.groups_per_step * rollout.num_requests > MAX_AT_ONCE:
+            yield BrokenRule(
+                values={"rollout.groups_per_step": rollout.groups_per_step, "rollout.group_size": rollout.group_size},
+                rule=f"a step must not sample more than {MAX_AT_ONCE:,} completions",
+                fix="lower one of them",
+            )
+        if self.num_slots > MAX_AT_ONCE:
+            yield BrokenRule(
+                values={
+                    "max_staleness": self.max_staleness,
+                    "rollout.groups_per_step": rollout.groups_per_step,
+                    "algorithm.updates_per_publish": self.algorithm.updates_per_publish,
+                },
+                rule=f"the buffer must not need more than {MAX_AT_ONCE:,} slots, and these values need {self.num_slots:,}",
+                fix="lower max_staleness",
+            )
+
     def _broken_by_staleness(self) -> Iterator[BrokenRule]:
         updates = self.algorithm.updates_per_publish
         if self.num_steps % updates:
             yield BrokenRule(
                 values={"num_steps": self.num_steps, "algorithm.updates_per_publish": updates},
-                rule="the last version must be one that is published",
+                rule="updates_per_publish must divide num_steps, so that the last version is published",
                 fix=f"set num_steps to {self.num_steps + updates - self.num_steps % updates}",
             )
         algorithm = self.algorithm
         if self.max_staleness > 0 and not (algorithm.ratio_starts_at_sampler or algorithm.correction.is_on):
             yield BrokenRule(
                 values={"max_staleness": self.max_staleness, "algorithm.loss": algorithm.loss},
-                rule="tokens of older versions bias a loss that does not compare the policy with the one that sampled them",
+                rule="with stale tokens the loss must contain the ratio to the sampling policy, or a correction for it",
                 fix="set algorithm.correction, or algorithm.proximal to sampler with a loss that has a ratio, such as ppo",
             )
         if self.max_staleness == 0 and self.window_groups > 1:
             yield BrokenRule(
                 values={"rollout.window": self.rollout.window, "max_staleness": self.max_staleness},
-                rule="synchronous training takes groups in order: whatever overtakes another makes that one stale",
+                rule="synchronous training consumes groups in order, because a group that is overtaken becomes stale",
                 fix="remove rollout.window, or set max_staleness to 1",
             )
 
@@ -131,7 +151,7 @@ class Config(Section):
         if algorithm.pass_k is not None and algorithm.pass_k > rollout.group_size:
             yield BrokenRule(
                 values={"algorithm.pass_k": algorithm.pass_k, "rollout.group_size": rollout.group_size},
-                rule="the best of pass_k answers needs a group of as many",
+                rule="group_size must be at least pass_k",
                 fix=f"set algorithm.pass_k to at most {rollout.group_size}",
             )
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -139,15 +159,15 @@ class Config(Section):
         if cut and algorithm.compares_with_sampler:
             yield BrokenRule(
                 values={**cut, "algorithm.loss": algorithm.loss},
-                rule="the sampler's log-probabilities would be of a truncated distribution, the trainer's are of the whole "
-                "one, so their ratio would be wrong",
+                rule="the sampler's log-probabilities are of a truncated distribution and the trainer's of the full one, so "
+                "their ratio would be wrong",
                 fix=f"remove {' and '.join(cut)}, or set algorithm.loss to reinforce without correction",
             )
         mode = self.generator.vllm.get("logprobs_mode", "processed_logprobs")
         if mode != "processed_logprobs":
             yield BrokenRule(
                 values={"generator.vllm.logprobs_mode": mode},
-                rule="log-probabilities must be of the distribution sampled from, temperature included, as the trainer's are",
+                rule="log-probabilities must include the temperature, as the trainer's do",
                 fix="remove generator.vllm.logprobs_mode",
             )
 
@@ -156,13 +176,13 @@ class Config(Section):
         if trainer.float8 is not None and self.device == "npu":
             yield BrokenRule(
                 values={"trainer.float8": trainer.float8, "device": self.device},
-                rule="torchtitan's float8 runs on CUDA devices, and emulated on CPU",
+                rule="torchtitan supports float8 on CUDA, and emulates it on CPU",
                 fix="set trainer.float8 to null",
             )
         if trainer.float8 is not None and self.device == "cpu" and trainer.compile:
             yield BrokenRule(
                 values={"trainer.compile": True, "trainer.float8": trainer.float8, "device": self.device},
-                rule="float8 is emulated on a CPU, and what is emulated cannot be compiled",
+                rule="torch.compile does not support float8 emulation on CPU",
                 fix="set trainer.compile to false",
             )
         if trainer.compile and self.device == "npu":
@@ -180,7 +200,7 @@ class Config(Section):
             if recipe.num_kv_heads % tp:
                 yield BrokenRule(
                     values={key: tp, "model.recipe.num_kv_heads": recipe.num_kv_heads},
-                    rule="tp must divide the key and value heads",
+                    rule="tp must divide the number of key-value heads",
                     fix=f"set {key} to {largest_divisor(recipe.num_kv_heads, tp)}",
                 )
             if recipe.intermediate_size % tp:
@@ -196,7 +216,7 @@ class Config(Section):
         if longest > recipe.max_positions:
             yield BrokenRule(
                 values={"trainer.row_tokens": self.trainer.row_tokens, "model.recipe.max_positions": recipe.max_positions},
-                rule="neither a row nor a sequence must be longer than the model's positions",
+                rule="rows and sequences must not be longer than the model's max_positions",
                 fix=f"set model.recipe.max_positions to at least {longest}",
             )
 
@@ -204,7 +224,7 @@ class Config(Section):
         if self.warm_start is not None and (self.data.source, self.data.task) != ("reasoning_gym", "chain_sum"):
             yield BrokenRule(
                 values={"data.task": self.data.task, "data.source": self.data.source},
-                rule="warm_start has demonstrations only for the task chain_sum of reasoning_gym",
+                rule="warm_start requires the task chain_sum of reasoning_gym, the only one with demonstrations",
                 fix="remove warm_start, or set data.task to chain_sum",
             )
 
@@ -213,19 +233,19 @@ class Config(Section):
         if hosts.kind == "slurm" and self.weights.transport == "arena":
             yield BrokenRule(
                 values={"weights.transport": "arena", "hosts.kind": "slurm"},
-                rule="an arena is memory of one host",
+                rule="an arena is shared memory of one host, and slurm starts each mesh on its own",
                 fix="set weights.transport to auto",
             )
         if ranks % hosts.trainer_hosts:
             yield BrokenRule(
                 values={"hosts.trainer_hosts": hosts.trainer_hosts, **self._parallelism_values()},
-                rule=f"the hosts must share the {ranks} trainer ranks evenly",
+                rule=f"trainer_hosts must divide the {ranks} trainer ranks",
                 fix=f"set hosts.trainer_hosts to {largest_divisor(ranks, hosts.trainer_hosts)}",
             )
         if replicas % hosts.generator_hosts:
             yield BrokenRule(
                 values={"hosts.generator_hosts": hosts.generator_hosts, "generator.replicas": replicas},
-                rule="the hosts must share the generator replicas evenly",
+                rule="generator_hosts must divide the number of replicas",
                 fix=f"set hosts.generator_hosts to {largest_divisor(replicas, hosts.generator_hosts)}",
             )
         if hosts.kind == "local" and (hosts.trainer_hosts, hosts.generator_hosts) != (1, 1):
@@ -235,18 +255,18 @@ class Config(Section):
                     "hosts.trainer_hosts": hosts.trainer_hosts,
                     "hosts.generator_hosts": hosts.generator_hosts,
                 },
-                rule="local is one machine, so one host for each mesh",
+                rule="local runs every mesh on this machine, so each mesh has one host",
                 fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm",
             )
         if hosts.kind == "slurm" and hosts.share_devices:
             yield BrokenRule(
                 values={"hosts.share_devices": True, "hosts.kind": hosts.kind},
-                rule="with slurm trainer and generators are on different hosts, which share no device",
+                rule="slurm starts trainer and generators on different hosts, which cannot share devices",
                 fix="remove hosts.share_devices",
             )
 
     def device_shortage(self) -> Iterator[BrokenRule]:
-        """The rule that breaks where a host has too few accelerators; matters only where the device is one."""
+        """Yield the rule broken by a host with too few accelerators; meaningless on CPU."""
         hosts, ranks, generators = self.hosts, self.trainer.parallelism.world_size, self.generator.num_ranks
         advice = "lower the degrees or the replicas"
         if hosts.kind == "slurm":
@@ -264,8 +284,8 @@ class Config(Section):
                     "generator.replicas": self.generator.replicas,
                     **({"generator.tp": self.generator.tp} if self.generator.tp > 1 else {}),
                 },
-                rule=f"a host must have an accelerator for each trainer rank and each replica's ranks on it, here {needed}",
-                fix=f"set hosts.devices_per_host to {needed} if it has them; else {advice}",
+                rule=f"a host must have one accelerator per trainer rank and generator rank on it, which is {needed}",
+                fix=f"set hosts.devices_per_host to {needed} if the host has as many, or {advice}",
             )
 
     def _parallelism_values(self) -> dict[str, int]:
@@ -274,40 +294,40 @@ class Config(Section):
 
     @property
     def tensor_parallel_degrees(self) -> dict[str, int]:
-        """By key: over how many ranks the trainer and each generator replica split the layers of the model."""
+        """Tensor-parallel degrees of the trainer and of each generator replica, by key."""
         return {"trainer.parallelism.tp": self.trainer.parallelism.tp, "generator.tp": self.generator.tp}
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Tokens of the longest prompt with the longest completion."""
+        """Length of the longest prompt plus the longest completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
     def trains_on_equal_rewards(self) -> bool:
-        """Whether groups whose rewards are all equal are kept and trained on."""
+        """True if groups whose rewards are all equal are trained on."""
         return self.algorithm.trains_on_equal_rewards and not self.rollout.dynamic_sampling
 
     @property
     def run_dir(self) -> Path:
-        """Folder of everything the run writes."""
+        """Run directory."""
         return self.output_dir / self.name
 
     @property
     def num_slots(self) -> int:
-        """Groups that may be under way or waiting at once."""
+        """Number of buffer slots: groups in flight or waiting to be trained on."""
         return (self.max_staleness + 1) * self.groups_per_publish
 
     @property
     def groups_per_publish(self) -> int:
-        """Groups trained on between two versions that reach the generators."""
+        """Number of groups trained on per published version."""
         return self.rollout.groups_per_step * self.algorithm.updates_per_publish
 
     @property
     def window_groups(self) -> int:
-        """A group may be trained on before an unfinished older one if fewer groups than this then have been."""
+        """Number of groups in the reordering window; 1 trains on groups strictly in order."""
         return max(1, int(self.rollout.window * self.num_slots))
 
     @property
     def worst_staleness(self) -> int:
-        """Published versions the oldest token of a batch can lag behind; `replay/buffer.py` has the argument."""
+        """Maximum age of a token in published versions; `replay/buffer.py` derives the formula."""
         return (self.num_slots + self.window_groups - 2) // self.groups_per_publish

@@ -1,38 +1,62 @@
-"""The sections of a configuration, as typed models.
+"""The sections of a configuration: model, data, rollouts, algorithm, trainer, generator and weight sync.
 
-Every field has a type, a default where one is safe, and one line that says what it does; names carry units. A section checks
-itself. Validation never assigns: derived values are properties.
+Every field has a type, a default where one is safe, and a one-line description; names carry units. A section validates itself.
+Validation never assigns: derived values are properties.
 """
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from titanrl.config.choices import (
+    AdvantageMethod,
+    Dtype,
+    LearningRateDecay,
+    PolicyLoss,
+    Proximal,
+    Reduction,
+    TransportName,
+    Verify,
+)
 from titanrl.config.errors import BrokenRule
 from titanrl.config.objective import ALGORITHM_PRESETS, CorrectionConfig, KLConfig, with_preset
-from titanrl.config.section import Decay, Dtype, FilePath, Fraction, Section
+from titanrl.config.section import (
+    Bytes,
+    Count,
+    CountOrZero,
+    Decay,
+    FilePath,
+    Fraction,
+    Processes,
+    Seconds,
+    Section,
+    Share,
+    Steps,
+    StepsOrZero,
+    Tokens,
+)
 
 
 class RecipeConfig(Section):
-    """A tiny Qwen3 made on the spot, for runs without a checkpoint (the quick start)."""
+    """A tiny Qwen3 with random weights, for runs without a checkpoint (the quick start)."""
 
-    hidden_size: PositiveInt = 128
+    hidden_size: Count = 128
     """Width of the residual stream."""
-    num_layers: PositiveInt = 2
-    """Transformer blocks."""
-    num_heads: PositiveInt = 4
-    """Query heads."""
-    num_kv_heads: PositiveInt = 2
-    """Key and value heads; must divide `num_heads`."""
+    num_layers: Count = 2
+    """Number of transformer blocks."""
+    num_heads: Count = 4
+    """Number of query heads."""
+    num_kv_heads: Count = 2
+    """Number of key-value heads; must divide `num_heads`."""
     head_dim: Literal[32, 64, 80, 96, 112, 128, 160, 192, 224, 256] = 32
-    """Width of one head; the sizes vLLM's CPU attention has kernels for."""
-    intermediate_size: PositiveInt = 384
+    """Width of one head; vLLM's CPU attention supports exactly these sizes."""
+    intermediate_size: Count = 384
     """Width of the feed-forward block."""
     init_std: PositiveFloat = 0.05
     """Standard deviation of the initial weights."""
-    max_positions: PositiveInt = 512
-    """Longest sequence the model accepts, in tokens."""
+    max_positions: Tokens = 512
+    """Maximum sequence length, in tokens."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.num_heads % self.num_kv_heads:
@@ -44,29 +68,29 @@ class RecipeConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which policy is trained."""
+    """The policy to train."""
 
     path: FilePath | None = None
-    """Hugging Face Qwen3 directory (config.json, tokenizer, safetensors). Without it, `recipe` makes a tiny model."""
+    """Directory of a dense Qwen3 in Hugging Face format (config.json, tokenizer, safetensors); null builds `recipe` instead."""
     recipe: RecipeConfig = RecipeConfig()
-    """The tiny model that is made when `path` is not given."""
+    """The tiny model built when `path` is null."""
 
 
 class WarmStartConfig(Section):
-    """Supervised training before RL, on demonstrations the task writes itself; cached under `cache_dir`."""
+    """Supervised training before RL, on demonstrations generated for the task. The result is cached under `cache_dir`."""
 
-    num_steps: PositiveInt = 460
-    """Optimizer steps."""
-    num_long_only_steps: NonNegativeInt = 400
-    """First steps, which show worked solutions only; the rest mix in short answers."""
-    short_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.75
-    """Share of short answers (no working shown) after `num_long_only_steps`."""
-    batch_size: PositiveInt = 64
+    num_steps: Steps = 460
+    """Number of optimizer steps."""
+    num_long_only_steps: StepsOrZero = 400
+    """Number of initial steps that show only worked solutions; later steps mix in short answers."""
+    short_fraction: Share = 0.75
+    """Fraction of short answers, without working, after `num_long_only_steps`."""
+    batch_size: Count = 64
     """Demonstrations per optimizer step."""
     learning_rate: PositiveFloat = 3e-3
-    """Peak learning rate; warmed up, then decayed linearly to zero."""
-    num_warmup_steps: NonNegativeInt = 20
-    """Steps of linear learning-rate warm-up."""
+    """Peak learning rate, reached after `num_warmup_steps` and then decayed linearly to zero."""
+    num_warmup_steps: StepsOrZero = 20
+    """Number of steps of linear learning-rate warm-up."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.num_long_only_steps > self.num_steps:
@@ -78,34 +102,35 @@ class WarmStartConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts and how their answers are verified."""
+    """Prompts, and the scorer of their answers."""
 
     source: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
-    """Where prompts come from: a task of the reasoning-gym package, or a JSONL file of `prompt` and `answer`."""
+    """Source of the prompts: a task of the reasoning-gym package, or a JSONL file."""
     task: str = "chain_sum"
-    """Name of the reasoning-gym task; with `jsonl`, the name the metrics carry."""
+    """Name of the reasoning-gym task. With `source: jsonl` it only labels the metrics."""
     task_config: dict[str, Any] = {}
-    """Options of the reasoning-gym task, passed through."""
+    """Options passed to the reasoning-gym task."""
     path: FilePath | None = None
-    """The JSONL file, one object a line with `prompt` and `answer`."""
-    num_prompts: PositiveInt = 12_000
-    """Training prompts drawn from the reasoning-gym task before the stream repeats in another order."""
+    """JSONL file: one object per line with the string keys `prompt` and `answer`; other keys become metadata."""
+    num_prompts: Count = 12_000
+    """Number of training prompts per epoch of a reasoning-gym task. Each epoch is shuffled differently."""
     heldout_fraction: Fraction = 0.2
-    """Share of the questions, chosen by a hash of their text, that is never trained on."""
+    """Fraction of the questions that is held out for evaluation, selected by a hash of their text."""
     scorer: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
-    """`package.module:function`, called as `function(completion_text, entry) -> float` in the sandbox; null: the task's own."""
+    """Scorer as `package.module:function`, called in the sandbox as `function(completion_text, entry) -> float`. Null selects
+    the task's own scorer."""
     system_prompt: str | None = None
-    """System message put before the question; needs a tokenizer with a chat template."""
+    """System message placed before the question; requires a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
-    """`auto` applies the tokenizer's own template if it has one; `never` feeds the question as it is."""
-    max_prompt_tokens: PositiveInt = 64
-    """Longest prompt; longer ones are skipped and counted."""
+    """`auto` applies the tokenizer's chat template if it has one; `never` sends the question unchanged."""
+    max_prompt_tokens: Tokens = 64
+    """Maximum prompt length; longer prompts are skipped."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if (self.source == "jsonl") != (self.path is not None):
             yield BrokenRule(
                 values={"path": self.path, "source": self.source},
-                rule="path is required when source is jsonl, and read only then",
+                rule="path is required when source is jsonl, and allowed only then",
                 fix="set path to the file of prompts and answers"
                 if self.path is None
                 else "remove path, or set source to jsonl",
@@ -113,52 +138,53 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How completions are sampled and scored."""
+    """Sampling of completions."""
 
-    groups_per_step: PositiveInt = 8
-    """Prompts per optimizer step; each gets a group of completions."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Completions per prompt; a single one has nothing to be compared with."""
-    max_new_tokens: PositiveInt = 26
-    """Longest completion, in tokens."""
+    groups_per_step: Count = 8
+    """Number of prompts per optimizer step. Each prompt yields one group of completions."""
+    group_size: Annotated[int, Field(ge=2, le=1_000_000)] = 8
+    """Number of completions per prompt. Advantages compare the completions of a group, so it needs at least two."""
+    max_new_tokens: Tokens = 26
+    """Maximum completion length, in tokens."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number."""
+    """Sampling temperature; the trainer divides its logits by the same value."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Draw only from the likeliest tokens that have this probability together; 1: from all. The trainer cannot follow it."""
-    top_k: NonNegativeInt = 0
-    """Draw only from so many of the likeliest tokens; 0: from all. The trainer cannot follow it."""
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Draw only tokens with this share of the likeliest token's probability; 0: all. The trainer cannot follow it."""
+    """Nucleus sampling; 1 disables it. Trainer log-probabilities do not account for it."""
+    top_k: CountOrZero = 0
+    """Top-k sampling; 0 disables it. Trainer log-probabilities do not account for it."""
+    min_p: Share = 0.0
+    """Minimum token probability, relative to the likeliest token; 0 disables it. Trainer log-probabilities do not account for
+    it."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by fresh ones until the batch has `groups_per_step` with a signal (DAPO)."""
-    window: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of the buffer's slots that may be trained on before an older group that is not finished, so that a straggler does
-    not hold up the rest; it may then be older than `max_staleness`, by the bound printed at the start. 0 keeps the order."""
-    num_spare_completions: NonNegativeInt = 0
-    """Completions started per prompt beyond `group_size`; the first `group_size` to end are kept and the others aborted.
-    Saves the wait for the longest, at the price of a bias towards short ones."""
-    num_workers: PositiveInt = 1
-    """Rollout worker processes."""
-    starvation_timeout_s: PositiveFloat = 300.0
-    """Longest wait for a batch with any signal, while groups keep finishing; then the run ends with the reasons."""
+    """Discard groups whose rewards are all equal and sample new ones until the batch has `groups_per_step` groups (DAPO)."""
+    window: Share = 0.0
+    """Fraction of the buffer's slots that may be trained on before an older, unfinished group, so that one slow group does not
+    block the others. That group may then exceed `max_staleness`; the run prints the exact bound. 0 trains strictly in order."""
+    num_spare_completions: CountOrZero = 0
+    """Extra completions started per prompt. The first `group_size` to finish are kept and the others cancelled. This avoids
+    waiting for the longest ones, but biases training towards short completions."""
+    num_workers: Processes = 1
+    """Number of rollout worker processes."""
+    starvation_timeout_s: Seconds = 300.0
+    """Maximum wait for a trainable batch while groups keep finishing without a signal. The run then ends with an error."""
 
     @property
     def num_requests(self) -> int:
-        """Completions started per prompt."""
+        """Number of completions started per prompt."""
         return self.group_size + self.num_spare_completions
 
 
 class SandboxConfig(Section):
-    """The process that scores answers: model output may reach `eval` there, so it is confined and killable."""
+    """The confined, killable processes that run the scorer. A scorer may pass model output to `eval`."""
 
-    timeout_s: PositiveFloat = 5.0
-    """Wall-clock limit for scoring one group; then its process is killed and each answer is tried alone."""
-    num_processes: PositiveInt = 8
-    """Scoring processes kept forked and ready, per rollout worker; `rollout.groups_per_step` of them never wait."""
-    groups_per_process: PositiveInt = 1
-    """Groups one process scores before it is thrown away. With 1 an answer that tampers with Python, where the verifier
-    evaluates it, reaches its own group at most; more saves forks where the verifier never runs what it is given."""
-    memory_bytes: PositiveInt = 2 << 30
+    timeout_s: Seconds = 5.0
+    """Time limit for scoring one group. On timeout the process is killed and each completion is scored separately."""
+    num_processes: Processes = 8
+    """Number of scoring processes per rollout worker. With `rollout.groups_per_step` processes no group waits for one."""
+    groups_per_process: Count = 1
+    """Number of groups a process scores before it is replaced. With 1, a completion that corrupts its process affects only its
+    own group. Larger values save forks and are safe if the scorer never evaluates model output."""
+    memory_bytes: Bytes = 2 << 30
     """Address-space limit of one scoring process."""
 
 
@@ -166,60 +192,60 @@ class AlgorithmConfig(Section):
     """Objective and optimizer of the policy."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo"] | None = None
-    """A published algorithm; it sets keys of this section that are not written beside it (docs/algorithms.md)."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"] = "dr_grpo"
-    """`grpo` divides the centred reward by the group's standard deviation, `dr_grpo` only centres, `rloo` leaves one out;
-    `reinforce_pp` standardizes rewards over the batch, with `_baseline` after centring them by group; `maxrl` divides the
-    centred reward by the group's mean; `pass_at_k` rewards what helps the best of `pass_k` answers."""
+    """Published algorithm whose values become the defaults of this section (docs/algorithms.md)."""
+    advantage: AdvantageMethod = "dr_grpo"
+    """Advantage estimator. `dr_grpo` subtracts the group's mean reward; `grpo` also divides by the group's standard deviation,
+    `maxrl` by the group's mean. `rloo` subtracts the mean of the other completions. `reinforce_pp` standardizes rewards over
+    the batch; `reinforce_pp_baseline` subtracts the group's mean first. `pass_at_k` optimizes the best of `pass_k`
+    completions."""
     std_ddof: Literal[0, 1] = 0
-    """Degrees of freedom taken off in the standard deviation of `grpo`."""
-    pass_k: PositiveInt | None = None
-    """Answers that `advantage: pass_at_k` takes the best of."""
-    loss: Literal["ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sapo"] = "ppo"
-    """Loss of a token (docs/algorithms.md)."""
-    proximal: Literal["sampler", "step_start", "interval_start"] = "sampler"
-    """The policy that the ratio of `ppo`, `gspo`, `cispo` and `sapo` starts from: the one that sampled, the one at the start of
-    the optimizer step, or the last one published; the way from the sampler to there is `correction`'s (decoupled PPO)."""
+    """Delta degrees of freedom of the standard deviation in `advantage: grpo`."""
+    pass_k: Count | None = None
+    """Value of k for `advantage: pass_at_k`."""
+    loss: PolicyLoss = "ppo"
+    """Per-token policy loss (docs/algorithms.md)."""
+    proximal: Proximal = "sampler"
+    """Denominator of the ratio in `ppo`, `gspo`, `cispo` and `sapo`: the sampling policy, the policy at the start of the
+    optimizer step, or the last published policy. `correction` covers the gap from the sampling policy to it (decoupled PPO)."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """Clip: the ratio counts no lower than 1 - clip_low."""
+    """Lower clip range: the ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
-    """Clip: the ratio counts no higher than 1 + clip_high."""
+    """Upper clip range: the ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Dual clip of `ppo`: with a negative advantage the ratio counts no higher than this either; 3 is usual."""
+    """Dual-clip PPO: upper bound of the ratio for negative advantages; 3 is common, null disables it."""
     dro_beta: PositiveFloat = 0.05
     """Weight of the squared log-ratio in `dro`."""
     sapo_temperatures: Annotated[tuple[PositiveFloat, PositiveFloat], Field(strict=False)] = (1.0, 1.05)
-    """Steepness of the gate of `sapo` for positive and for negative advantages."""
+    """Gate temperatures of `sapo` for positive and negative advantages."""
     kl: KLConfig = KLConfig()
-    """Divergence from a reference policy."""
+    """KL divergence from the reference policy."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Entropy bonus: this times the entropy of each token's distribution is taken off its loss."""
+    """Entropy bonus: each token's loss is reduced by this value times the entropy of its distribution."""
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
-    reduction: Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"] = (
-        "token_mean"
-    )
-    """How token losses become one number; as weights from global counts, so batch layout never matters."""
-    constant_length: PositiveInt | None = None
-    """Tokens that `reduction: constant` divides each sequence's sum by; default: `rollout.max_new_tokens`."""
+    reduction: Reduction = "token_mean"
+    """Reduction of token losses to a scalar (docs/algorithms.md). Its weights use counts over the whole batch, so the result
+    does not depend on micro-batches or ranks."""
+    constant_length: Tokens | None = None
+    """Divisor of each sequence's sum in `reduction: constant`; null means `rollout.max_new_tokens`."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
-    num_warmup_steps: NonNegativeInt = 0
-    """Steps of linear learning-rate warm-up."""
-    lr_decay: Literal["constant", "linear"] = "constant"
-    """Learning rate after the warm-up: kept, or linear to zero at the last step."""
+    num_warmup_steps: StepsOrZero = 0
+    """Number of steps of linear learning-rate warm-up."""
+    lr_decay: LearningRateDecay = "constant"
+    """Schedule after the warm-up: constant, or linear decay to zero at the last step."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
-    """AdamW's moment decay rates."""
+    """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients with a larger global norm are scaled down to it."""
-    updates_per_publish: PositiveInt = 1
-    """Optimizer steps, each on `rollout.groups_per_step` groups, between two versions that reach the generators."""
-    max_skipped_steps: PositiveInt = 10
-    """Steps in a row that may be skipped for a non-finite gradient before the run ends."""
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
+    updates_per_publish: Count = 1
+    """Number of optimizer steps, each on `rollout.groups_per_step` groups, per weight version published to the generators."""
+    max_skipped_steps: Count = 10
+    """Maximum number of consecutive steps skipped because of a non-finite gradient; the run then ends with an error."""
 
     @model_validator(mode="before")
     @classmethod
@@ -228,126 +254,126 @@ class AlgorithmConfig(Section):
 
     @property
     def ratio_starts_at_sampler(self) -> bool:
-        """Whether the loss holds the importance ratio of policy to sampling policy."""
+        """True if the loss contains the importance ratio of policy to sampling policy."""
         always, by_proximal = ("importance_sampling", "dro"), ("ppo", "gspo", "cispo", "sapo")
         return self.loss in always or (self.loss in by_proximal and self.proximal == "sampler")
 
     @property
     def compares_with_sampler(self) -> bool:
-        """Whether the generator's log-probabilities change the gradient."""
+        """True if the generator's log-probabilities affect the gradient."""
         weighted_kl = self.kl.coef > 0 and self.kl.place == "loss" and self.kl.importance_weighted
         return self.ratio_starts_at_sampler or self.correction.is_on or weighted_kl
 
     @property
     def runs_without_advantage(self) -> bool:
-        """Whether a sequence of advantage 0 has a gradient, or has to be looked at for the sake of the others."""
+        """True if sequences with advantage 0 need a forward pass, because they have a gradient or enter batch statistics."""
         return self.kl.coef > 0 or self.entropy_coef > 0 or self.loss == "dro" or self.correction.is_measured
 
     @property
     def trains_on_equal_rewards(self) -> bool:
-        """Whether the same holds for a group whose rewards are all equal."""
+        """True if groups whose rewards are all equal need a forward pass."""
         return self.runs_without_advantage or self.advantage == "reinforce_pp"
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.constant_length is not None and self.reduction != "constant":
             yield BrokenRule(
                 values={"constant_length": self.constant_length, "reduction": self.reduction},
-                rule="constant_length is read only when reduction is constant",
+                rule="constant_length is allowed only when reduction is constant",
                 fix="remove constant_length, or set algorithm.reduction to constant",
             )
         if (self.pass_k is None) == (self.advantage == "pass_at_k"):
             yield BrokenRule(
                 values={"pass_k": self.pass_k, "advantage": self.advantage},
-                rule="pass_k is required when advantage is pass_at_k, and read only then",
-                fix="set pass_k to the answers tried"
+                rule="pass_k is required when advantage is pass_at_k, and allowed only then",
+                fix="set pass_k to the number of completions to take the best of"
                 if self.pass_k is None
                 else "remove pass_k, or set advantage to pass_at_k",
             )
         if self.dual_clip is not None and self.loss != "ppo":
             yield BrokenRule(
                 values={"dual_clip": self.dual_clip, "loss": self.loss},
-                rule="dual_clip is read only when loss is ppo",
+                rule="dual_clip is allowed only when loss is ppo",
                 fix="remove dual_clip, or set algorithm.loss to ppo",
             )
         if self.correction.denominator == "post" and self.reduction == "prompt_mean":
             yield BrokenRule(
                 values={"correction.denominator": "post", "reduction": self.reduction},
-                rule="what rejection leaves of a prompt lies on several ranks, none of which can count it",
+                rule="the tokens of a prompt are spread over ranks, and no rank can count those that rejection keeps",
                 fix="set correction.denominator to pre, or reduction to sequence_mean",
             )
         if self.correction.weight != "none" and self.ratio_starts_at_sampler:
             clipped = self.loss not in ("importance_sampling", "dro")
             yield BrokenRule(
                 values={"correction.weight": self.correction.weight, "loss": self.loss, "proximal": self.proximal},
-                rule="the ratio of this loss starts at the sampler already, so weights would count it twice",
+                rule="this loss already contains the ratio to the sampling policy, so correction weights would apply it twice",
                 fix="set proximal to step_start, or correction.weight to none"
                 if clipped
-                else "set correction.weight to none; rejection stays possible",
+                else "set correction.weight to none; rejection is still allowed",
             )
 
 
 class ParallelismConfig(Section):
-    """torchtitan's parallel plan; the degrees multiply to the number of trainer ranks."""
+    """Parallelism degrees of torchtitan; their product is the number of trainer ranks."""
 
-    dp_replicate: PositiveInt = 1
-    """Replicas of the sharded model (HSDP)."""
-    dp_shard: PositiveInt = 1
-    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks, with sequence parallelism; must divide the heads."""
+    dp_replicate: Processes = 1
+    """Number of replicas of the sharded model (HSDP)."""
+    dp_shard: Processes = 1
+    """Number of ranks that share parameters, gradients and optimizer state (FSDP2)."""
+    tp: Processes = 1
+    """Tensor-parallel degree, with sequence parallelism; must divide the number of attention heads."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """When FSDP frees gathered parameters; torchtitan's own option."""
+    """torchtitan's policy for freeing gathered parameters after the forward pass."""
 
     @property
     def world_size(self) -> int:
-        """Trainer ranks."""
+        """Number of trainer ranks."""
         return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def dp_size(self) -> int:
-        """Ranks that see different data."""
+        """Number of ranks that process different data."""
         return self.dp_replicate * self.dp_shard
 
 
 class LoraConfig(Section):
-    """Train low-rank adapters (LoRA) and leave the model's own weights as they are; generators get the sum of both."""
+    """Low-rank adapters (LoRA). The model's own weights stay frozen; generators receive the merged weights."""
 
-    rank: PositiveInt = 32
+    rank: Count = 32
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
-    """The adapter's output counts alpha / rank times."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(strict=False, min_length=1)] = ("attention", "mlp")
-    """Projections that get adapters; the embedding and the output layer never do."""
+    """Layers whose projections get adapters. The embedding and the output layer never do."""
 
 
 class TrainerConfig(Section):
     """The policy trainer mesh (torchtitan)."""
 
     parallelism: ParallelismConfig = ParallelismConfig()
-    """How the model is spread over ranks."""
+    """Distribution of the model over ranks."""
     dtype: Dtype = "float32"
-    """Type of the parameters and the optimizer state."""
+    """Data type of the parameters and the optimizer state."""
     compute_dtype: Dtype = "float32"
-    """Type that FSDP casts parameters to for the forward and backward pass."""
-    row_tokens: PositiveInt = 256
-    """Length of a packed row; the longest prompt plus completion must fit, unless `overlong` says what else to do."""
+    """Data type that FSDP casts parameters to for the forward and backward pass."""
+    row_tokens: Tokens = 256
+    """Length of a packed row, in tokens. The longest prompt plus completion must fit unless `overlong` allows otherwise."""
     overlong: Literal["error", "truncate", "skip"] = "error"
-    """A sequence longer than a row ends the run (`error`), loses its end (`truncate`) or is not trained on (`skip`); both are
-    counted in `tokens/overlong_frac`, and what is not trained on counts in no loss weight."""
-    rows_per_microbatch: PositiveInt = 16
-    """Packed rows that one rank runs at once."""
+    """Handling of sequences longer than a row: `error` rejects the configuration, `truncate` drops their last tokens, `skip`
+    drops them. `tokens/overlong_frac` counts them, and dropped tokens do not enter the loss weights."""
+    rows_per_microbatch: Count = 16
+    """Number of packed rows per micro-batch of one rank."""
     share_prompts: bool = False
-    """Run the prompt of a group once in each row instead of once in each completion; gradients are the same."""
+    """Compute the prompt of a group once per row instead of once per completion; the gradients are the same."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What is recomputed in the backward pass to save memory."""
+    """Activations recomputed in the backward pass to save memory."""
     compile: bool = False
-    """Compile each transformer block with torch.compile; the first step then takes a minute or more."""
+    """Compile each transformer block with torch.compile, which delays the first step."""
     float8: Literal["rowwise", "rowwise_with_gw_hp"] | None = None
-    """torchtitan's float8 recipe for the projections; emulated on CPU, which is slow and only there to be tried out."""
+    """torchtitan's float8 recipe for the projections. It is emulated on CPU, which is slow and meant for tests."""
     lora: LoraConfig | None = None
-    """Train adapters instead of all weights; none by default."""
+    """Train adapters instead of all weights."""
     snapshots_on_device: bool = False
-    """Hold other versions of the weights (for proximal or reference log-probabilities) in device memory, not the host's."""
+    """Keep the snapshots used for proximal and reference log-probabilities in device memory instead of host memory."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         tp = self.parallelism.tp
@@ -366,27 +392,27 @@ class TrainerConfig(Section):
 class GeneratorConfig(Section):
     """The generator mesh (vLLM)."""
 
-    replicas: PositiveInt = 1
-    """Independent engines, each in a process mesh of its own."""
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks of each replica, a process and a device each; must divide the heads."""
+    replicas: Processes = 1
+    """Number of independent vLLM engines, each in its own process mesh."""
+    tp: Processes = 1
+    """Tensor-parallel degree of each replica, one process and device per rank; must divide the number of attention heads."""
     model_impl: Literal["titan", "native"] = "titan"
-    """`titan` runs the trainer's model definition inside vLLM, `native` vLLM's own Qwen3."""
+    """Model code: `titan` runs the trainer's model definition inside vLLM, `native` runs vLLM's own Qwen3."""
     dtype: Dtype = "float32"
-    """Type the generator holds weights in; the trainer casts to it when it pushes."""
+    """Data type of the generator's weights; the trainer casts to it when it pushes."""
     on_update: Literal["continue", "restart", "drain"] = "continue"
-    """What becomes of running requests when new weights arrive: `continue` goes on with them, each token marked with the
-    version that made it; `restart` begins them again; `drain` ends them with the old weights, and admits none meanwhile."""
-    max_num_seqs: PositiveInt = 256
-    """Completions one engine decodes at the same time."""
-    kv_cache_bytes: PositiveInt = 64 << 20
-    """Memory for the KV cache of a replica on CPU, shared by its ranks; elsewhere vLLM's `gpu_memory_utilization` decides."""
+    """Handling of running requests when new weights arrive. `continue` keeps them and records the version of each token;
+    `restart` discards their tokens and restarts them; `drain` finishes them with the old weights first."""
+    max_num_seqs: Count = 256
+    """Maximum number of completions that one engine decodes concurrently."""
+    kv_cache_bytes: Bytes = 64 << 20
+    """KV-cache size of one replica on CPU, divided among its ranks. On accelerators vLLM's `gpu_memory_utilization` sets it."""
     vllm: dict[str, Any] = {}
-    """More `vllm.EngineArgs`, passed through."""
+    """Additional `vllm.EngineArgs`."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes of all replicas."""
+        """Number of processes over all replicas."""
         return self.replicas * self.tp
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
@@ -394,81 +420,23 @@ class GeneratorConfig(Section):
             if key in self.vllm:
                 yield BrokenRule(
                     values={f"vllm.{key}": self.vllm[key]},
-                    rule="the processes of an engine are started here, one for each tensor-parallel rank, not by vLLM",
+                    rule="TitanRL starts the processes of an engine, one per tensor-parallel rank",
                     fix=f"remove vllm.{key}, and set generator.tp",
                 )
 
 
 class WeightsConfig(Section):
-    """How the policy's weights reach the generators."""
+    """Weight sync from the trainer to the generators."""
 
-    transport: Literal["auto", "arena", "rdma", "store"] = "auto"
-    """`arena` is shared memory, for one host; `rdma` and `store` (torchstore's own tensors) are for any. `auto`: each generator
-    takes the arena where it is on the trainer's host, else RDMA, which Monarch runs over TCP where there is no InfiniBand."""
-    verify: Literal["off", "sampled", "full"] = "sampled"
-    """Part of the weights' bytes that a digest covers: `sampled` is one page in 64, another one each time. Versions, names,
-    shapes, types and overwriting are always checked."""
-
-
-class EvaluationConfig(Section):
-    """Greedy evaluation on held-out prompts."""
-
-    every_steps: NonNegativeInt = 20
-    """Steps between evaluations while training; 0: only before and after."""
-    num_prompts: PositiveInt = 200
-    """Held-out prompts per evaluation."""
-
-
-class CheckpointConfig(Section):
-    """Checkpoints to resume from, and the final Hugging Face export."""
-
-    every_steps: NonNegativeInt = 50
-    """Steps between checkpoints; 0: only at the end."""
-    keep_last: Annotated[int, Field(ge=2)] = 2
-    """Checkpoints kept; older ones are deleted."""
-
-
-class TimeoutsConfig(Section):
-    """Deadlines: every wait has one, and names itself when it passes."""
-
-    start_s: PositiveFloat = 600.0
-    """Until every process has loaded its part."""
-    step_s: PositiveFloat = 1800.0
-    """For one call to the trainer or one batch of rollouts."""
-    sync_s: PositiveFloat = 600.0
-    """For one weight push or pull."""
-    close_s: PositiveFloat = 16.0
-    """For the orderly part of the shutdown, half for the actors and half for their processes; then these are killed."""
-
-
-class LoggingConfig(Section):
-    """What is shown and recorded."""
-
-    console: Literal["auto", "live", "plain", "off"] = "auto"
-    """`auto` is a live table on a terminal and plain lines elsewhere."""
-    rollouts_per_step: NonNegativeInt = 2
-    """Groups per step written to `rollouts.jsonl`."""
-    loggers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
-    """Trackers besides `metrics.jsonl`; each needs its package."""
-
-
-class HostsConfig(Section):
-    """Where the meshes run."""
-
-    kind: Literal["local", "process", "slurm"] = "local"
-    """`local`: this machine. `process`: this machine as several emulated hosts. `slurm`: one Slurm job per mesh."""
-    trainer_hosts: PositiveInt = 1
-    """Hosts of the trainer mesh."""
-    generator_hosts: PositiveInt = 1
-    """Hosts of the generator replicas."""
-    devices_per_host: PositiveInt = 8
-    """Accelerators on one host; not read on CPU."""
-    share_devices: bool = False
-    """Put the generators' ranks on the accelerators of the trainer's, from the first on; otherwise each has one of its own."""
-    slurm: dict[str, Any] = {}
-    """Options of `monarch.job.SlurmJob`, such as `partition` and `time_limit`, passed through."""
+    transport: Literal["auto", TransportName] = "auto"
+    """`arena` is shared memory and works within one host; `rdma` and `store` (torchstore's tensors) also work across hosts.
+    `auto` selects `arena` for generators on the trainer's host and `rdma` for others. Without InfiniBand, Monarch runs RDMA
+    over TCP."""
+    verify: Verify = "sampled"
+    """Share of the weights' bytes covered by a digest: `sampled` covers one page in 64 and changes pages every time. Versions,
+    names, shapes, data types and overwrites are always checked."""
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of a number that does not exceed a limit."""
+    """Return the largest divisor of `number` that is at most `at_most`."""
     return max(divisor for divisor in range(1, min(number, at_most) + 1) if number % divisor == 0)

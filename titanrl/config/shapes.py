@@ -1,24 +1,24 @@
-"""Shapes of Qwen3 models: how many parameters and cache bytes a model has, before any of it is loaded."""
+"""Sizes of Qwen3 models: parameters, activations and cache bytes, derived without loading a model."""
 
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanrl.config.choices import Dtype
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
-from titanrl.config.section import Dtype
 from titanrl.config.sections import RecipeConfig
 
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 RECIPE_VOCAB_SIZE = 112
-"""Rows of the recipe model's embedding: 95 printable characters, 5 phrases, padding and end, filled up to a multiple of 16."""
+"""Rows of the recipe model's embedding: 95 characters, 5 phrases, 2 special tokens, padded to a multiple of 16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a dense Qwen3; the names are those of `RecipeConfig`.
+    """Sizes of a dense Qwen3, named like the fields of `RecipeConfig`.
 
     Example: Qwen3-8B is `ModelShape(hidden_size=4096, num_layers=36, num_heads=32, intermediate_size=12288)`.
     """
@@ -35,12 +35,12 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable numbers: embedding, blocks, last norm, and the head unless it is the embedding."""
+        """Number of parameters: embedding, blocks, last norm, and the output layer unless it is tied."""
         return self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
 
     @property
     def layer_parameters(self) -> int:
-        """Numbers of one block."""
+        """Number of parameters of one block."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and o, k and v
         norms = 2 * self.hidden_size + 2 * self.head_dim  # before attention and feed-forward; of queries and keys
         feed_forward = 3 * self.hidden_size * self.intermediate_size  # gate, up, down
@@ -48,24 +48,24 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Numbers of embedding and output layer."""
+        """Number of parameters of embedding and output layer."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     def rank_parameters(self, tp: int) -> int:
-        """Numbers that one of `tp` tensor-parallel ranks holds: its share of each matrix, and every norm."""
+        """Return the parameters held by one of `tp` tensor-parallel ranks: its share of each matrix, and every norm."""
         norms = self.num_layers * (2 * self.hidden_size + 2 * self.head_dim) + self.hidden_size
         return (self.num_parameters - norms) // tp + norms
 
     @property
     def layer_activations(self) -> int:
-        """Numbers that one block keeps of a token for its backward pass, with an attention that keeps no scores."""
+        """Activation values that one block stores per token for its backward pass, assuming attention stores no scores."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # Two norms and two residuals; queries and keys before and after norm and rotation, values, the attention's output;
         # gate, its activation, up, their product.
         return 4 * self.hidden_size + 4 * queries + 4 * keys + 4 * self.intermediate_size
 
     def adapter_width(self, targets: Collection[str]) -> int:
-        """Numbers of all LoRA adapters of rank 1: inputs and outputs of every projection that has one."""
+        """Return the parameters of all LoRA adapters per unit of rank: the input and output sizes of their projections."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         width = 0
         if "attention" in targets:
@@ -75,7 +75,7 @@ class ModelShape:
         return self.num_layers * width
 
     def kv_token_bytes(self, dtype: Dtype) -> int:
-        """Bytes of keys and values that one token takes in the cache, over all layers."""
+        """Return the KV-cache bytes of one token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 
@@ -87,13 +87,13 @@ PUBLISHED: dict[str, ModelShape] = {
     "Qwen3-14B": ModelShape(hidden_size=5120, num_layers=40, num_heads=40, intermediate_size=17408),
     "Qwen3-32B": ModelShape(hidden_size=5120, num_layers=64, num_heads=64, intermediate_size=25600),
 }
-"""The dense models of the Qwen3 release, for a plan made before the model is downloaded."""
+"""Sizes of the published dense Qwen3 models, used for a dry run before the download."""
 
 
 def model_shape(config: Config) -> ModelShape | None:
-    """Shape of the policy: of the recipe, of the checkpoint, or of the published model its folder is named after.
+    """Return the sizes of the policy: from the recipe, from the checkpoint, or from a published model of the same name.
 
-    None if the checkpoint is not there yet, or not one we can read, and its name is not known.
+    Return None if the checkpoint cannot be read and its directory is not named after a published model.
     """
     if config.model.path is None:
         return recipe_shape(config.model.recipe)
@@ -102,7 +102,7 @@ def model_shape(config: Config) -> ModelShape | None:
 
 
 def recipe_shape(recipe: RecipeConfig) -> ModelShape:
-    """Shape of the tiny model of a recipe; its embeddings are tied."""
+    """Return the sizes of a recipe's model; its embeddings are tied."""
     return ModelShape(
         hidden_size=recipe.hidden_size,
         num_layers=recipe.num_layers,
@@ -117,12 +117,12 @@ def recipe_shape(recipe: RecipeConfig) -> ModelShape:
 
 
 def checkpoint_shape(path: Path) -> ModelShape | BrokenRule:
-    """Shape by the config.json of a Hugging Face directory, or why it cannot be used."""
+    """Return the sizes given by config.json of a Hugging Face directory, or the rule that the directory breaks."""
     values = {"model.path": str(path)}
     name = path.name if path.name in PUBLISHED else "Qwen3-0.6B"
     fix = f"correct the path, or download a model: `hf download Qwen/{name} --local-dir {path}`"
     if not path.is_dir():
-        return BrokenRule(values=values, rule="must be a directory, but there is none", fix=fix)
+        return BrokenRule(values=values, rule="must be a directory, but it does not exist", fix=fix)
     file = path / "config.json"
     if not file.is_file():
         return BrokenRule(values=values, rule="must be a Hugging Face model directory, but it has no config.json", fix=fix)
@@ -132,14 +132,14 @@ def checkpoint_shape(path: Path) -> ModelShape | BrokenRule:
         return BrokenRule(values=values, rule=f"its config.json must be JSON: {error}", fix=fix)
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     if model_type != "qwen3":
-        rule = f"its config.json must have model_type qwen3, but has {model_type}"
-        return BrokenRule(values=values, rule=rule, fix="give a dense Qwen3 model; others are not supported")
-    # Left out, these two have the defaults of transformers' Qwen3Config.
+        rule = f"its config.json must have model_type qwen3, not {model_type}"
+        return BrokenRule(values=values, rule=rule, fix="use a dense Qwen3 model")
+    # Defaults of transformers' Qwen3Config.
     raw = {"head_dim": 128, "tie_word_embeddings": False} | raw
     fields = {ours: raw.get(theirs) for ours, theirs in _HF_NAMES.items()}
     missing = [_HF_NAMES[name] for name, value in fields.items() if not isinstance(value, int)]
     if missing:
-        return BrokenRule(values=values, rule=f"its config.json must give the numbers {', '.join(missing)}", fix=fix)
+        return BrokenRule(values=values, rule=f"its config.json must contain the numbers {', '.join(missing)}", fix=fix)
     return ModelShape(**fields)
 
 

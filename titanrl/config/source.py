@@ -1,4 +1,4 @@
-"""What the user wrote: a YAML file and overrides, merged, with the place of every value."""
+"""The source of a configuration: a YAML file merged with overrides, and the place where each value was written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,34 +13,34 @@ from titanrl.config.strict_yaml import explain_yaml_error, line_of, parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """A `key.path=value` of the command line.
+    """A `key.path=value` argument of the command line.
 
     Example: `Override(text="rollout.group_size=16", path=("rollout", "group_size"), value=16)`
     """
 
     text: str
-    """As it was given."""
+    """Argument as given."""
     path: tuple[str, ...]
-    """The key."""
+    """Path of the key."""
     value: Any
-    """The value, parsed as YAML."""
+    """Value, parsed as YAML."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A configuration file and its overrides, not validated yet."""
+    """A configuration file and its overrides, before validation."""
 
     path: Path
-    """The file."""
+    """Configuration file."""
     node: yaml.Node
-    """Its node tree, which knows the lines."""
+    """YAML node tree of the file, which holds the line numbers."""
     overrides: tuple[Override, ...]
-    """In order; later ones win."""
+    """Overrides in order; later ones win."""
     values: dict[str, Any]
-    """The values of the file with the overrides applied."""
+    """Values of the file with the overrides applied."""
 
     def where(self, path: Sequence[str | int]) -> str | None:
-        """Where the value at `path` was written: an override, or file and line; None if it was written nowhere."""
+        """Return the override, or the file and line, that set the value at `path`; None if it was not set."""
         for override in reversed(self.overrides):
             if override.path == tuple(path[: len(override.path)]):
                 return f"override {override.text}"
@@ -51,16 +51,20 @@ class Source:
         return next((f"override {text}" for text in below), None)
 
     def nearest(self, path: Sequence[str | int]) -> str:
-        """Where the value at `path` was written, else the section around it."""
+        """Return the place of the value at `path`, or of the innermost enclosing section that was written."""
         written = (self.where(path[:length]) for length in range(len(path), 0, -1))
         return next((place for place in written if place is not None), f"{self.path}:{line_of(self.node, ())}")
 
 
 def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
-    """Read a configuration file and parse the overrides; paths are relative to the current directory.
+    """Read a configuration file and parse the overrides.
+
+    Args:
+        path: YAML file, relative to the current directory.
+        overrides: Overrides as `key.path=value`; later ones win.
 
     Raises:
-        ConfigError: no such file, not a strict YAML mapping, or a broken override.
+        ConfigError: The file does not exist or is not a strict YAML mapping, or an override is malformed.
     """
     path = Path(path)
     values, node = _read_mapping(path)
@@ -99,7 +103,7 @@ def _read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node]:
 
 
 def _parse_override(text: str) -> Override | str:
-    """The override, or what is wrong with it."""
+    """Parse an override, or return an error message."""
     key, equals, value = text.partition("=")
     path = tuple(key.split("."))
     if not equals or not all(path):
@@ -115,7 +119,7 @@ def _parse_override(text: str) -> Override | str:
 
 
 def _with_value(values: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """A copy with the value at `path` replaced; sections on the way are made where there are none."""
+    """Return a copy with the value at `path` replaced, creating missing sections."""
     key, *rest = path
     if not rest:
         return values | {key: value}

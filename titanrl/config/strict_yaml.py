@@ -1,7 +1,7 @@
-"""YAML without its traps: text to values and back.
+"""A strict YAML loader and dumper.
 
-The scalars are those of YAML 1.2, as editors check them. PyYAML follows YAML 1.1, where `1e-5` is a string, `off` is
-false, `12:00:00` is the number 43200 and `010` is 8. Duplicate keys, tags, anchors and aliases are errors.
+Scalars follow YAML 1.2, as editors do. PyYAML itself follows YAML 1.1, where `1e-5` is a string, `off` is false, `12:00:00` is
+the number 43200 and `010` is 8. Duplicate keys, tags, anchors and aliases are errors.
 """
 
 import re
@@ -14,9 +14,9 @@ from yaml.events import AliasEvent, CollectionStartEvent, Event, ScalarEvent
 
 
 class _Scalars(yaml.resolver.Resolver):
-    """Which plain scalars are not strings; loader and dumper share it, so that what is dumped is read back the same."""
+    """Types of plain scalars, shared by loader and dumper so that dumped values round-trip."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own name; emptied so that YAML 1.1's rules are not inherited
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - overrides PyYAML's attribute, so that no rule of YAML 1.1 is inherited
 
 
 _INT = r"[-+]?(?:0|[1-9][0-9_]*)"
@@ -33,17 +33,17 @@ for _tag, _pattern, _first in (
 
 
 class _Loader(_Scalars, yaml.SafeLoader):
-    """Refuses what would hide a mistake, at its line."""
+    """A loader that rejects duplicate keys, tags, anchors and aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, AliasEvent):
-            raise _refusal(event, "aliases are not read", "write the value out")
+            raise _refusal(event, "aliases are not supported", "write the value out")
         if isinstance(event, ScalarEvent | CollectionStartEvent):
             if event.anchor is not None:
-                raise _refusal(event, "anchors are not read", "write the value out where it is needed")
+                raise _refusal(event, "anchors are not supported", "write the value out in each place")
             if event.tag is not None:
-                raise _refusal(event, f"the tag {event.tag} is not read", "remove it")
+                raise _refusal(event, f"the tag {event.tag} is not supported", "remove it")
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -53,13 +53,13 @@ class _Loader(_Scalars, yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise _refusal(key, "a key must be plain text", "write `key: value`")
             if key.value in lines:
-                raise _refusal(key, f"the key {key.value} is here twice, first at line {lines[key.value]}", "keep one of them")
+                raise _refusal(key, f"duplicate key {key.value}, first defined at line {lines[key.value]}", "keep one of them")
             lines[key.value] = key.start_mark.line + 1
         return node
 
 
 def _refusal(at: Event | yaml.Node, problem: str, fix: str) -> yaml.MarkedYAMLError:
-    # The cast tells the two kinds of marks apart: this loader is the pure Python one.
+    # The stubs also allow the mark of the C loader; this loader is the pure Python one.
     return yaml.MarkedYAMLError(problem=problem, problem_mark=cast("yaml.Mark | None", at.start_mark), note=fix)
 
 
@@ -69,7 +69,7 @@ class _Dumper(_Scalars, yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # PyYAML takes these line separators for line breaks unless they are escaped, which only double quotes do.
+    # PyYAML reads these line separators as line breaks unless they are escaped, which requires double quotes.
     style = '"' if re.search("[\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -79,10 +79,10 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_st
 
 
 def parse(text: str) -> tuple[Any, yaml.Node | None]:
-    """The value of a YAML document, and its node tree for `line_of`; the node is None if there is nothing in it.
+    """Return the value of a YAML document and its node tree for `line_of`; the tree of an empty document is None.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, or uses what is refused here.
+        yaml.YAMLError: The text is not YAML, or uses an unsupported feature.
     """
     loader = _Loader(text)
     try:
@@ -93,12 +93,12 @@ def parse(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def dump(value: Any) -> str:
-    """YAML that `parse` reads back to the same value; paths become strings, tuples lists."""
+    """Return a value as YAML that `parse` reads back; paths become strings and tuples become lists."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def line_of(node: yaml.Node | None, path: Sequence[str | int]) -> int | None:
-    """Line of the key or item at `path`, counted from 1; None if the document does not have it."""
+    """Return the line of the key or item at `path`, counted from 1; None if the document does not contain it."""
     mark = None if node is None else node.start_mark
     for part in path:
         if isinstance(node, yaml.MappingNode):
@@ -114,7 +114,7 @@ def line_of(node: yaml.Node | None, path: Sequence[str | int]) -> int | None:
 
 
 def explain_yaml_error(error: yaml.YAMLError, text: str) -> tuple[int, str, str, str]:
-    """Line, text of that line, what is wrong and what to do, of an error that `parse` raised."""
+    """Return line number, line, broken rule and fix of an error that `parse` raised."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return 1, "", f"must be YAML: {error}", "save the file as plain UTF-8 text"
     lines = text.splitlines()

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.actors import resolve
-from titanrl.config.sections import TimeoutsConfig
+from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.supervision import DeadlineError, Supervisor
 from titanrl.replay.buffer import Batch, StarvationError
 from titanrl.tables import MicroBatch, Table
@@ -91,17 +91,17 @@ class TrainerMesh:
         """Build the policy from a Hugging Face directory."""
         await self._all("load_model", self.mesh.load_model.call(model_dir), self.timeouts.start_s)
 
-    async def forward_backward(
+    def forward_backward(
         self,
         microbatches: Sequence[MicroBatch],
         loss: str = "policy",
         *,
         proximal_version: int | None = None,
         reference_version: int | None = None,
-    ) -> LossSums:
-        """Add the gradients of micro-batches, one after another; return their loss metrics, summed over all ranks.
+    ) -> "asyncio.Task[LossSums]":
+        """Request the gradients of micro-batches, one after another; the task returns their metrics, summed over all ranks.
 
-        If a pass fails, cancel the optimizer step queued behind it; the trainer would refuse it, too.
+        If a pass fails, the optimizer step queued behind it is cancelled; the trainer would refuse it, too.
 
         Args:
             microbatches: rows for each data-parallel rank.
@@ -109,7 +109,11 @@ class TrainerMesh:
             proximal_version: version whose log-probabilities `compute_logprobs` stored as the proximal ones.
             reference_version: the same for the reference.
         """
-        requests = [self.mesh.forward_backward.call(each, loss, proximal_version, reference_version) for each in microbatches]
+        call = self.mesh.forward_backward.call  # sends at once
+        requests = [call(microbatch, loss, proximal_version, reference_version) for microbatch in microbatches]
+        return asyncio.create_task(self._passes(requests), name="forward_backward")
+
+    async def _passes(self, requests: Sequence[Awaitable[Any]]) -> LossSums:
         try:
             replies = await asyncio.gather(*(self._all("forward_backward", request) for request in requests))
         except BaseException:  # an interrupt, too; the caller gets it
@@ -118,9 +122,7 @@ class TrainerMesh:
             raise
         return merge_losses(part for parts in replies for part in parts)
 
-    def optim_step(
-        self, params: AdamParams, after: Callable[[], Awaitable[None]] | None = None
-    ) -> "asyncio.Task[OptimUpdate]":
+    def optim_step(self, params: AdamParams, after: Callable[[], Awaitable[None]] | None = None) -> "asyncio.Task[OptimUpdate]":
         """Request an optimizer step behind the passes requested before; no message lies between the last pass and the step.
 
         Args:

@@ -1,0 +1,19 @@
+"""Values that a key can take, by name; other modules import these types instead of spelling the values again."""
+
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+DeviceKind = Literal["cpu", "cuda", "npu"]
+DeviceName = Literal["auto", "cpu", "cuda", "npu"]
+
+AdvantageMethod = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"]
+PolicyLoss = Literal["ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sapo"]
+Proximal = Literal["sampler", "step_start", "interval_start"]
+Reduction = Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"]
+LearningRateDecay = Literal["constant", "linear"]
+KLEstimator = Literal["k1", "k2", "k3", "k3_straight_through"]
+
+TransportName = Literal["arena", "rdma", "store"]
+Verify = Literal["off", "sampled", "full"]
+ConsoleMode = Literal["auto", "live", "plain", "off"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]

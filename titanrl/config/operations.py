@@ -1,0 +1,67 @@
+"""The sections of a configuration that say how a run is operated: evaluation, checkpoints, deadlines, records and hosts."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from titanrl.config.choices import ConsoleMode, TrackerName
+from titanrl.config.section import Count, CountOrZero, Processes, Seconds, Section, StepsOrZero
+
+
+class EvaluationConfig(Section):
+    """Greedy evaluation on held-out prompts."""
+
+    every_steps: StepsOrZero = 20
+    """Number of steps between evaluations; 0 evaluates only before and after training."""
+    num_prompts: Count = 200
+    """Number of held-out prompts per evaluation."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints for resuming a run."""
+
+    every_steps: StepsOrZero = 50
+    """Number of steps between checkpoints; 0 writes one only at the end."""
+    keep_last: Annotated[int, Field(ge=2, le=1_000_000)] = 2
+    """Number of checkpoints to keep; older ones are deleted."""
+
+
+class TimeoutsConfig(Section):
+    """Deadlines. Every wait has one, and its error names the wait."""
+
+    start_s: Seconds = 600.0
+    """Limit until every process has started and loaded its model or data."""
+    step_s: Seconds = 1800.0
+    """Limit for one trainer call, and for one batch of rollouts."""
+    sync_s: Seconds = 600.0
+    """Limit for one weight push or pull."""
+    close_s: Seconds = 16.0
+    """Limit for an orderly shutdown, half for actors and half for their processes. Remaining processes are then killed."""
+
+
+class LoggingConfig(Section):
+    """Console output and records."""
+
+    console: ConsoleMode = "auto"
+    """`auto` shows a live table on a terminal and prints plain lines elsewhere."""
+    rollouts_per_step: CountOrZero = 2
+    """Number of groups per step written to `rollouts.jsonl`."""
+    loggers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
+    """Experiment trackers to use in addition to `metrics.jsonl`; each requires its package."""
+
+
+class HostsConfig(Section):
+    """Placement of the process meshes on hosts."""
+
+    kind: Literal["local", "process", "slurm"] = "local"
+    """`local`: this machine. `process`: several emulated hosts on this machine. `slurm`: one Slurm job per mesh."""
+    trainer_hosts: Processes = 1
+    """Number of hosts of the trainer mesh."""
+    generator_hosts: Processes = 1
+    """Number of hosts of the generator replicas."""
+    devices_per_host: Processes = 8
+    """Number of accelerators per host; ignored on CPU."""
+    share_devices: bool = False
+    """Place generator ranks on the trainer's accelerators, starting with the first. Otherwise each rank has its own."""
+    slurm: dict[str, Any] = {}
+    """Options of `monarch.job.SlurmJob`, such as `partition` and `time_limit`."""
