@@ -1,12 +1,12 @@
-"""Many small carriers as columns: what is made, sent and read by the thousand in a step.
+"""Tables of many small carriers: structured arrays instead of thousands of objects per step.
 
-Shape suffixes: P groups, N rollouts of all groups one after another, S sequences of all rows one after another, R rows.
+Shape suffixes: P groups, N rollouts (those of all groups concatenated), S sequences (those of all rows concatenated), R rows.
 """
 
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from titanrl.types import NOT_MEASURED, CorrectionTotals, GroupHandle, GroupRecord, IntArray, Row, SequencePlan
 
 Table = npt.NDArray[np.void]
-"""A structured array: one record an entry, one field a column."""
+"""A structured array with one entry per record and one field per column."""
 DoubleArray = npt.NDArray[np.float64]
 
 HANDLE = np.dtype([("shard", "<i8"), ("slot", "<i8"), ("serial", "<i8")])
-"""Columns of handles, as `GroupHandle` has them."""
+"""Columns of handles; `GroupHandle` describes them."""
 SEQUENCE = np.dtype(
     [
         ("handle", HANDLE),
@@ -30,7 +30,7 @@ SEQUENCE = np.dtype(
         ("num_shared", "<i4"),
     ]
 )
-"""Columns of planned sequences, as `SequencePlan` has them."""
+"""Columns of planned sequences; `SequencePlan` describes them."""
 _GROUP = np.dtype(
     [
         ("index", "<i8"),
@@ -53,10 +53,10 @@ assert _GROUP_STRUCT.size == _GROUP.itemsize
 
 
 class PackedRecord(NamedTuple):
-    """A group's numbers as bytes, so that many groups become columns by joining them."""
+    """A group's numbers as bytes. Joining the bytes of many groups gives columns."""
 
     group: bytes
-    """Its `_GROUP`."""
+    """One entry of `_GROUP`."""
     rewards: bytes
     """float64, `[G]`."""
     lengths: bytes
@@ -64,11 +64,11 @@ class PackedRecord(NamedTuple):
     num_sampled: bytes
     """int64, `[G]`."""
     reward_parts: Mapping[str, bytes]
-    """float64 by part, `[G]`."""
+    """float64, `[G]`, by part of the reward."""
 
 
 def pack_record(record: GroupRecord) -> PackedRecord:
-    """The numbers of a record; the name of its task stays behind."""
+    """Pack the numbers of a record; its texts are left out."""
     handle = record.handle
     group = _GROUP_STRUCT.pack(
         record.index,
@@ -98,27 +98,27 @@ def pack_record(record: GroupRecord) -> PackedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """The records of many groups. `GroupRecord` says what the columns mean."""
+    """The records of many groups. `GroupRecord` describes the columns."""
 
     groups: Table
-    """One entry for each group, `[P]`."""
+    """One entry per group, `[P]`."""
     rewards: DoubleArray
-    """Rewards, group after group, `[N]`."""
+    """Rewards of all rollouts, `[N]`."""
     lengths: IntArray
-    """Tokens of the whole sequences, `[N]`."""
+    """Tokens of each sequence, `[N]`."""
     num_sampled: IntArray
-    """Tokens that count in the loss, `[N]`."""
+    """Tokens of each sequence that count in the loss, `[N]`."""
     reward_parts: Mapping[str, DoubleArray]
-    """By part the values of all groups that have it, group after group."""
+    """Values of each part of the reward, over all groups that have that part."""
 
     @classmethod
     def of(cls, records: Iterable[GroupRecord]) -> Self:
-        """The records as columns, in their order."""
+        """Build the table of some records, in their order."""
         return cls.join([pack_record(record) for record in records])
 
     @classmethod
     def join(cls, packed: Sequence[PackedRecord]) -> Self:
-        """Columns of packed records, in their order."""
+        """Build the table of some packed records, in their order."""
         parts = dict.fromkeys(part for record in packed for part in record.reward_parts)
         return cls(
             groups=np.frombuffer(b"".join([record.group for record in packed]), _GROUP),
@@ -132,27 +132,27 @@ class RecordTable:
         )
 
     def __len__(self) -> int:
-        """Groups."""
+        """Return the number of groups."""
         return len(self.groups)
 
     @property
     def handles(self) -> Table:
-        """Where the payloads lie, `[P]` of `HANDLE`."""
+        """Locations of the payloads, `[P]` of `HANDLE`."""
         return self.groups["handle"]
 
     @property
     def starts(self) -> IntArray:
-        """Place of each group's first rollout, `[P]`."""
+        """Index of each group's first rollout, `[P]`."""
         counts: IntArray = self.groups["num_rollouts"]
         return np.cumsum(counts) - counts
 
     @property
     def group_of(self) -> IntArray:
-        """Place of each rollout's group, `[N]`."""
+        """Index of each rollout's group, `[N]`."""
         return np.repeat(np.arange(len(self)), self.groups["num_rollouts"])
 
     def by_index(self) -> Self:
-        """The same groups in the order of prompts, without the parts of the reward."""
+        """Sort the groups by prompt index; the result has no parts of the reward."""
         order = np.argsort(self.groups["index"], kind="stable")
         if np.array_equal(order, np.arange(len(self))):
             return self
@@ -170,53 +170,55 @@ class RecordTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """Rows of planned sequences as columns; iterating makes a `Row` of `SequencePlan` of each."""
+    """Rows of planned sequences as a table. Iterating yields each row as a `Row` of `SequencePlan`."""
 
     sequences: Table
-    """All sequences, row after row, `[S]` of `SEQUENCE`."""
+    """Sequences of all rows, `[S]` of `SEQUENCE`."""
     ends: IntArray
-    """Place after the last sequence of each row, `[R]`."""
+    """Index after the last sequence of each row, `[R]`."""
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(self.ends)
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows, one after another."""
+        """Yield each row."""
         start, plans = 0, [_sequence_plan(*columns) for columns in self.sequences.tolist()]
         for end in self.ends.tolist():
             yield tuple(plans[start:end])
             start = end
 
     def __eq__(self, other: object) -> bool:
-        """Whether all rows are the same."""
+        """Return True if all rows are equal."""
         if not isinstance(other, RowTable):
             return NotImplemented
         return np.array_equal(self.ends, other.ends) and np.array_equal(self.sequences, other.sequences)
 
-    __hash__ = None  # type: ignore[assignment]  # its arrays could be changed
+    __hash__ = None  # type: ignore[assignment]  # the arrays are mutable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows that run through the model at once, by data-parallel rank. A rank without rows runs one empty row."""
+    """Rows that the ranks run through the model at once. A rank without rows runs one empty row."""
 
     rows: tuple[RowTable, ...]
-    """`rows[dp_rank]`."""
+    """Rows by data-parallel rank."""
     correction: CorrectionTotals = NOT_MEASURED
-    """The off-policy correction over the whole step, where the config has it measured."""
+    """Totals of the off-policy correction over the whole step, if the config measures them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Everything ranks must agree on for one optimizer step; metadata only."""
+    """The part of an optimizer step that all ranks must agree on; it holds no tokens."""
 
     microbatches: tuple[MicroBatch, ...]
-    """In order."""
+    """Micro-batches in the order of execution."""
+    advantages_N: DoubleArray = field(compare=False)
+    """Advantage of every rollout of the batch, with the groups in prompt order."""
     num_placed: int
     """Tokens of all packed rows. A prompt shared by sequences of one row counts once."""
     packing_efficiency: float
-    """Share of the token places of all rows that hold a token."""
+    """Share of the positions of all rows that hold a token."""
 
 
 def _sequence_plan(

@@ -1,7 +1,7 @@
-"""The carriers: what moves between processes, complete at birth and never changed.
+"""The carriers: immutable values that processes send to each other.
 
 Shape suffixes: G completions of a group, P prompt tokens, T completion tokens, S tokens of a whole sequence (prompt and
-completion). Arrays are numpy, so that reading a carrier needs no torch.
+completion). Arrays are numpy, so reading a carrier does not need torch.
 """
 
 import copyreg
@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question put to the policy.
+    """A question for the policy.
 
     Example: `Prompt(index=17, task="chain_sum", text="... 7 + 5 - 3 =", token_ids=[97, 22, ...], entry={"answer": "9", ...})`
     """
@@ -30,75 +30,75 @@ class Prompt:
     index: int
     """Position in the prompt stream."""
     task: str
-    """Name of the task, as metrics carry it."""
+    """Name of the task, as in the names of metrics."""
     text: str
-    """The question, before any chat template."""
+    """The question, without chat template."""
     token_ids: tuple[int, ...]
-    """What the generator is given, `[P]`."""
+    """Input tokens of the generator, `[P]`."""
     entry: Mapping[str, Any]
-    """What the task's verifier needs: `question`, `answer`, `metadata`."""
+    """Data for the task's scorer: `question`, `answer`, `metadata`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is drawn."""
+    """Sampling options of one completion."""
 
     max_new_tokens: int
     """Longest completion, in tokens."""
     temperature: float
-    """0 is greedy."""
+    """Divisor of the logits; 0 is greedy."""
     seed: int | None
     """Seed of this completion; None with greedy sampling."""
     top_p: float = 1.0
-    """Only the likeliest tokens with this much probability together are drawn; 1 is all."""
+    """Probability mass of nucleus sampling; 1 disables it."""
     top_k: int = 0
-    """Only so many of the likeliest tokens are drawn; 0 is all."""
+    """Number of most likely tokens to sample from; 0 disables the limit."""
     min_p: float = 0.0
-    """Only tokens with this share of the likeliest token's probability are drawn; 0 is all."""
+    """Lowest probability to sample, as a share of the most likely token's; 0 disables the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One completion asked of a generator."""
+    """A request for one completion."""
 
     token_ids: tuple[int, ...]
     """The prompt, `[P]`."""
     sampling: SamplingParams
-    """How to draw it."""
+    """Sampling options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy a generator is."""
+    """Load of a generator."""
 
     num_requests: int
-    """Requests it has not finished."""
+    """Unfinished requests."""
     num_queued: int
-    """Those of them that wait for a place in its batch or its KV cache."""
+    """Requests waiting for batch or KV-cache space."""
     admits: bool = True
-    """Whether requests that come now join its batch; else they wait for weights that are on their way."""
+    """True if new requests join the batch; False if they wait for new weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the generator answers.
+    """A reply of the generator.
 
     Example: `Completion(token_ids=[31, 7, 1], logprobs=[-0.1, -0.7, -0.0], versions=[4, 4, 4], finish_reason="stop")`
     """
 
     token_ids: IntArray
-    """Sampled tokens, the end-of-sequence token included, `[T]`."""
+    """Sampled tokens, including the end-of-sequence token, `[T]`."""
     logprobs: FloatArray
-    """Log-probability of each token under the sampling distribution, temperature included, in nats, `[T]`."""
+    """Log-probability of each token under the sampling distribution (with temperature), in nats, `[T]`."""
     versions: IntArray
-    """Policy version that made each token, `[T]`."""
+    """Policy version that sampled each token, `[T]`."""
     finish_reason: FinishReason
-    """`stop`: the policy ended it; `length`: cut at the limit; `abort`: taken back."""
+    """`stop`: the policy ended it; `length`: cut at the limit; `abort`: cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One finished trajectory as the trainer sees it: a sequence of tokens, some of them sampled by the policy.
+    """A finished trajectory for the trainer: a sequence of tokens, some of them sampled by the policy.
 
     Example: prompt `[5, 6]`, completion `[7, 1]`: `token_ids=[5, 6, 7, 1]`, `mask=[F, F, T, T]`, `versions=[-1, -1, 4, 4]`.
     """
@@ -106,17 +106,17 @@ class Rollout:
     token_ids: IntArray
     """Prompt and completion, `[S]`."""
     mask: BoolArray
-    """True at tokens the policy sampled; only these are trained on, `[S]`."""
+    """True at tokens the policy sampled, the only ones to train on, `[S]`."""
     logprobs: FloatArray
-    """Generator's log-probability where `mask` is true, 0 elsewhere, `[S]`."""
+    """Log-probability from the generator where `mask` is true, 0 elsewhere, `[S]`."""
     versions: IntArray
     """Policy version of each sampled token, -1 elsewhere, `[S]`."""
     reward: float
-    """What the verifier says, all parts summed."""
+    """Sum of all parts of the reward."""
     reward_parts: Mapping[str, float]
-    """The reward by part, as metrics carry it: `reward/<part>`."""
+    """Reward by part, reported as `reward/<part>`."""
     finish_reason: FinishReason
-    """How the last completion ended."""
+    """Reason why the last completion ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,26 +152,26 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHandle:
-    """Where the payload of a group lies; stale once the slot has been used again."""
+    """Location of a group's payload; stale once the slot is reserved again."""
 
     shard: int
     """Rank of the storage shard."""
     slot: int
     """Slot of the buffer."""
     serial: int
-    """Number of times the slot had been reserved, this reservation included; tells its tenants apart."""
+    """Number of times the slot has been reserved, including this time; it distinguishes successive groups in a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """What the controller knows of a group: numbers, no tokens. Lists are aligned with the group's rollouts, `[G]`."""
+    """The controller's view of a group: numbers, no tokens. Lists are aligned with the group's rollouts, `[G]`."""
 
     index: int
     """Position of its prompt in the stream."""
     task: str
     """Name of the task."""
     handle: GroupHandle
-    """Slot it holds, and payload if it has one."""
+    """Location of the slot, and of the payload if there is one."""
     has_payload: bool
     """False for a group without signal, whose tokens were never stored."""
     rewards: tuple[float, ...]
@@ -183,13 +183,13 @@ class GroupRecord:
     lengths: tuple[int, ...]
     """Tokens of each whole sequence."""
     num_sampled: tuple[int, ...]
-    """Tokens that count in the loss (sampled, with a finite log-probability)."""
+    """Tokens that count in the loss: sampled, with a finite log-probability."""
     num_truncated: int
     """Rollouts cut at the length limit."""
     num_overlong: int
-    """Rollouts longer than a packed row, which were cut to it or left out of training."""
+    """Rollouts longer than a packed row; they were truncated or left out of training."""
     num_nonfinite: int
-    """Sampled tokens without a finite log-probability, which count nowhere."""
+    """Sampled tokens without a finite log-probability; they are in no count."""
     min_version: int
     """Oldest policy version among the sampled tokens."""
     max_version: int
@@ -211,12 +211,12 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePlan:
-    """One rollout's place in the optimizer step."""
+    """One rollout's part in the optimizer step."""
 
     handle: GroupHandle
-    """Where its group lies."""
+    """Location of its group."""
     rollout: int
-    """Which of the group's rollouts."""
+    """Index in the group."""
     length: int
     """Tokens of the sequence."""
     advantage: float
@@ -224,11 +224,11 @@ class SequencePlan:
     weight: float
     """w_i, the loss weight of each of its sampled tokens, from the step's global counts."""
     num_shared: int = 0
-    """Tokens at its start that stand only once in its row, in the sequence of the same group before it."""
+    """Tokens at its start that its row stores only once, in the preceding sequence of the same group."""
 
     @property
     def num_placed(self) -> int:
-        """Tokens that it takes up in its row."""
+        """Tokens that it occupies in its row."""
         return self.length - self.num_shared
 
 
@@ -238,23 +238,23 @@ Row = tuple[SequencePlan, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionTotals:
-    """What an off-policy correction does over a whole step, all ranks and micro-batches; by default nothing."""
+    """Effect of an off-policy correction on a whole step, over all ranks and micro-batches."""
 
     mean_weight: float = 1.0
     """Mean of its weights."""
     kept_tokens_frac: float = 1.0
     """Share of the tokens that are not rejected."""
     kept_sequences_frac: float = 1.0
-    """Share of the sequences that keep a token."""
+    """Share of the sequences with at least one token that is not rejected."""
 
 
 NOT_MEASURED = CorrectionTotals()
-"""Of a step whose correction needs no totals."""
+"""Totals of a step whose correction needs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Numerators of the loss metrics of one micro-batch; `num_tokens` among the sums is what means are divided by."""
+    """Numerators of the loss metrics of one micro-batch; `num_tokens` among the sums is the denominator of the means."""
 
     sums: Mapping[str, float]
     """Weighted or counted sums, by metric name."""
@@ -264,7 +264,7 @@ class LossSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One sequence of a caller's own, as Tinker has it: targets are shifted already, all arrays are `[S]`.
+    """A sequence from the user, in Tinker's format: targets are already shifted, all arrays are `[S]`.
 
     Example: tokens `[5, 6, 7, 1]` with the last two sampled: `model_input=[5, 6, 7]`, `loss_fn_inputs={"target_tokens":
     [6, 7, 1], "logprobs": [0, -0.1, -0.7], "advantages": [0, 1.5, 1.5]}`; for `cross_entropy` `{"target_tokens": [6, 7, 1],
@@ -272,40 +272,40 @@ class Datum:
     """
 
     model_input: IntArray
-    """What the model reads."""
+    """Input tokens of the model."""
     loss_fn_inputs: Mapping[str, IntArray | FloatArray]
-    """`target_tokens`, the token that follows each place, and what the loss needs: `weights` (each token's loss weight, 1 if
-    not given), `logprobs` (the sampler's) and `advantages`."""
+    """`target_tokens`, the token that follows each input token, and the inputs of the loss: `weights` (loss weights, 1 by
+    default), `logprobs` (of the sampler) and `advantages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardOutput:
-    """What a pass over data answers."""
+    """Result of a pass over data."""
 
     loss_fn_outputs: tuple[Mapping[str, FloatArray], ...]
-    """For each datum, in the order given: `logprobs` of its targets, `[S]`."""
+    """Outputs of each datum, in the order of the data: `logprobs` of its targets, `[S]`."""
     metrics: Mapping[str, float]
-    """Named after how they combine, `loss:sum` and the like."""
+    """Metrics; the suffix of a name is its reduction, as in `loss:sum`."""
     version: int
     """Policy version that computed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """What the optimizer uses for one step."""
+    """AdamW options of one optimizer step."""
 
     learning_rate: float
     """Step size."""
     beta1: float
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float
-    """Added to the denominator."""
+    """Term added to the denominator."""
     weight_decay: float
-    """Decoupled decay."""
+    """Decoupled weight decay."""
     max_grad_norm: float
-    """Global norm that gradients are clipped to; 0 switches clipping off."""
+    """Largest global gradient norm; 0 disables clipping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,13 +313,13 @@ class OptimUpdate:
     """Result of an optimizer step."""
 
     version: int
-    """Policy version now: the number of steps taken."""
+    """Policy version after the step: the number of steps taken."""
     grad_norm: float
     """Global gradient norm before clipping."""
     skipped: bool
-    """True if the gradient was not finite: weights and version are unchanged."""
+    """True if a loss or the gradient was not finite. Weights and version are then unchanged."""
     busy_s: float = field(default=0.0, compare=False)
-    """Seconds the trainer computed since the last optimizer step, this one included; waiting is not counted."""
+    """Seconds the trainer computed since the last optimizer step, including this one, without any waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,16 +338,16 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Greedy answers to held-out prompts."""
+    """Mean reward of greedy completions of held-out prompts."""
 
     task: str
     """Name of the task."""
     version: int
-    """Policy version that answered."""
+    """Policy version that was evaluated."""
     mean: float
     """Mean reward."""
     num_prompts: int
-    """Prompts answered."""
+    """Prompts in the evaluation."""
     response_len_mean: float
     """Mean length of the scored completions, in tokens."""
     num_errors: int = 0
@@ -358,10 +358,10 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What one step of the loop reports."""
+    """Metrics of one step of the loop."""
 
     step: int
-    """Steps taken in the run, this one included."""
+    """Steps taken in the run, including this one."""
     version: int
     """Policy version after the step."""
     values: Mapping[str, float]
@@ -369,7 +369,7 @@ class StepMetrics:
 
 
 def _filled(carrier: type[Any], *values: object) -> Any:
-    """A carrier with its fields in order, without its constructor."""
+    """Make a carrier from its fields in order, without calling its constructor."""
     made = object.__new__(carrier)
     for name, value in zip(carrier.__slots__, values, strict=True):
         object.__setattr__(made, name, value)
@@ -377,7 +377,7 @@ def _filled(carrier: type[Any], *values: object) -> Any:
 
 
 def _pickle_fast(carrier: type[Any]) -> None:
-    """Pickle a carrier by a C-level look at its slots: what dataclasses do instead takes twice as long, for each object."""
+    """Register a C-level reduction of a carrier's slots, which takes half the time of the one that dataclasses generate."""
     fields = attrgetter(*carrier.__slots__)
 
     def reduced(made: Any) -> tuple[Any, ...]:
@@ -420,7 +420,7 @@ def _rollout(
 
 
 def _narrow(values: IntArray) -> bytes:
-    """Token ids and versions stay far below 2^31, and half as many bytes are sent and kept."""
+    """Return int32 bytes. Token ids and versions are far below 2^31, so this halves the bytes sent and stored."""
     return values.astype(np.int32).tobytes()
 
 
@@ -439,6 +439,6 @@ def _reduce_rollout(made: Rollout) -> tuple[Any, ...]:
     return _rollout, (*arrays, made.reward, made.reward_parts, made.finish_reason)
 
 
-# Bytes are pickled several times faster than arrays.
+# Pickling bytes is several times faster than pickling arrays.
 copyreg.pickle(Completion, _reduce_completion)
 copyreg.pickle(Rollout, _reduce_rollout)
