@@ -13,7 +13,9 @@ _INTRODUCTION = """\
 
 One YAML file describes a run (see `configs/`). Arguments of the form `key.path=value` override single keys:
 
-    python -m titanrl.grpo --config configs/quickstart.yaml algorithm.learning_rate=2e-5 rollout.group_size=16
+```sh
+python -m titanrl.grpo --config configs/quickstart.yaml algorithm.learning_rate=2e-5 rollout.group_size=16
+```
 
 Scalars follow YAML 1.2: `1e-5` is a number, `off` and `12:00:00` are text. Unknown keys, duplicate keys, tags and anchors are
 errors. Paths are relative to the current directory. `configs/schema.json` is the schema for editors.

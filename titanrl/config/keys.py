@@ -134,7 +134,7 @@ def type_text(node: Node) -> str:
     if node.get("format") == "path":
         return "a path"
     bounds = " and ".join(f"{sign} {_number(node[name])}" for name, sign in _BOUNDS.items() if name in node)
-    pattern = f"matching {node['pattern']}" if "pattern" in node else ""
+    pattern = f"matching `{node['pattern']}`" if "pattern" in node else ""
     return " ".join(filter(None, (_TYPES[node["type"]], bounds, pattern)))
 
 
