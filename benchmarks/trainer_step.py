@@ -282,7 +282,7 @@ def model_of(case: Case, folder: Path) -> PolicyModel:
         "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(hf))
-    return build_model(qwen3_spec(folder, DEVICE), folder, case.trainer, DEVICE, load=False)
+    return build_model(qwen3_spec(folder, DEVICE), folder, case.trainer, DEVICE)
 
 
 def by_turns(works: Mapping[str, Callable[[], object]], num_times: int) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """A caller's own losses, as the trainer imports them."""
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,3 +22,9 @@ def ppo(data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[
 def broken(data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
     """Raises."""
     raise RuntimeError("the loss itself is broken")
+
+
+def slow(data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+    """Compute nothing for 0.3 seconds."""
+    time.sleep(0.3)
+    return torch.stack([values.sum() for values in logprobs]).sum(), {}

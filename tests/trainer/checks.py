@@ -19,6 +19,7 @@ from titanrl.device import DEVICES
 from titanrl.models.qwen3 import qwen3_spec
 from titanrl.tables import SEQUENCE, RowTable
 from titanrl.trainer.collate import PackedRows, collate
+from titanrl.trainer.hf import load_hf
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import build_model
 from titanrl.types import AdamParams, GroupHandle, Rollout, Row, SequencePlan
@@ -30,11 +31,12 @@ ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_de
 Arrays = Mapping[str, np.ndarray]
 
 
-def make_learner(model_dir: Path, **trainer: Any) -> Learner:
-    """A fresh learner with the model of a directory; `trainer` holds keys of the section."""
+def make_learner(model_dir: Path, *, seed: int = 0, **trainer: Any) -> Learner:
+    """Return a new learner with the model of a directory; `trainer` holds keys of the section."""
     config = TrainerConfig.model_validate({"row_tokens": ROW_TOKENS, **trainer})
     device = DEVICES["cpu"]
-    model = build_model(qwen3_spec(model_dir, device), model_dir, config, device)
+    model = build_model(qwen3_spec(model_dir, device), model_dir, config, device, seed=seed)
+    load_hf(model, model_dir)
     return Learner(model, AlgorithmConfig(), temperature=1.0)
 
 

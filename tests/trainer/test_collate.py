@@ -29,7 +29,7 @@ def plan(place: int, length: int, advantage: float, weight: float, *, num_shared
 PAYLOAD = {HANDLE: {0: rollout([5, 6, 7, 1], 2, [-0.5, -0.25]), 1: rollout([8, 9, 1], 1, [-1.0, float("nan")])}}
 
 
-def test_everything_about_a_token_stands_where_it_is_predicted() -> None:
+def test_token_values_are_at_predicting_position() -> None:
     rows = collate([(plan(0, 4, 2.0, 0.5), plan(1, 3, -1.0, 0.25))], PAYLOAD, 9)
     assert rows.tokens_BL.tolist() == [[5, 6, 7, 1, 8, 9, 1, 0, 0]]
     assert rows.positions_BL.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
@@ -41,19 +41,19 @@ def test_everything_about_a_token_stands_where_it_is_predicted() -> None:
     assert rows.sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2]
 
 
-def test_a_rank_without_rows_gets_one_empty_row() -> None:
+def test_rank_without_rows_gets_one_empty_row() -> None:
     rows = collate([], {}, 4)
     assert rows.tokens_BL.shape == (1, 4)
     assert not rows.mask_BL.any()
     assert rows.weights_BL.sum() == 0
 
 
-def test_sequences_are_numbered_through_all_rows() -> None:
+def test_sequence_ids_are_unique_over_rows() -> None:
     full, half = (plan(0, 4, 2.0, 0.5),), (plan(1, 3, -1.0, 0.25),)
     assert collate([full, half], PAYLOAD, 4).sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 2]
 
 
-def test_a_shared_prompt_stands_once_but_for_its_last_token() -> None:
+def test_shared_prompt_is_stored_once_except_last_token() -> None:
     payload = {HANDLE: {0: rollout([5, 6, 7, 8, 1], 3, [-0.5, -0.25]), 1: rollout([5, 6, 7, 9], 3, [-1.0])}}
     rows = collate([(plan(0, 5, 2.0, 0.5), plan(1, 4, -1.0, 0.25, num_shared=2))], payload, 8)
     assert rows.tokens_BL.tolist() == [[5, 6, 7, 8, 1, 7, 9, 0]]
@@ -66,18 +66,18 @@ def test_a_shared_prompt_stands_once_but_for_its_last_token() -> None:
     assert rows.shares_prompts
 
 
-def test_a_sampled_token_is_never_shared() -> None:
+def test_sharing_sampled_token_is_refused() -> None:
     payload = {HANDLE: {0: rollout([5, 6, 7], 1, [-0.5, -0.25]), 1: rollout([5, 6, 9], 1, [-1.0, -1.0])}}
     with pytest.raises(AssertionError, match="sampled token"):
         collate([(plan(0, 3, 2.0, 0.5), plan(1, 3, -1.0, 0.25, num_shared=1))], payload, 8)
 
 
-def test_a_plan_that_does_not_fit_its_payload_is_caught() -> None:
+def test_plan_that_does_not_fit_payload_is_refused() -> None:
     with pytest.raises(AssertionError, match="does not fit"):
         collate([(plan(0, 3, 1.0, 1.0),)], PAYLOAD, 9)
 
 
-def test_rows_are_as_long_as_the_fullest_needs() -> None:
+def test_row_length_is_rounded_up_fullest_row() -> None:
     assert row_length([5, 17, 3], 128, 8) == 24
     assert row_length([125], 126, 8) == 126
     assert row_length([], 128, 16) == 16

@@ -41,7 +41,7 @@ def reference(world: Worlds, tiny_model: Path) -> tuple[checks.Arrays, float]:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one a row"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gradient_is_the_same_for_every_layout_and_micro_batch(
+def test_gradient_does_not_depend_on_layout_or_micro_batches(
     layout: str, packed: bool, world: Worlds, tiny_model: Path, reference: tuple[checks.Arrays, float]
 ) -> None:
     size = max(float(np.abs(part).max()) for part in reference[0].values())
@@ -52,7 +52,7 @@ def test_the_gradient_is_the_same_for_every_layout_and_micro_batch(
         assert loss == pytest.approx(reference[1], abs=TOLERANCE)
 
 
-def test_the_order_of_sequences_does_not_matter(
+def test_order_of_sequences_does_not_change_gradient(
     world: Worlds, tiny_model: Path, reference: tuple[checks.Arrays, float]
 ) -> None:
     order = np.random.default_rng(1).permutation(13).tolist()
@@ -61,7 +61,7 @@ def test_the_order_of_sequences_does_not_matter(
         assert largest_difference(found, reference[0]) <= TOLERANCE
 
 
-def test_four_tensor_parallel_ranks_give_the_gradient_of_one(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_tp_4_has_gradient_of_one_rank(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = tmp_path_factory.mktemp("models") / "four_heads"
     recipe = RecipeConfig(hidden_size=64, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=96)
     create_model(model, recipe, seed=3)
@@ -72,7 +72,7 @@ def test_four_tensor_parallel_ranks_give_the_gradient_of_one(world: Worlds, tmp_
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp 2", "tp 2"])
-def test_shared_prompts_give_the_same_gradient_in_fewer_rows(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_shared_prompts_give_same_gradient_in_fewer_rows(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     apart, loss, num_rows = world(size).run(partial(checks.gradient_of_groups, share_prompts=False), tiny_model, plan)[0]
     shared, same_loss, fewer_rows = world(size).run(partial(checks.gradient_of_groups, share_prompts=True), tiny_model, plan)[0]

@@ -12,20 +12,20 @@ def sequence(slot: int, length: int, serial: int = 1, num_shared: int = 0) -> Se
     return SequencePlan(handle=handle, rollout=2, length=length, advantage=1.0, weight=1.0, num_shared=num_shared)
 
 
-def test_they_are_laid_out_as_the_rows_are_that_ask() -> None:
+def test_get_uses_layout_of_requested_rows() -> None:
     kept = KeptLogprobs()
     kept.put(3, [(sequence(0, 2), sequence(1, 3))], torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -9.0]]))
     assert kept.get(3, [(sequence(1, 3),), (sequence(0, 2),)], 4).tolist() == [[-3, -4, -5, 0], [-1, -2, 0, 0]]
     assert kept.get(3, [], 4).tolist() == [[0, 0, 0, 0]]
 
 
-def test_a_shared_prompt_has_its_place_only_once() -> None:
+def test_shared_prompt_is_kept_once() -> None:
     kept, row = KeptLogprobs(), (sequence(0, 3), sequence(1, 4, num_shared=2), sequence(2, 1))
     kept.put(3, [row], torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]]))
     assert kept.get(3, [row], 7).tolist() == [[-1, -2, -3, -4, -5, -6, 0]]
 
 
-def test_another_version_or_another_use_of_the_slot_has_none() -> None:
+def test_other_version_or_reused_slot_is_a_key_error() -> None:
     kept = KeptLogprobs()
     kept.put(3, [(sequence(0, 2),)], torch.zeros(1, 2))
     with pytest.raises(KeyError, match="no log-probabilities of version 4"):

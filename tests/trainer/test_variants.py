@@ -44,16 +44,14 @@ def assert_close(found: list[np.ndarray], expected: list[np.ndarray], atol: floa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probs_are_those_of_transformers(layout: str, world: Worlds, model: Path) -> None:
+def test_logprobs_match_transformers(layout: str, world: Worlds, model: Path) -> None:
     size, plan = LAYOUTS[layout]
     for found in world(size).run(variants.logprobs_one_by_one, model, {"parallelism": plan}):
         assert_close(found, expected_logprobs(model))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_written_for_hugging_face_is_read_back_bit_for_bit(
-    layout: str, world: Worlds, model: Path, tmp_path: Path
-) -> None:
+def test_hugging_face_export_loads_bit_for_bit(layout: str, world: Worlds, model: Path, tmp_path: Path) -> None:
     size, plan = LAYOUTS[layout]
     written = world(size).run(variants.export, model, {"parallelism": plan}, tmp_path / "out", 1)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "tokenizer.json"}
@@ -64,7 +62,7 @@ def test_what_is_written_for_hugging_face_is_read_back_bit_for_bit(
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
-def test_recomputing_activations_changes_no_gradient(kind: str, layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_activation_checkpointing_does_not_change_gradient(kind: str, layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     plain, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
     section = {"parallelism": plan, "activation_checkpointing": kind}
@@ -75,7 +73,7 @@ def test_recomputing_activations_changes_no_gradient(kind: str, layout: str, wor
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])
-def test_computing_in_bfloat16_stays_close(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_bfloat16_compute_stays_close(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     _, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
     _, found = world(size).run(variants.gradient_and_loss, tiny_model, {"parallelism": plan, "compute_dtype": "bfloat16"})[0]
@@ -84,16 +82,14 @@ def test_computing_in_bfloat16_stays_close(layout: str, world: Worlds, tiny_mode
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
-def test_scoring_in_chunks_changes_no_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_scoring_in_chunks_does_not_change_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     for section in ({"parallelism": plan}, {"parallelism": {**plan, "fsdp_reshard_after_forward": "always"}}):
         assert all(world(size).run(variants.chunks_change_nothing, tiny_model, section))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_lora_only_adapters_are_trained_and_the_sum_is_what_others_get(
-    layout: str, world: Worlds, tiny_model: Path
-) -> None:
+def test_lora_trains_only_adapters_and_publishes_merged_weights(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     alone = world(1).run(variants.train_adapters, tiny_model, {"lora": LORA})[0]
     found = world(size).run(variants.train_adapters, tiny_model, {"lora": LORA, "parallelism": plan})[0]
@@ -109,7 +105,17 @@ def test_with_lora_only_adapters_are_trained_and_the_sum_is_what_others_get(
     assert not [name for name in found["merged"] if "lora" in name]
 
 
-def test_a_model_trained_with_lora_is_exported_merged(world: Worlds, untied_model: Path, tmp_path: Path) -> None:
+def test_seed_decides_initial_adapters_on_every_layout(world: Worlds, tiny_model: Path) -> None:
+    one, other = (world(1).run(variants.adapters_at_start, tiny_model, {"lora": LORA}, seed)[0] for seed in (1, 2))
+    for size, plan in LAYOUTS.values():
+        section = {"lora": LORA, "parallelism": plan}
+        for found in world(size).run(variants.adapters_at_start, tiny_model, section, 1):
+            assert found.keys() == one.keys()
+            assert all(np.array_equal(found[name], one[name]) for name in one)
+    assert all((one[name] != other[name]).mean() > 0.99 for name in one)
+
+
+def test_lora_model_is_exported_merged(world: Worlds, untied_model: Path, tmp_path: Path) -> None:
     section = {"lora": {**LORA, "targets": ["mlp"]}, "parallelism": BOTH}
     found = world(4).run(variants.export, untied_model, section, tmp_path / "out", 2)
     assert_close(found[0][0], expected_logprobs(tmp_path / "out"))
@@ -128,7 +134,7 @@ def test_float8_emulated_on_cpu_stays_close(layout: str, world: Worlds, tiny_mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_compiled_model_has_the_same_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_compiled_model_has_same_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     plain, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
     found, same_loss = world(size).run(variants.gradient_and_loss, tiny_model, {"parallelism": plan, "compile": True})[0]
@@ -138,27 +144,27 @@ def test_a_compiled_model_has_the_same_gradient(layout: str, world: Worlds, tiny
 
 
 @pytest.mark.parametrize("plan", [FSDP, TP], ids=["fsdp", "tp"])
-def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: Worlds, tiny_model: Path, plan: dict) -> None:
+def test_nan_loss_on_one_rank_skips_step_on_all(world: Worlds, tiny_model: Path, plan: dict) -> None:
     assert world(2).run(variants.one_bad_loss_stops_all, tiny_model, plan) == [[(0, True), (1, False)]] * 2
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: Worlds, tiny_model: Path) -> None:
+def test_infinite_gradient_on_one_rank_skips_step_on_all(world: Worlds, tiny_model: Path) -> None:
     assert world(2).run(variants.one_bad_gradient_stops_all, tiny_model, FSDP) == [(0, True)] * 2
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
-def test_a_step_without_a_token_that_counts_is_a_step_of_nothing(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_step_without_counted_tokens_has_zero_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     assert world(size).run(variants.nothing_to_learn, tiny_model, plan) == [0.0] * size
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])
-def test_a_forward_pass_between_backward_and_step_changes_nothing(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_forward_between_backward_and_step_changes_nothing(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     assert all(world(size).run(variants.a_forward_in_between_changes_nothing, tiny_model, plan))
 
 
-def test_clipping_sees_the_same_norm_for_every_split(world: Worlds, tiny_model: Path) -> None:
+def test_gradient_norm_does_not_depend_on_layout(world: Worlds, tiny_model: Path) -> None:
     norms = [
         norm
         for size, plan in LAYOUTS.values()
@@ -170,7 +176,7 @@ def test_clipping_sees_the_same_norm_for_every_split(world: Worlds, tiny_model: 
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
-def test_a_resumed_run_goes_on_bit_for_bit_and_on_another_layout_too(
+def test_resume_is_bit_for_bit_and_works_on_other_layouts(
     in_background: bool, world: Worlds, tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -191,7 +197,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_on_another_layout_too(
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])
-def test_the_reference_of_a_divergence_is_a_snapshot_of_the_start(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_reference_of_kl_is_snapshot_of_start(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     before, after = world(size).run(variants.divergence_from_the_start, tiny_model, plan)[0]
     assert before == 0.0

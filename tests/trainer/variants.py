@@ -74,6 +74,12 @@ def loaded_bytes(model_dir: Path, trainer: Plan) -> dict[str, bytes]:
     return checks.local_bytes(checks.make_learner(model_dir, **trainer))
 
 
+def adapters_at_start(model_dir: Path, trainer: Plan, seed: int) -> checks.Arrays:
+    """Return the A matrices of new adapters, gathered; a collective."""
+    parameters = checks.parameters(checks.make_learner(model_dir, seed=seed, **trainer))
+    return {name: value for name, value in parameters.items() if name.endswith("lora_a.weight")}
+
+
 def train_adapters(model_dir: Path, trainer: Plan) -> dict[str, checks.Arrays]:
     """Whole parameters before and after two steps; with LoRA a snapshot holds what was trained and nothing else."""
     learner = checks.make_learner(model_dir, **trainer)

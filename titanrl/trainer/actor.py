@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,8 @@ class TrainerSetup:
 
     run: str
     """Name of the run, the prefix of its weight keys."""
+    seed: int
+    """Seed of every random number the trainer draws."""
     config: TrainerConfig
     """Parallel plan, dtypes, row size."""
     algorithm: AlgorithmConfig
@@ -67,6 +71,7 @@ class PolicyTrainer(Actor):
         self._setup = setup
         self._shards = Shards(setup.shards)
         self._closing: list[Callable[[], None]] = []
+        self._busy_s = 0.0
         # A push copies the weights while other endpoints go on; those that put another version in their place wait for it.
         self._reading = asyncio.Lock()
 
@@ -94,14 +99,16 @@ class PolicyTrainer(Actor):
 
         from titanrl.models.qwen3 import qwen3_spec, torch_dtype
         from titanrl.trainer.checkpoint import Checkpoints
+        from titanrl.trainer.hf import load_hf
         from titanrl.trainer.kept import KeptLogprobs
         from titanrl.trainer.learner import Learner
         from titanrl.trainer.model import build_model
         from titanrl.weights.publish import WeightPublisher
 
         setup, rank = self._setup, current_rank().rank
-        torch.manual_seed(0)
-        model = build_model(qwen3_spec(model_dir, setup.device), model_dir, setup.config, setup.device)
+        torch.manual_seed(setup.seed)
+        model = build_model(qwen3_spec(model_dir, setup.device), model_dir, setup.config, setup.device, seed=setup.seed)
+        load_hf(model, model_dir)
         self._model_dir = model_dir
         self._learner = Learner(model, setup.algorithm, setup.temperature, snapshots_on_device=setup.config.snapshots_on_device)
         self._learner.check_snapshots(setup.config.row_tokens)
@@ -139,7 +146,8 @@ class PolicyTrainer(Actor):
                 packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
             if reference_version is not None:
                 packed = replace(packed, reference_BL=self._kept.get(reference_version, rows, packed.length))
-            return self._learner.forward_backward(packed, loss, microbatch.correction)
+            with self._computing():
+                return self._learner.forward_backward(packed, loss, microbatch.correction)
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> LossSums:
@@ -147,16 +155,17 @@ class PolicyTrainer(Actor):
         rows, packed = await self._rows(microbatch)
         if proximal_version is not None:
             packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
-        return self._learner.measure_correction(packed)
+        with self._computing():
+            return self._learner.measure_correction(packed)
 
     @endpoint
     async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
         """Compute log-probabilities with the weights of a version and keep them here, for a loss to come."""
         rows, packed = await self._rows(microbatch)
         async with self._reading:
-            with self._learner.weights_at(at_version):
-                logprobs_BL = self._learner.logprobs(packed)
-        self._kept.put(at_version, rows, logprobs_BL.cpu())
+            with self._computing(), self._learner.weights_at(at_version):
+                logprobs_BL = self._learner.logprobs(packed).cpu()
+        self._kept.put(at_version, rows, logprobs_BL)
 
     # A caller's data, as Tinker has it
 
@@ -179,7 +188,10 @@ class PolicyTrainer(Actor):
     @endpoint
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
         """Take one optimizer step with the gradient gathered so far."""
-        return self._learner.optim_step(params)
+        with self._computing():
+            update = self._learner.optim_step(params)
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return replace(update, busy_s=busy_s)
 
     @endpoint
     async def zero_grad(self) -> None:
@@ -252,6 +264,15 @@ class PolicyTrainer(Actor):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Add the time of the body to `OptimUpdate.busy_s`. The body must not await, or it would count waiting as work."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._busy_s += time.perf_counter() - started
+
     async def _rows(self, microbatch: MicroBatch) -> "tuple[tuple[Row, ...], PackedRows]":
         """This rank's rows of a micro-batch, as planned and as tensors."""
         from titanrl.trainer.collate import collate, row_length
@@ -270,7 +291,8 @@ class PolicyTrainer(Actor):
         sizes = RowSizes(
             row_tokens=config.row_tokens, rows_per_microbatch=config.rows_per_microbatch, multiple=self._row_multiple
         )
-        return run_data(self._learner, data, sizes, loss_fn, loss_fn_config, backward=backward)
+        with self._computing():
+            return run_data(self._learner, data, sizes, loss_fn, loss_fn_config, backward=backward)
 
     async def _fetch(self, rows: Sequence[Row]) -> Mapping[GroupHandle, Mapping[int, Rollout]]:
         """The rollouts of some rows, straight from their shards."""

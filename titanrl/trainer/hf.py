@@ -2,19 +2,16 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from titanrl.trainer.lora import is_adapter
-
-if TYPE_CHECKING:
-    from titanrl.trainer.model import PolicyModel
+from titanrl.trainer.model import PolicyModel
 
 
-def load_hf(model: "PolicyModel", model_dir: Path) -> None:
+def load_hf(model: PolicyModel, model_dir: Path) -> None:
     """Read the safetensors of a directory into the parameters; each rank reads only its shards. Adapters stay as they are.
 
     Raises:
@@ -35,7 +32,7 @@ def load_hf(model: "PolicyModel", model_dir: Path) -> None:
     model.module.load_state_dict(loaded, strict=False)
 
 
-def export_hf(model: "PolicyModel", model_dir: Path, target: Path) -> None:
+def export_hf(model: PolicyModel, model_dir: Path, target: Path) -> None:
     """Write the policy as a Hugging Face directory: safetensors, adapters merged, config and tokenizer of `model_dir`.
 
     A collective: every rank calls it. The directory appears under its name only when it is whole.

@@ -22,17 +22,18 @@ def is_adapter(name: str) -> bool:
 
 
 @torch.no_grad()
-def init_adapters(module: nn.Module) -> None:
-    """Draw each A by its name, and set each B to zero, so that layout and number of ranks do not change the start.
+def init_adapters(module: nn.Module, seed: int) -> None:
+    """Draw each A from a generator seeded by `seed` and its name, and set each B to zero.
 
-    On sharded tensors torch would draw each rank's part for itself.
+    The values depend neither on the layout nor on the number of ranks. torch's own initialization would depend on both:
+    on a sharded tensor each rank draws its shard separately.
     """
     for wrapped, parameter in module.named_parameters():
         name = canonical_fqn(wrapped)
         if name.endswith(B):
             parameter.zero_()
         elif name.endswith(A):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform_ with a = sqrt(5), as torchtitan initializes it
             values_RI = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
             rows, columns = local_block(parameter)

@@ -17,7 +17,6 @@ from torchtitan.tools.utils import get_local_device, set_default_dtype
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.device import Device
 from titanrl.models.qwen3 import torch_dtype
-from titanrl.trainer.hf import load_hf
 from titanrl.trainer.lora import init_adapters, merged
 from titanrl.trainer.snapshots import reshard
 from titanrl.trainer.titan_config import (
@@ -80,15 +79,17 @@ def local_device(device: Device) -> torch.device:
     return torch.device("cpu") if device.kind == "cpu" else get_local_device()
 
 
-def build_model(spec: ModelSpec, model_dir: Path, config: TrainerConfig, device: Device, *, load: bool = True) -> PolicyModel:
-    """Build the model on the meta device, parallelize it, and load this rank's share of the checkpoint.
+def build_model(spec: ModelSpec, model_dir: Path, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
+    """Build the model on the meta device, parallelize it, and initialize this rank's shards with random weights.
+
+    `load_hf` replaces the random weights by those of a checkpoint; adapters keep theirs.
 
     Args:
-        spec: the model; used up, as converters and plan are written into it.
-        model_dir: its Hugging Face directory.
-        config: plan, types, converters.
-        device: where it runs.
-        load: False keeps random weights.
+        spec: Model specification. Converters and the parallel plan are written into it, so it cannot be used again.
+        model_dir: Hugging Face directory with the model's config.
+        config: Parallel plan, dtypes and converters.
+        device: Device the model runs on.
+        seed: Seed of the LoRA adapters, the same on every rank.
     """
     parallelism = titan_parallelism(config)
     dist_utils.set_spmd_backend(SPMD_BACKEND)
@@ -113,10 +114,7 @@ def build_model(spec: ModelSpec, model_dir: Path, config: TrainerConfig, device:
     module.to_empty(device=where)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
-    init_adapters(module)
+    init_adapters(module, seed)
     assert spec.state_dict_adapter is not None
     adapter = spec.state_dict_adapter(model_config, str(model_dir))
-    model = PolicyModel(module=module, parallel_dims=parallel_dims, adapter=adapter, device=where, lora=config.lora)
-    if load:
-        load_hf(model, model_dir)
-    return model
+    return PolicyModel(module=module, parallel_dims=parallel_dims, adapter=adapter, device=where, lora=config.lora)
