@@ -1,4 +1,4 @@
-"""Slots, records and starvation of the group buffer, without actors."""
+"""Slots, batches and errors of the group buffer, without actors."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ import pytest
 
 from tests.records import make_record
 from titanrl.config import Config, load_config
-from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError
+from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError, ScorerError
 from titanrl.tables import Table
 from titanrl.types import GroupRecord
 
@@ -23,6 +23,11 @@ def record(reservation: Reservation, rewards: tuple[float, ...] = (0.0, 1.0)) ->
     )
 
 
+def unscored(reservation: Reservation, error: str = "ZeroDivisionError: division by zero") -> GroupRecord:
+    """Return the record of a group of two whose scorer failed twice."""
+    return replace(record(reservation, ()), num_errors=2, first_error=error, min_version=-1, max_version=-1)
+
+
 def buffer(num_slots: int = 2, *, dynamic_sampling: bool = False, window: int = 1) -> GroupBuffer:
     return GroupBuffer(num_slots=num_slots, num_shards=1, dynamic_sampling=dynamic_sampling, window=window)
 
@@ -31,7 +36,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 5))
 
 
-def test_a_batch_comes_in_prompt_order_whatever_finished_first() -> None:
+def test_batch_is_in_prompt_order() -> None:
     async def scenario() -> None:
         groups = buffer(3)
         first, second, third = await groups.reserve(3)
@@ -44,7 +49,7 @@ def test_a_batch_comes_in_prompt_order_whatever_finished_first() -> None:
     run(scenario())
 
 
-def test_no_prompt_is_admitted_until_a_batch_is_released() -> None:
+def test_slots_stay_reserved_until_the_batch_is_released() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         reservations = await groups.reserve(2)
@@ -60,7 +65,7 @@ def test_no_prompt_is_admitted_until_a_batch_is_released() -> None:
     run(scenario())
 
 
-def test_a_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
+def test_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         first, second = await groups.reserve(2)
@@ -88,7 +93,7 @@ def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
     run(scenario())
 
 
-def test_a_batch_without_any_signal_is_tried_again_with_other_prompts() -> None:
+def test_batch_without_any_signal_is_replaced() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         for reservation in await groups.reserve(2):
@@ -103,7 +108,7 @@ def test_a_batch_without_any_signal_is_tried_again_with_other_prompts() -> None:
     run(scenario())
 
 
-def test_starvation_says_how_many_groups_were_tried_and_why_none_served() -> None:
+def test_starvation_text_counts_tried_groups_and_their_rewards() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         for reservation, reward in zip(await groups.reserve(2), (0.0, 1.0), strict=True):
@@ -111,23 +116,71 @@ def test_starvation_says_how_many_groups_were_tried_and_why_none_served() -> Non
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(groups.take_batch(2), timeout=0.05)
         why = groups.why_starved(2, waited_s=3.0)
-        assert why.startswith("no batch of 2 groups with a signal in 3 s: 2 groups finished, 0 with a signal; ")
+        assert why.startswith("rollout.starvation_timeout_s: no batch of 2 groups with a signal in 3 s. 2 groups finished, 0 ")
         assert "1 with every reward 0, 1 with every reward 1" in why
 
     run(scenario())
 
 
-def test_starvation_of_generation_is_told_apart() -> None:
+def test_starvation_text_says_that_no_group_finished() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         await groups.reserve(1)
         why = groups.why_starved(2, waited_s=0.05)
-        assert why.startswith("no group came in 0.05 s; 1 are under way, the oldest for prompt 0; see")
+        assert "no group finished in 0.05 s; groups in flight: 1, the oldest for prompt 0. See" in why
 
     run(scenario())
 
 
-def test_a_failed_worker_ends_the_wait_for_a_batch() -> None:
+def test_group_without_scored_rollout_is_replaced_and_counted() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        first, second = await groups.reserve(2)
+        await groups.commit([unscored(first)])
+        (third,) = await groups.reserve(1)  # the slot is free before any batch is taken
+        await groups.commit([replace(record(second), num_errors=1, first_error="ValueError: later"), record(third)])
+        batch = await groups.take_batch(2)
+        assert batch.records.groups["index"].tolist() == [1, 2]
+        assert batch.records.groups["num_errors"].tolist() == [1, 0]
+        assert (batch.num_tried, batch.num_without_signal) == (3, 0)
+        assert (batch.num_errors, batch.num_tried_rollouts) == (3, 7)
+        assert batch.first_error == "ZeroDivisionError: division by zero"
+
+    run(scenario())
+
+
+def test_scorer_that_fails_on_the_first_batch_ends_the_wait() -> None:
+    async def scenario() -> None:
+        groups = buffer(4)
+        taking = asyncio.create_task(groups.take_batch(2))
+        first, second, _, _ = await groups.reserve(4)
+        await groups.commit([unscored(first)])
+        await asyncio.sleep(0.001)
+        assert not taking.done()
+        await groups.commit([unscored(second, "ValueError: later")])
+        with pytest.raises(ScorerError, match=r"data\.scorer: .* all 4 completions of the first 2 groups .*ZeroDivisionError"):
+            await taking
+
+    run(scenario())
+
+
+def test_later_failures_of_the_scorer_do_not_end_the_run() -> None:
+    async def scenario() -> None:
+        groups = buffer(1)
+        (first,) = await groups.reserve(1)
+        await groups.commit([record(first)])
+        await groups.release((await groups.take_batch(1)).records.handles)
+        for _ in range(3):
+            (failed,) = await groups.reserve(1)
+            await groups.commit([unscored(failed)])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(groups.take_batch(1), timeout=0.05)
+        assert "3 whose scorer always failed (ZeroDivisionError: division by zero; see data.scorer)" in groups.why_starved(1, 1)
+
+    run(scenario())
+
+
+def test_failed_worker_ends_the_wait_for_a_batch() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         taking = asyncio.create_task(groups.take_batch(2))
@@ -139,7 +192,7 @@ def test_a_failed_worker_ends_the_wait_for_a_batch() -> None:
     run(scenario())
 
 
-def test_a_group_cannot_be_committed_twice() -> None:
+def test_group_cannot_be_committed_twice() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         (reservation,) = await groups.reserve(1)
@@ -163,7 +216,7 @@ def test_reused_slot_gets_a_new_serial() -> None:
     run(scenario())
 
 
-def test_finished_groups_overtake_a_straggler_within_the_window_and_no_further() -> None:
+def test_groups_overtake_a_straggler_only_within_the_window() -> None:
     async def scenario() -> None:
         groups = buffer(8, window=3)
         straggler, *others = await groups.reserve(8)
@@ -179,7 +232,7 @@ def test_finished_groups_overtake_a_straggler_within_the_window_and_no_further()
     run(scenario())
 
 
-def test_a_resumed_run_begins_with_the_oldest_prompt_no_batch_has_gone_past() -> None:
+def test_next_index_is_the_oldest_prompt_no_batch_has_passed() -> None:
     async def scenario() -> None:
         groups = buffer(4, window=4)
         first, second, third, fourth = await groups.reserve(4)
@@ -191,7 +244,7 @@ def test_a_resumed_run_begins_with_the_oldest_prompt_no_batch_has_gone_past() ->
     run(scenario())
 
 
-def test_a_batch_tells_where_all_slots_are() -> None:
+def test_batch_counts_the_slots_by_state() -> None:
     async def scenario() -> None:
         groups = buffer(8)
         reservations = await groups.reserve(7)
@@ -203,7 +256,7 @@ def test_a_batch_tells_where_all_slots_are() -> None:
     run(scenario())
 
 
-def test_a_buffer_is_full_when_every_slot_holds_a_finished_group() -> None:
+def test_buffer_is_full_when_every_slot_holds_a_finished_group() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         waiting = asyncio.create_task(groups.wait_until_full())
@@ -221,7 +274,7 @@ def test_a_buffer_is_full_when_every_slot_holds_a_finished_group() -> None:
 
 @dataclass(frozen=True)
 class Oldest:
-    """What a simulated run saw."""
+    """Result of a simulated run."""
 
     ages: list[int]
     """Age of the oldest token of each batch, in published versions."""
@@ -229,7 +282,7 @@ class Oldest:
 
 
 async def simulate(config: Config, seed: int, *, num_steps: int) -> Oldest:
-    """Generation, training and publication with random latencies; every tenth group takes very long."""
+    """Simulate generation, training and publication with random latencies; every tenth group is ten times slower."""
     rng, num_groups = random.Random(seed), config.rollout.groups_per_step
     groups = GroupBuffer(
         num_slots=config.num_slots,
@@ -280,7 +333,7 @@ def simulated(max_staleness: int, *overrides: str, seed: int = 0) -> Oldest:
 
 @pytest.mark.parametrize("dynamic_sampling", ["false", "true"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_the_oldest_token_is_exactly_as_old_as_allowed(max_staleness: int, dynamic_sampling: str) -> None:
+def test_oldest_token_reaches_the_bound_exactly(max_staleness: int, dynamic_sampling: str) -> None:
     seen = [simulated(max_staleness, f"rollout.dynamic_sampling={dynamic_sampling}", seed=seed) for seed in range(3)]
     assert {oldest.bound for oldest in seen} == {max_staleness}
     assert max(max(oldest.ages) for oldest in seen) == max_staleness
@@ -288,13 +341,13 @@ def test_the_oldest_token_is_exactly_as_old_as_allowed(max_staleness: int, dynam
 
 
 @pytest.mark.parametrize("overrides", [("rollout.window=0.5",), ("rollout.window=1.0",), ("algorithm.updates_per_publish=3",)])
-def test_the_bound_holds_with_a_window_and_with_several_updates_a_publication(overrides: tuple[str, ...]) -> None:
+def test_bound_holds_with_a_window_and_several_updates_per_publication(overrides: tuple[str, ...]) -> None:
     for seed in range(3):
         oldest = simulated(3, *overrides, seed=seed)
         assert 0 < max(oldest.ages) <= oldest.bound
 
 
-def test_groups_of_equal_rewards_that_are_trained_on_still_count_as_without_signal() -> None:
+def test_trained_group_of_equal_rewards_counts_as_without_signal() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         first, second = await groups.reserve(2)

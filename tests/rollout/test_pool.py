@@ -1,4 +1,4 @@
-"""Routing of generation calls, with replicas that only count."""
+"""Generation calls through the pool, with fake replicas."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from titanrl.types import EngineLoad, GenerationRequest, SamplingParams
 
 
 class Replica:
-    """Stands for a generator actor: answers with its name, and notes the size of each message."""
+    """Fake generator actor: it replies with its name and records the size of each message."""
 
     def __init__(self, name: str, error: Exception | None = None, *, num_queued: int = 0) -> None:
         self.name, self.error = name, error
@@ -23,21 +23,21 @@ class Replica:
         self.generate = self
 
     async def call_one(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], answers: Port[Any]
+        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], replies: Port[Any]
     ) -> None:
         self.messages.append(sum(map(len, groups)))
         if len(self.messages) == self.held_message:
             await self.release.wait()
         await asyncio.sleep(0.01)
-        answered = []
+        finished = []
         for place in reversed(range(len(groups))):
             if self.error is not None and place == 0:
                 raise self.error
             kept = groups[place][: num_kept[place]]
-            answered.append((place, [(self.name, request.token_ids) for request in kept]))
-            if place % 2 == 0:  # two groups a message
-                answers.send((answered, self.load))
-                answered = []
+            finished.append((place, [(self.name, request.token_ids) for request in kept]))
+            if place % 2 == 0:  # two groups per message
+                replies.send((finished, self.load))
+                finished = []
 
 
 def requests(*prompts: int) -> list[GenerationRequest]:
@@ -45,7 +45,7 @@ def requests(*prompts: int) -> list[GenerationRequest]:
     return [GenerationRequest(token_ids=(prompt,), sampling=sampling) for prompt in prompts]
 
 
-def test_calls_of_one_tick_are_one_message_and_answers_go_back_to_their_callers() -> None:
+def test_calls_of_one_tick_share_a_message() -> None:
     async def scenario() -> None:
         replica = Replica("a")
         pool = GeneratorPool([replica], max_num_seqs=64)
@@ -57,7 +57,7 @@ def test_calls_of_one_tick_are_one_message_and_answers_go_back_to_their_callers(
     asyncio.run(scenario())
 
 
-def test_groups_go_to_the_replica_with_the_least_work() -> None:
+def test_groups_go_to_the_least_loaded_replica() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
         pool = GeneratorPool(replicas, max_num_seqs=64)
@@ -67,7 +67,7 @@ def test_groups_go_to_the_replica_with_the_least_work() -> None:
     asyncio.run(scenario())
 
 
-def test_an_error_of_a_replica_reaches_every_caller_that_has_no_answer_yet() -> None:
+def test_replica_error_reaches_every_pending_call() -> None:
     async def scenario() -> None:
         pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone"))], max_num_seqs=64)
         first, second = await asyncio.gather(pool.generate(requests(1)), pool.generate(requests(2)), return_exceptions=True)
@@ -79,7 +79,7 @@ def test_an_error_of_a_replica_reaches_every_caller_that_has_no_answer_yet() -> 
     asyncio.run(scenario())
 
 
-def test_turns_of_a_session_go_to_one_replica_while_others_are_idle() -> None:
+def test_turns_of_a_session_go_to_one_replica() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
         pool = GeneratorPool(replicas, max_num_seqs=64)
@@ -95,7 +95,7 @@ def test_turns_of_a_session_go_to_one_replica_while_others_are_idle() -> None:
     asyncio.run(scenario())
 
 
-def test_a_session_goes_on_elsewhere_when_its_replica_has_failed() -> None:
+def test_session_moves_when_its_replica_failed() -> None:
     async def scenario() -> None:
         pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone")), Replica("b")], max_num_seqs=64)
         with pool.session() as session:
@@ -107,7 +107,7 @@ def test_a_session_goes_on_elsewhere_when_its_replica_has_failed() -> None:
     asyncio.run(scenario())
 
 
-def test_a_replica_that_waits_for_weights_gets_nothing_while_another_does_not() -> None:
+def test_replica_that_waits_for_weights_gets_no_requests() -> None:
     async def scenario() -> None:
         held, free = Replica("held"), Replica("free")
         held.load = EngineLoad(num_requests=2, num_queued=0, admits=False)
@@ -127,7 +127,7 @@ def test_a_replica_that_waits_for_weights_gets_nothing_while_another_does_not() 
     asyncio.run(scenario())
 
 
-def test_there_is_room_until_the_engines_limit_and_again_after_an_answer() -> None:
+def test_room_waits_at_the_limit_until_a_group_finishes() -> None:
     async def scenario() -> None:
         pool = GeneratorPool([Replica("a")], max_num_seqs=4)
         assert await pool.room(group_size=2) == 2
@@ -142,17 +142,17 @@ def test_there_is_room_until_the_engines_limit_and_again_after_an_answer() -> No
     asyncio.run(scenario())
 
 
-def test_an_engine_whose_requests_queue_is_given_no_more_than_it_decodes() -> None:
+def test_queueing_replica_gets_no_more_than_it_decodes() -> None:
     async def scenario() -> None:
         replica = Replica("a", num_queued=4)
         replica.held_message = 2
         pool = GeneratorPool([replica], max_num_seqs=64)
         first = asyncio.create_task(pool.generate(requests(*range(2))))
         await asyncio.sleep(0)
-        await asyncio.sleep(0)  # the first group has left in a message of its own
+        await asyncio.sleep(0)  # the first group is sent in a message of its own
         second = asyncio.create_task(pool.generate(requests(*range(12))))
         await first
-        # It said that half of its requests queue: of this worker's 12 it decodes 6, so nothing has room until they end.
+        # Half of the replica's requests queue, so it decodes 6 of this worker's 12. No group has room until they finish.
         waiting = asyncio.create_task(pool.room(group_size=1))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -163,7 +163,7 @@ def test_an_engine_whose_requests_queue_is_given_no_more_than_it_decodes() -> No
     asyncio.run(scenario())
 
 
-def test_spare_requests_are_sent_and_only_those_kept_come_back() -> None:
+def test_spare_requests_are_sent_but_not_returned() -> None:
     async def scenario() -> None:
         replica = Replica("a")
         kept = await GeneratorPool([replica], max_num_seqs=64).generate(requests(1, 2, 3), num_kept=2)

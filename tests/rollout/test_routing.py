@@ -1,4 +1,4 @@
-"""Which replica gets a group, whatever happens in whatever order."""
+"""Choice of the replica for a group, after events in any order."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -7,32 +7,32 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from titanrl.rollout.routing import Router, Seat, SessionKey
 
 
-def test_the_replica_with_the_least_work_is_chosen_and_sessions_that_pause_count_when_work_is_equal() -> None:
+def test_least_loaded_replica_is_chosen_and_paused_sessions_break_ties() -> None:
     router, keys = Router(2), [SessionKey() for _ in range(4)]
     first, second = (router.assign(num, key) for num, key in zip((8, 2), keys, strict=False))
     assert (first.place, second.place) == (0, 1)
     assert router.assign(2, keys[2]).place == 1
     for seat, num_requests in ((first, 8), (second, 2), (second, 2)):
-        router.answered(seat, num_requests, admits=True)
-    assert router.assign(1, keys[3]).place == 0  # one session is there, two are at the other
+        router.finished(seat, num_requests, admits=True)
+    assert router.assign(1, keys[3]).place == 0  # it has one session, the other replica has two
 
 
-def test_a_turn_goes_where_the_last_one_was_however_busy_that_is() -> None:
+def test_turn_goes_to_the_busy_replica_of_its_session() -> None:
     router, session = Router(2), SessionKey()
     seat = router.assign(1, session)
     for _ in range(3):
-        router.answered(seat, 1, admits=True)
+        router.finished(seat, 1, admits=True)
         seat.num_running += 100
         assert router.assign(1, session) is seat
 
 
-def test_a_session_moves_when_its_replica_has_failed_or_waits_for_weights_and_stays_if_all_do() -> None:
+def test_session_leaves_failed_or_waiting_replica_unless_all_are() -> None:
     router, session = Router(2), SessionKey()
     first = router.assign(2, session)
-    router.answered(first, 1, admits=False)
+    router.finished(first, 1, admits=False)
     second = router.assign(1, session)
     assert second is not first
-    router.answered(first, 1, admits=False)  # nothing from here is there any more, so its weights can come
+    router.finished(first, 1, admits=False)  # it has no requests of this router any more, so it can pull its weights
     assert first.admits
     router.failed(second, 1)
     assert router.assign(1, session) is first
@@ -42,14 +42,14 @@ def test_a_session_moves_when_its_replica_has_failed_or_waits_for_weights_and_st
 
 
 class Sessions(RuleBasedStateMachine):
-    """Groups and turns that come, go and fail in any order, over three replicas."""
+    """Groups and turns that start, finish and fail in any order, over three replicas."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = Router(3)
         self.seats = list(self.router)
         self.sessions: list[SessionKey] = []
-        self.under_way: list[tuple[SessionKey, Seat, int]] = []
+        self.in_flight: list[tuple[SessionKey, Seat, int]] = []
 
     def pick(self, data: st.DataObject, count: int) -> int:
         return data.draw(st.integers(0, count - 1))
@@ -70,20 +70,20 @@ class Sessions(RuleBasedStateMachine):
             assert seat is before
         else:
             assert running[seat.place] == min(running[other.place] for other in usable)
-        assert seat.num_running == running[seat.place] + num_requests, "a group goes whole to one replica"
-        self.under_way.append((session, seat, num_requests))
+        assert seat.num_running == running[seat.place] + num_requests, "a group goes to one replica"
+        self.in_flight.append((session, seat, num_requests))
 
-    @precondition(lambda self: self.under_way)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), admits=st.booleans())
-    def answer(self, data: st.DataObject, admits: bool) -> None:
-        _, seat, num_requests = self.under_way.pop(self.pick(data, len(self.under_way)))
-        self.router.answered(seat, num_requests, admits=admits)
-        assert seat.admits or seat.num_running, "a replica that has nothing of ours would never be asked again"
+    def finish(self, data: st.DataObject, admits: bool) -> None:
+        _, seat, num_requests = self.in_flight.pop(self.pick(data, len(self.in_flight)))
+        self.router.finished(seat, num_requests, admits=admits)
+        assert seat.admits or seat.num_running, "a replica without requests would never get one again"
 
-    @precondition(lambda self: self.under_way)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        _, seat, num_requests = self.under_way.pop(self.pick(data, len(self.under_way)))
+        _, seat, num_requests = self.in_flight.pop(self.pick(data, len(self.in_flight)))
         self.router.failed(seat, num_requests)
 
     @precondition(lambda self: self.sessions)
@@ -94,12 +94,12 @@ class Sessions(RuleBasedStateMachine):
         self.router.leave(session)
 
     @invariant()
-    def counts_are_those_of_what_is_there(self) -> None:
+    def counts_match_the_sessions_and_groups_in_flight(self) -> None:
         for seat in self.seats:
             assert seat.num_sessions == sum(session.seat is seat for session in self.sessions)
-            assert seat.num_running == sum(num for _, at, num in self.under_way if at is seat)
+            assert seat.num_running == sum(num for _, at, num in self.in_flight if at is seat)
         assert self.router.usable()
 
 
 Sessions.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
-test_sessions_and_groups_in_any_order = Sessions.TestCase
+test_counts_hold_for_any_order_of_events = Sessions.TestCase

@@ -1,4 +1,4 @@
-"""Watching processes from outside."""
+"""Helpers that watch processes from outside."""
 
 import os
 import select
@@ -13,16 +13,16 @@ from titanrl.sandbox import confine
 
 needs_confinement = pytest.mark.skipif(
     bool(confine.missing_features()) and "CI" not in os.environ,
-    reason=f"nothing is scored here, since this machine lacks {'; '.join(confine.missing_features())}",
+    reason=f"this machine cannot confine a process, since it lacks {'; '.join(confine.missing_features())}",
 )
-"""For tests of confined processes. A developer's machine may be unable to have any; one that checks a change may not."""
+"""Marker of tests of confined processes. They are skipped where confinement is impossible, except in CI."""
 
 
 def parents() -> dict[int, int]:
-    """Parent of every process, zombies included."""
+    """Return the parent of every process, including zombies."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process ended meanwhile
             found[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
     return found
 
@@ -42,7 +42,7 @@ def kill_all(pids: set[int]) -> None:
 
 
 def wait_until_gone(pids: set[int], timeout_s: float) -> set[int]:
-    """Those of the processes that still run after the time."""
+    """Wait for the processes to end; return those that are still running after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     running = set()
     for pid in pids:

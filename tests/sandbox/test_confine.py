@@ -1,3 +1,5 @@
+"""Confinement: the seccomp filter on paper, and what the kernel denies in real processes."""
+
 import asyncio
 import os
 import platform
@@ -14,13 +16,15 @@ import pytest
 from tests.sandbox.processes import needs_confinement
 from titanrl.config.sections import SandboxConfig
 from titanrl.sandbox import confine
-from titanrl.sandbox.pool import SandboxUnavailable, ScorerSpec, ScoringPool
+from titanrl.sandbox.confine import SandboxUnavailable
+from titanrl.sandbox.pool import ScoringPool
+from titanrl.sandbox.scores import ScorerSpec
 
 HEADERS = {
     "x86_64": ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"),
     "aarch64": ("/usr/include/asm-generic/unistd.h",),
 }
-"""Where distributions keep the numbers of system calls. The generic ones are on every machine, those of x86_64 on their own."""
+"""Kernel headers with the numbers of system calls. Every machine has the generic ones; only x86_64 has its own."""
 
 
 def run_confined(body: str, setup: str = "", cpu_s: int = 5) -> subprocess.CompletedProcess[str]:
@@ -32,14 +36,14 @@ def run_confined(body: str, setup: str = "", cpu_s: int = 5) -> subprocess.Compl
 
 
 def confined(body: str, setup: str = "") -> str:
-    """What `body` prints in a confined process."""
+    """Return the output of `body`, run in a confined process."""
     done = run_confined(body, setup)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def decide(machine: str, call: int, *arguments: int, arch: int | None = None) -> str:
-    """What the seccomp filter of a machine says to a call: a BPF interpreter for the instructions it uses."""
+    """Interpret the BPF program of a machine's seccomp filter for one call; return the filter's decision."""
     tables = confine._MACHINES[machine]
     data = struct.pack("<iIQ6Q", call, tables.audit_arch if arch is None else arch, 0, *arguments, *[0] * (6 - len(arguments)))
     program = list(struct.iter_unpack("HBBI", confine._make_filter(tables)))
@@ -61,7 +65,7 @@ def decide(machine: str, call: int, *arguments: int, arch: int | None = None) ->
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_admits_reading_and_nothing_that_writes_forks_or_signals(machine: str) -> None:
+def test_filter_allows_reading_but_no_writing_forks_or_signals(machine: str) -> None:
     column = confine._MACHINES[machine].column
     openat, fcntl = confine._OPENAT[column], confine._FCNTL[column]
     calls = {numbers[column] for numbers in confine._ALLOWED.values()}
@@ -75,9 +79,9 @@ def test_the_filter_admits_reading_and_nothing_that_writes_forks_or_signals(mach
 
 
 @pytest.mark.parametrize("machine", sorted({"aarch64", platform.machine()}))
-def test_call_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
+def test_call_numbers_match_the_kernel_headers(machine: str) -> None:
     headers = [Path(path) for path in HEADERS[machine] if Path(path).exists()]
-    assert headers, f"none of {HEADERS[machine]} is there; install the kernel's headers, a part of the C compiler's"
+    assert headers, f"none of {HEADERS[machine]} exists; install the kernel headers (linux-libc-dev)"
     defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", headers[0].read_text(), re.MULTILINE)
     numbers = {{"fstatat": "newfstatat"}.get(name, name): int(number) for name, number in defined}
     column = confine._MACHINES[machine].column
@@ -102,19 +106,19 @@ def test_call_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
 
 
 @needs_confinement
-def test_a_confined_process_leaks_nothing_and_still_imports() -> None:
+def test_confined_process_leaks_nothing_and_still_imports() -> None:
     assert confined("import email.message, wave; print(confine.leaks(), wave.__name__)") == "[] wave"
 
 
 @needs_confinement
-def test_leaks_are_found_by_trying() -> None:
+def test_leaks_reports_what_an_unconfined_process_can_do() -> None:
     unconfined = "confine.Confinement.apply = lambda self, keep: None"
     assert confined("print(confine.leaks())", setup=unconfined) == "['reading files', 'making sockets', 'sending signals']"
 
 
 @needs_confinement
 @pytest.mark.parametrize("abi", range(1, max(confine.landlock_abi(), 1) + 1))
-def test_every_landlock_version_of_this_kernel_denies_reading_and_writing(abi: int, tmp_path: Path) -> None:
+def test_every_landlock_version_denies_reading_and_writing(abi: int, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     body = f"""
@@ -127,7 +131,7 @@ def test_every_landlock_version_of_this_kernel_denies_reading_and_writing(abi: i
 
 
 @needs_confinement
-def test_landlock_alone_denies_files_and_seccomp_alone_the_rest() -> None:
+def test_landlock_denies_files_and_seccomp_the_rest() -> None:
     without_landlock = "syscall = confine._syscall; confine._syscall = lambda n, *a: 0 if n == 446 else syscall(n, *a)"
     without_seccomp = "prctl = confine._prctl; confine._prctl = lambda n, *a: 0 if n == 22 else prctl(n, *a)"
     assert confined("print(confine.leaks())", setup=without_landlock) == "['reading files']"
@@ -152,7 +156,7 @@ def test_cpu_time_is_limited() -> None:
 
 @needs_confinement
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86 machine code")
-def test_32_bit_calls_do_not_pass_the_filter() -> None:
+def test_filter_denies_32_bit_calls() -> None:
     body = r"""
         import ctypes, mmap
         code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -163,7 +167,7 @@ def test_32_bit_calls_do_not_pass_the_filter() -> None:
     assert run_confined(body).returncode in (-signal.SIGSYS, -signal.SIGSEGV)
 
 
-def test_other_systems_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_operating_systems_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert confine.missing_features()[0].startswith("Linux on x86_64 or aarch64 (this is darwin on ")
 
@@ -175,14 +179,14 @@ def test_each_missing_feature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("missing", "nothing"), [("landlock_abi", 0), ("_has_seccomp_filters", False)])
-def test_a_kernel_without_either_scores_nothing(missing: str, nothing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_refuses_to_start_without_landlock_or_seccomp(missing: str, nothing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confine, missing, lambda: nothing)
     pool = ScoringPool(ScorerSpec(factory="nowhere:run"), SandboxConfig())
     with pytest.raises(SandboxUnavailable, match=r"lacks (Landlock|seccomp) .*there is no unconfined mode"):
         asyncio.run(pool.start())
 
 
-def test_python_reads_its_libraries_and_what_is_loaded_and_not_the_home_folder() -> None:
+def test_readable_paths_are_libraries_but_not_the_home_folder() -> None:
     readable = confine.python_paths()
     for file in (os.__file__, confine.__file__, pytest.__file__):
         assert any(Path(file).is_relative_to(known) for known in readable), file

@@ -1,3 +1,5 @@
+"""The scoring pool, with real confined processes and a scorer that executes completions."""
+
 import asyncio
 import os
 import signal
@@ -23,7 +25,11 @@ from tests.sandbox.processes import (
     wait_until_gone,
 )
 from titanrl.config.sections import DataConfig, SandboxConfig
-from titanrl.sandbox.pool import Answer, SandboxDied, SandboxUnavailable, Score, ScorerSpec, ScoringPool, scorer_spec
+from titanrl.sandbox.client import SandboxDied
+from titanrl.sandbox.confine import SandboxUnavailable
+from titanrl.sandbox.pool import ScoringPool
+from titanrl.sandbox.scores import Score, ScorerSpec, scorer_spec
+from titanrl.sandbox.zygote import Answer
 
 pytestmark = needs_confinement
 
@@ -34,7 +40,7 @@ CARELESS_VERIFIER = '''
 import os, sys
 
 def run(text, entry):
-    """Executes what the model wrote, which may set `reward`; 1 if nothing stopped it."""
+    """Execute the completion, which may set `reward`; return 1 if nothing stops it."""
     scope = {"entry": entry, "text": text}
     exec(text, scope)
     return scope.get("reward", 1.0)
@@ -45,7 +51,7 @@ FOREVER = "while True: pass"
 
 
 class Bench:
-    """A started pool, and the event loop it belongs to, for tests that are plain functions."""
+    """A started pool with its event loop, for tests that are plain functions."""
 
     def __init__(self, spec: ScorerSpec) -> None:
         before = children(os.getpid())
@@ -101,15 +107,16 @@ def entry(task: str, answer: str, **metadata: Any) -> dict[str, Any]:
     return {"question": "", "answer": answer, "metadata": {"source_dataset": task, **metadata}}
 
 
-def rewards(scores: list[Score]) -> list[float]:
-    return [score.parts["answer"] for score in scores]
+def rewards(scores: list[Score]) -> list[float | None]:
+    """Return the reward of each score; None for those that failed."""
+    return [score.parts.get("answer") for score in scores]
 
 
 def statuses(scores: list[Score]) -> list[str]:
     return [score.status for score in scores]
 
 
-def test_chain_sum_is_scored_by_the_last_answer_tags(gym: Bench) -> None:
+def test_chain_sum_scores_the_last_answer_tags(gym: Bench) -> None:
     right = entry("chain_sum", "7")
     texts = ["4 + 3 <answer>7</answer>", "<answer>8</answer>", "7", "<answer>8</answer> no, <answer> 7.0 </answer>"]
     scores = gym.score(*((text, right) for text in texts))
@@ -118,7 +125,7 @@ def test_chain_sum_is_scored_by_the_last_answer_tags(gym: Bench) -> None:
     assert rewards(scores)[2:] == [0.0, 1.0]
 
 
-def test_an_answer_that_string_insertion_evaluates_writes_no_file(gym: Bench, tmp_path: Path) -> None:
+def test_evaluated_answer_cannot_write_a_file(gym: Bench, tmp_path: Path) -> None:
     target = tmp_path / "written"
     payload = f"[__import__('pathlib').Path({str(target)!r}).write_text('x') and 'ABC']"
     assert eval(payload) == ["ABC"]  # the payload does write
@@ -127,24 +134,34 @@ def test_an_answer_that_string_insertion_evaluates_writes_no_file(gym: Bench, tm
     assert (rewards(scores), target.exists()) == ([0.0], False)
 
 
-def test_a_countdown_answer_that_never_ends_costs_only_itself(gym: Bench) -> None:
+def test_answer_that_never_ends_fails_alone(gym: Bench) -> None:
     puzzle = entry("countdown", "3 + 4", numbers=[3, 4], target=7)
     scores = gym.score(
         ("<answer>3 + 4</answer>", puzzle), ("<answer>9**9**9**9</answer>", puzzle), ("<answer>4 - 3</answer>", puzzle)
     )
     assert statuses(scores) == ["ok", "timeout", "ok"]
-    assert rewards(scores) == [1.0, 0.0, 0.05]
+    assert rewards(scores) == [1.0, None, 0.05]
 
 
-def test_a_verifier_that_raises_scores_zero_and_says_why(gym: Bench) -> None:
-    factors = entry("prime_factorization", "2 \u00d7 3")
-    scores = gym.score(("<answer>2 \u00d7 3</answer>", factors), ("<answer>two</answer>", factors))
-    assert rewards(scores) == [1.0, 0.0]
-    assert statuses(scores) == ["ok", "error"]
-    assert scores[1].detail.startswith("ValueError: ")
+def test_exception_of_a_scorer_is_an_error_without_reward(careless: Bench) -> None:
+    (score,) = careless.score(("entry['missing']", {}))
+    assert score == Score(parts={}, status="error", detail="KeyError: 'missing'")
 
 
-# What an answer may try
+@pytest.mark.parametrize("value", ["'1.5'", "None", "float('nan')", "float('-inf')", "[1.0]", "1j"])
+def test_reward_that_is_no_finite_number_is_an_error(careless: Bench, value: str) -> None:
+    (score,) = careless.score((f"reward = {value}", {}))
+    assert (score.parts, score.status) == ({}, "error")
+    assert score.detail.startswith("TypeError: the scorer returned ")
+    assert score.detail.endswith("Expected a finite number: `def scorer(completion: str, entry: dict) -> float`.")
+
+
+@pytest.mark.parametrize("value", ["True", "1", "__import__('numpy').float32(1)", "__import__('numpy').bool_(True)"])
+def test_numbers_of_every_type_are_rewards(careless: Bench, value: str) -> None:
+    assert careless.score((f"reward = {value}", {})) == [Score(parts={"answer": 1.0}, status="ok")]
+
+
+# Attempts of an answer to break out
 
 
 @pytest.mark.parametrize(
@@ -177,21 +194,21 @@ def test_a_verifier_that_raises_scores_zero_and_says_why(gym: Bench) -> None:
         "import ctypes; c = ctypes.CDLL(None, use_errno=True); c.syscall(425, 8, None); raise OSError(ctypes.get_errno(), 2)",
     ],
 )  # fmt: skip
-def test_an_answer_is_denied(careless: Bench, attempt: str) -> None:
+def test_answer_is_denied(careless: Bench, attempt: str) -> None:
     (score,) = careless.score((f"import os; {attempt}", {}))
-    assert (score.parts["answer"], score.status) == (0.0, "error")
+    assert (score.parts, score.status) == ({}, "error")
     assert score.detail.startswith(
         ("PermissionError", "RuntimeError: can't start new thread", "ValueError: not allowed to raise")
     )
 
 
-def test_an_answer_may_import_and_compute(careless: Bench) -> None:
+def test_answer_may_import_and_compute(careless: Bench) -> None:
     assert careless.score(("import decimal, sqlite3, calendar; reward = float(decimal.Decimal('0.25'))", {}))[0] == Score(
         parts={"answer": 0.25}, status="ok"
     )
 
 
-def test_an_answer_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> list[Score]:
         async with started() as pool:
             return await pool.score([("import os; reward = float('HF_TOKEN' in os.environ)", {})])
@@ -201,7 +218,7 @@ def test_an_answer_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("hoard", ["[0] * (1 << 30)", "import mmap; x = [mmap.mmap(-1, 1 << 26) for _ in range(1000)]"])
-def test_an_answer_that_takes_all_memory_is_stopped(careless: Bench, hoard: str) -> None:
+def test_answer_that_allocates_all_memory_is_stopped(careless: Bench, hoard: str) -> None:
     assert statuses(careless.score((hoard, {}), RIGHT)) == ["error", "ok"]
 
 
@@ -213,15 +230,14 @@ def test_an_answer_that_takes_all_memory_is_stopped(careless: Bench, hoard: str)
         ("exit()", "error"),
         (FOREVER, "timeout"),
         ("import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN); signal.alarm(1)\n" + FOREVER, "timeout"),
-        ("reward = float('nan')", "error"),
         ("reward = 1e30", "error"),
-        ("reward = 'much'", "error"),
     ],
 )
-def test_a_bad_answer_costs_only_itself(careless: Bench, attempt: str, status: str) -> None:
+def test_bad_answer_fails_alone(careless: Bench, attempt: str, status: str) -> None:
     scores = careless.score(RIGHT, (attempt, {}), WRONG)
     assert statuses(scores) == ["ok", status, "ok"]
-    assert rewards(scores) == [1.0, 0.0, 0.0]
+    assert rewards(scores) == [1.0, None, 0.0]
+    assert scores[1].detail
 
 
 @pytest.mark.parametrize(
@@ -229,7 +245,7 @@ def test_a_bad_answer_costs_only_itself(careless: Bench, attempt: str, status: s
     [b"not json", b"[" * 100_000, b"{}", b"[]", b"null", b"\xff", b"1" * 5000, b" " * (5 << 20)],
     ids=["text", "deep", "object", "short", "null", "bytes", "digits", "flood"],
 )
-def test_a_forged_reply_costs_only_its_answer(careless: Bench, reply: bytes) -> None:
+def test_forged_reply_fails_only_its_answer(careless: Bench, reply: bytes) -> None:
     forge = textwrap.dedent(f"""
         import os
         for fd in range(3, 64):
@@ -238,36 +254,36 @@ def test_a_forged_reply_costs_only_its_answer(careless: Bench, reply: bytes) -> 
         os._exit(0)
     """)
     scores = careless.score(RIGHT, (forge, {}))
-    assert (statuses(scores), rewards(scores)) == (["ok", "crash"], [1.0, 0.0])
+    assert (statuses(scores), rewards(scores)) == (["ok", "crash"], [1.0, None])
 
 
 @pytest.mark.parametrize("result", [{"parts": {"other": 1.0}}, {"parts": {"answer": True}}, {"parts": {"answer": 2.0}}, 1, {}])
-def test_a_forged_score_is_an_error(careless: Bench, result: object) -> None:
+def test_forged_score_is_an_error(careless: Bench, result: object) -> None:
     tamper = f"import titanrl.sandbox.zygote as zygote; zygote._score = lambda *_: {result!r}"
     assert statuses(careless.score((tamper, {}), RIGHT)) == ["ok", "error"]
 
 
-def test_an_answer_that_tampers_with_the_scorer_reaches_its_own_group_only(careless: Bench) -> None:
+def test_tampering_with_the_scorer_reaches_only_its_own_group(careless: Bench) -> None:
     tamper = "import titanrl.sandbox.zygote as zygote; zygote._score = lambda *_: {'parts': {'answer': 1.0}}"
     assert rewards(careless.score((tamper, {}), WRONG)) == [1.0, 1.0]  # the attack works
     assert rewards(careless.score(WRONG, RIGHT)) == [0.0, 1.0]
 
 
-def test_an_error_is_told_in_printable_ascii(careless: Bench) -> None:
+def test_error_detail_is_printable_ascii(careless: Bench) -> None:
     (score,) = careless.score((r"raise ValueError('\x1b[2J\ud800\n' + 'x' * 10_000)", {}))
     assert score.detail.startswith(r"ValueError: \x1b[2J\ud800\nxxx")
     assert len(score.detail) < 300
 
 
-# What a scorer is given
+# Arguments of a scorer
 
 
-def test_an_entry_arrives_as_it_is(careless: Bench) -> None:
+def test_entry_arrives_unchanged(careless: Bench) -> None:
     given = {"answer": None, "metadata": {1: (2, {3})}}
     assert rewards(careless.score((f"reward = float(entry == {given!r})", given))) == [1.0]
 
 
-def test_a_long_completion_keeps_its_end(careless: Bench) -> None:
+def test_long_completion_keeps_its_end(careless: Bench) -> None:
     text = "#" * (3 << 20) + "\nreward = float(len(text) == 1 << 20)"
     assert rewards(careless.score((text, {}))) == [1.0]
 
@@ -285,11 +301,11 @@ def test_two_hundred_groups_leave_no_descriptor_open(careless: Bench) -> None:
 
     before = num_descriptors(os.getpid()) + num_descriptors(careless.zygote)
     assert [rewards(scores) for scores in careless.runner.run(main())] == [[1.0, i / 200] for i in range(200)]
-    under_way = 2 * 3 * CONFIG.num_processes  # both sides hold a few for each process that just now comes or goes
-    assert num_descriptors(os.getpid()) + num_descriptors(careless.zygote) <= before + under_way
+    transient = 2 * 3 * CONFIG.num_processes  # both sides hold a few for each process that is starting or ending
+    assert num_descriptors(os.getpid()) + num_descriptors(careless.zygote) <= before + transient
 
 
-def test_a_reply_that_came_while_the_loop_was_busy_is_in_time(careless: Bench) -> None:
+def test_reply_that_arrives_while_the_loop_is_busy_is_in_time(careless: Bench) -> None:
     async def main() -> list[Score]:
         scoring = asyncio.create_task(careless.pool.score([RIGHT]))
         await asyncio.sleep(0.01)
@@ -299,7 +315,7 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_in_time(careless: Bench) -
     assert statuses(careless.runner.run(main())) == ["ok"]
 
 
-def test_a_cancelled_group_frees_its_place(careless: Bench) -> None:
+def test_cancelled_group_frees_its_process(careless: Bench) -> None:
     async def main() -> list[Score]:
         hanging = [asyncio.create_task(careless.pool.score([(FOREVER, {})])) for _ in range(CONFIG.num_processes)]
         await asyncio.sleep(0.1)
@@ -312,12 +328,12 @@ def test_a_cancelled_group_frees_its_place(careless: Bench) -> None:
     assert time.monotonic() - started_s < CONFIG.timeout_s
 
 
-def test_idle_scoring_processes_killed_from_outside_cost_nothing(careless: Bench) -> None:
+def test_killed_idle_processes_are_replaced(careless: Bench) -> None:
     kill_all(children(careless.zygote))
     assert rewards(careless.score(RIGHT, WRONG)) == [1.0, 0.0]
 
 
-def test_a_scoring_process_killed_at_work_costs_no_score() -> None:
+def test_group_is_scored_again_after_its_process_is_killed() -> None:
     nap: Answer = ("import time; time.sleep(0.2)", {})
 
     async def main() -> list[Score]:
@@ -332,7 +348,7 @@ def test_a_scoring_process_killed_at_work_costs_no_score() -> None:
     assert rewards(asyncio.run(main())) == [1.0, 0.0]
 
 
-def test_a_dead_zygote_is_reported_and_the_pool_can_be_started_again() -> None:
+def test_dead_zygote_is_reported_and_the_pool_restarts() -> None:
     async def main() -> list[Score]:
         before = children(os.getpid())
         async with started(PATIENT) as pool:
@@ -354,7 +370,7 @@ def test_a_dead_zygote_is_reported_and_the_pool_can_be_started_again() -> None:
     assert statuses(asyncio.run(main())) == ["ok"]
 
 
-def test_close_ends_the_groups_under_way_and_leaves_nothing() -> None:
+def test_close_fails_pending_groups_and_leaves_no_process() -> None:
     async def main() -> None:
         pool = ScoringPool(CARELESS, PATIENT)
         await pool.start()
@@ -374,11 +390,12 @@ def test_close_ends_the_groups_under_way_and_leaves_nothing() -> None:
     assert num_descriptors(os.getpid()) == descriptors
 
 
-def test_everything_ends_with_a_parent_that_is_killed() -> None:
+def test_all_processes_end_with_a_killed_parent() -> None:
     script = """
         import asyncio
         from titanrl.config.sections import SandboxConfig
-        from titanrl.sandbox.pool import ScorerSpec, ScoringPool
+        from titanrl.sandbox.pool import ScoringPool
+        from titanrl.sandbox.scores import ScorerSpec
 
         async def main():
             pool = ScoringPool(ScorerSpec(factory="titanrl.rollout.scorers:exact"), SandboxConfig(timeout_s=60))
@@ -398,7 +415,7 @@ def test_everything_ends_with_a_parent_that_is_killed() -> None:
     assert wait_until_gone(family, 2.0) == set()
 
 
-def test_a_pool_works_on_a_loop_outside_the_main_thread() -> None:
+def test_pool_works_in_another_thread() -> None:
     async def main() -> None:
         async with started() as pool:
             outcome.extend(await pool.score([RIGHT, WRONG]))
@@ -410,7 +427,7 @@ def test_a_pool_works_on_a_loop_outside_the_main_thread() -> None:
     assert rewards(outcome) == [1.0, 0.0]
 
 
-# What cannot start
+# Pools that cannot start
 
 
 def refused(spec: ScorerSpec, config: SandboxConfig, error: type[Exception], match: str) -> None:
@@ -430,7 +447,7 @@ def refused(spec: ScorerSpec, config: SandboxConfig, error: type[Exception], mat
         ("os._exit(1)", SandboxDied, "11 scoring processes in a row died before they were confined"),
     ],
 )
-def test_a_confinement_that_fails_is_refused(
+def test_failed_confinement_is_refused(
     leaks: str, error: type[Exception], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = f"import os\nfrom titanrl.sandbox import zygote\ndef make():\n    zygote.leaks = lambda: {leaks}\n    return print"
@@ -443,35 +460,35 @@ def test_a_confinement_that_fails_is_refused(
     ("path", "match"),
     [
         ("nowhere:run", "No module named 'nowhere'"),
-        ("careless_verifier:walk", "careless_verifier has no function 'walk'"),
-        ("careless_verifier", "write it as package.module:function"),
+        ("careless_verifier:walk", "module careless_verifier has no attribute 'walk'"),
+        ("careless_verifier", "Write it as `package.module:name`"),
     ],
 )
-def test_a_scorer_that_does_not_load_is_refused_with_the_reason(path: str, match: str) -> None:
+def test_scorer_that_does_not_load_is_refused_with_the_reason(path: str, match: str) -> None:
     spec = ScorerSpec(factory="titanrl.rollout.scorers:imported", kwargs={"path": path})
     refused(spec, CONFIG, ValueError, f"does not load: .*{match}")
 
 
-def test_a_memory_limit_that_the_scorer_exceeds_by_itself_is_refused() -> None:
+def test_memory_limit_below_the_loaded_scorer_is_refused() -> None:
     config = SandboxConfig(memory_bytes=1 << 20)
-    refused(CARELESS, config, ValueError, "sandbox.memory_bytes=1048576 does not hold the loaded scorer")
+    refused(CARELESS, config, ValueError, "sandbox.memory_bytes: too small for the loaded scorer")
 
 
 WHO = ("import os; reward = (os.getpid() % 9999) / 9999", {})
-"""An answer whose score tells the processes apart."""
+"""An answer whose score identifies its process."""
 
 
-def test_a_process_serves_as_many_groups_as_it_may_and_no_more() -> None:
-    async def scenario() -> list[float]:
+def test_process_serves_groups_per_process_groups() -> None:
+    async def scenario() -> list[float | None]:
         config = CONFIG.model_copy(update={"num_processes": 1, "groups_per_process": 3})
-        async with started(config) as pool:  # which shows on one group that confinement holds
+        async with started(config) as pool:  # the start itself scores one empty group
             return [rewards(await pool.score([WHO]))[0] for _ in range(6)]
 
     who = asyncio.run(scenario())
     assert [who[0] == who[1], who[1] == who[2], len(set(who[2:5])), who[4] == who[5]] == [True, False, 1, False]
 
 
-def test_a_process_that_did_not_reply_serves_no_other_group() -> None:
+def test_process_that_did_not_reply_serves_no_other_group() -> None:
     async def scenario() -> list[list[Score]]:
         async with started(CONFIG.model_copy(update={"num_processes": 1, "groups_per_process": 100})) as pool:
             return [

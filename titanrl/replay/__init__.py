@@ -1,1 +1,1 @@
-"""The experience buffer: slots that bound staleness, records of finished groups, and the shards that hold their tokens."""
+"""Replay buffer: slots that bound staleness, records of finished groups, and storage shards that hold their tokens."""

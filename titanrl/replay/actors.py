@@ -1,4 +1,4 @@
-"""The buffer and its storage shards as actors."""
+"""The replay buffer and its storage shards, as actors."""
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from titanrl.types import GroupHandle, GroupRecord, Rollout
 
 
 class ReplayBuffer(Actor):
-    """Owner of slots and records; it never sees a token."""
+    """Slots and records of groups. Tokens never pass through this actor."""
 
     def __init__(self, num_slots: int, num_shards: int, window: int, dynamic_sampling: bool, first_index: int) -> None:
         """Start empty; see `GroupBuffer`."""
@@ -25,27 +25,27 @@ class ReplayBuffer(Actor):
 
     @concurrent_endpoint
     async def reserve(self, limit: int) -> list[Reservation]:
-        """Leave to generate up to `limit` groups, at least one; waits for it."""
+        """Wait until a slot is free, then reserve up to `limit` slots."""
         return await self._buffer.reserve(limit)
 
     @concurrent_endpoint
     async def commit(self, records: Sequence[GroupRecord]) -> None:
-        """Take up finished groups, whose payloads are already in their shards."""
+        """Add finished groups, whose payloads are already in their shards."""
         await self._buffer.commit(records)
 
     @concurrent_endpoint
     async def fail(self, error: str) -> None:
-        """A worker cannot go on."""
+        """Make the next `take_batch` raise, because a worker failed."""
         await self._buffer.fail(error)
 
     @concurrent_endpoint
     async def take_batch(self, num_groups: int) -> Batch:
-        """The next batch; waits for it."""
+        """Wait for the next batch and take it; see `GroupBuffer.take_batch`."""
         return await self._buffer.take_batch(num_groups)
 
     @concurrent_endpoint
     async def why_starved(self, num_groups: int, waited_s: float) -> str:
-        """Why no batch has come together."""
+        """Explain why no batch was complete in time."""
         return self._buffer.why_starved(num_groups, waited_s)
 
     @concurrent_endpoint
@@ -60,48 +60,48 @@ class ReplayBuffer(Actor):
 
 
 def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
-    """Rollouts as a shard keeps them: only who made them and who trains on them pays for taking them apart."""
+    """Pickle each rollout. Only the worker that made it and the trainer rank that uses it pay for the conversion."""
     return tuple(pickle.dumps(rollout, pickle.HIGHEST_PROTOCOL) for rollout in rollouts)
 
 
 class Shards:
-    """The storage shards by number. Slicing a mesh costs half a millisecond, so each slice is made once."""
+    """Storage shards by number. Slicing a mesh takes half a millisecond, so each slice is cached."""
 
     def __init__(self, mesh: Any) -> None:
-        """Take the mesh of all shards."""
+        """Wrap the mesh of all shards."""
         self._mesh = mesh
         self._slices: dict[int, Any] = {}
 
     def __getitem__(self, shard: int) -> Any:
-        """The actor of one shard."""
+        """Return the actor of one shard."""
         if shard not in self._slices:
             self._slices[shard] = self._mesh.slice(procs=shard)
         return self._slices[shard]
 
 
 async def fetch(shard: Any, wanted: Sequence[tuple[GroupHandle, int]]) -> list[Rollout]:
-    """Single rollouts of a shard, by handle and place in the group.
+    """Fetch rollouts from a shard, by handle and place in the group.
 
     Raises:
-        KeyError: a slot has been used again since.
+        KeyError: A slot holds another group by now.
     """
-    answer: list[bytes] = await shard.get.call_one(wanted)
-    return [pickle.loads(rollout) for rollout in answer]
+    reply: list[bytes] = await shard.get.call_one(wanted)
+    return [pickle.loads(rollout) for rollout in reply]
 
 
 class StorageShard(Actor):
-    """Holder of payloads: tokens, log-probabilities, masks and versions of groups with a signal, packed."""
+    """Pickled rollouts of the groups with a signal: tokens, log-probabilities, masks and versions."""
 
     def __init__(self, buffer: Any) -> None:
-        """Start empty; `buffer` is the actor of the `ReplayBuffer`."""
+        """Start empty; `buffer` is the `ReplayBuffer` actor."""
         self._buffer = buffer
         self._groups: dict[int, tuple[GroupHandle, tuple[bytes, ...]]] = {}
 
     @concurrent_endpoint
     async def put(self, groups: Mapping[GroupHandle, tuple[bytes, ...]], records: Sequence[GroupRecord] = ()) -> None:
-        """Keep the rollouts of groups, then pass on the records of finished ones, so that none is without its payload.
+        """Store the rollouts of groups, then commit their records. A record never arrives before its payload.
 
-        Whatever the slots of the groups held before is gone.
+        The new rollouts overwrite the previous contents of their slots.
         """
         for handle, rollouts in groups.items():
             self._groups[handle.slot] = (handle, rollouts)
@@ -110,15 +110,15 @@ class StorageShard(Actor):
 
     @concurrent_endpoint
     async def get(self, wanted: Sequence[tuple[GroupHandle, int]]) -> list[bytes]:
-        """Single rollouts, by handle and place in the group.
+        """Return rollouts by handle and place in the group.
 
         Raises:
-            KeyError: the slot has been used again since.
+            KeyError: A slot holds another group by now.
         """
-        return [self._group(handle)[rollout] for handle, rollout in wanted]
-
-    def _group(self, handle: GroupHandle) -> tuple[bytes, ...]:
-        held, rollouts = self._groups[handle.slot]
-        if held != handle:
-            raise KeyError(handle)
-        return rollouts
+        found = []
+        for handle, rollout in wanted:
+            stored, rollouts = self._groups[handle.slot]
+            if stored != handle:
+                raise KeyError(handle)
+            found.append(rollouts[rollout])
+        return found

@@ -1,1 +1,1 @@
-"""Rollouts: workers that ask the generator for completions, and the sandbox where verifiers score them."""
+"""Rollout workers: they request completions from the generators, score them, and commit the groups to the buffer."""

@@ -1,4 +1,4 @@
-"""One group: a prompt, its completions, their rewards. No actor is known here, only a `generate` and a `score` call."""
+"""One group: a prompt, its completions and their rewards. This module knows no actors, only a `generate` and a `score` call."""
 
 import hashlib
 import time
@@ -10,31 +10,52 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, GroupRecord, Prompt, Rollout, SamplingParams
+from titanrl.sandbox.scores import Score
+from titanrl.types import (
+    Completion,
+    GenerationRequest,
+    Group,
+    GroupHandle,
+    GroupRecord,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    ScorerFailure,
+)
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
-"""Completions for requests, in their order."""
-Score = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], Awaitable[list[Mapping[str, float]]]]
-"""Reward parts for (completion text, verifier entry) pairs, in their order."""
+"""Function from requests to their completions, in the same order."""
+ScoreAnswers = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], Awaitable[list[Score]]]
+"""Function from pairs of completion text and prompt entry to their scores, in the same order."""
 Decode = Callable[[Sequence[int]], str]
-"""Text of tokens."""
+"""Function from token ids to their text."""
 
 
 async def roll_out(
-    prompt: Prompt, requests: Sequence[GenerationRequest], generate: Generate, score: Score, decode: Decode
+    prompt: Prompt, requests: Sequence[GenerationRequest], generate: Generate, score: ScoreAnswers, decode: Decode
 ) -> Group:
-    """Sample completions of a prompt and score them."""
+    """Sample completions of a prompt and score them. Completions whose scorer failed become `failures`, not rollouts."""
     started = time.perf_counter()
     completions = await generate(requests)
     generated = time.perf_counter()
     texts = [decode(completion.token_ids.tolist()) for completion in completions]
-    parts = await score([(text, prompt.entry) for text in texts])
-    rollouts = rollouts_of(prompt, completions, parts)
-    return Group(prompt=prompt, rollouts=rollouts, generate_s=generated - started, score_s=time.perf_counter() - generated)
+    scores = await score([(text, prompt.entry) for text in texts])
+    scored = [(completion, score.parts) for completion, score in zip(completions, scores, strict=True) if score.status == "ok"]
+    return Group(
+        prompt=prompt,
+        rollouts=rollouts_of(prompt, [completion for completion, _ in scored], [parts for _, parts in scored]),
+        generate_s=generated - started,
+        score_s=time.perf_counter() - generated,
+        failures=tuple(
+            ScorerFailure(completion=completion, error=score.detail)
+            for completion, score in zip(completions, scores, strict=True)
+            if score.status != "ok"
+        ),
+    )
 
 
 def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[GenerationRequest]:
-    """The requests of one training group; each has a seed of its own, from (run seed, prompt, place in the group) alone."""
+    """Return the requests of one training group. The seed of each depends only on the run's seed, the prompt and its place."""
     return [
         GenerationRequest(
             token_ids=prompt.token_ids,
@@ -52,20 +73,22 @@ def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[
 
 
 def greedy_request(prompt: Prompt, max_new_tokens: int) -> GenerationRequest:
-    """The request of an evaluation."""
+    """Return the request of an evaluation."""
     return GenerationRequest(
         token_ids=prompt.token_ids, sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, seed=None)
     )
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed that depends on every part."""
+    """Hash the parts to a 63-bit seed."""
     text = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def rollouts_of(prompt: Prompt, completions: Sequence[Completion], parts: Sequence[Mapping[str, float]]) -> tuple[Rollout, ...]:
-    """Prompt and completions as training sequences, each a piece of arrays that hold the whole group."""
+    """Join the prompt and each completion to a training sequence. The sequences are slices of arrays of the whole group."""
+    if not completions:
+        return ()
     num_prompt = len(prompt.token_ids)
 
     def after_prompt(before: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -95,9 +118,9 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], parts: Sequen
 
 
 def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
-    """The group as it is trained on, and how many of its rollouts were longer than a row and are dealt with as `overlong` says.
+    """Apply `trainer.overlong` to rollouts that are longer than a row; return the group and the number of such rollouts.
 
-    `truncate` cuts the end off; `skip` also leaves no token that counts; `error` changes nothing, so that packing fails.
+    `truncate` cuts the end off. `skip` also masks every token. `error` changes nothing, so packing fails.
     """
     limit = config.row_tokens
     is_overlong = [len(rollout.token_ids) > limit for rollout in group.rollouts]
@@ -119,14 +142,9 @@ def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
 
 
 def record_of(group: Group, handle: GroupHandle, *, has_payload: bool, num_overlong: int) -> GroupRecord:
-    """What the controller gets to know of a group."""
+    """Summarize a group for the controller: numbers only, no tokens."""
     rollouts = group.rollouts
-    lengths = tuple(len(rollout.token_ids) for rollout in rollouts)
-    mask = np.concatenate([rollout.mask for rollout in rollouts])
-    counts = mask & np.isfinite(np.concatenate([rollout.logprobs for rollout in rollouts]))
-    counts_until = np.cumsum(counts)[np.cumsum(lengths) - 1]
-    versions = np.concatenate([rollout.versions for rollout in rollouts])
-    versions = versions[versions >= 0]
+    num_sampled, num_nonfinite, min_version, max_version = _token_counts(rollouts)
     return GroupRecord(
         index=group.prompt.index,
         task=group.prompt.task,
@@ -134,16 +152,33 @@ def record_of(group: Group, handle: GroupHandle, *, has_payload: bool, num_overl
         has_payload=has_payload,
         rewards=tuple(rollout.reward for rollout in rollouts),
         reward_parts={
-            part: tuple(float(rollout.reward_parts[part]) for rollout in rollouts) for part in rollouts[0].reward_parts
+            part: tuple(float(rollout.reward_parts[part]) for rollout in rollouts)
+            for part in (rollouts[0].reward_parts if rollouts else ())
         },
         prompt_len=len(group.prompt.token_ids),
-        lengths=lengths,
-        num_sampled=tuple(np.diff(counts_until, prepend=0).tolist()),
+        lengths=tuple(len(rollout.token_ids) for rollout in rollouts),
+        num_sampled=num_sampled,
         num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
         num_overlong=num_overlong,
-        num_nonfinite=int(np.count_nonzero(mask) - counts_until[-1]),
-        min_version=int(versions.min()),
-        max_version=int(versions.max()),
+        num_nonfinite=num_nonfinite,
+        min_version=min_version,
+        max_version=max_version,
         generate_s=group.generate_s,
         score_s=group.score_s,
+        num_errors=len(group.failures),
+        first_error=group.failures[0].error if group.failures else "",
     )
+
+
+def _token_counts(rollouts: Sequence[Rollout]) -> tuple[tuple[int, ...], int, int, int]:
+    """Return the tokens of each rollout that count in the loss, the nonfinite ones of all, and the first and last version."""
+    if not rollouts:
+        return (), 0, -1, -1
+    ends = np.cumsum([len(rollout.token_ids) for rollout in rollouts])
+    mask = np.concatenate([rollout.mask for rollout in rollouts])
+    counts = mask & np.isfinite(np.concatenate([rollout.logprobs for rollout in rollouts]))
+    counts_until = np.cumsum(counts)[ends - 1]
+    versions = np.concatenate([rollout.versions for rollout in rollouts])
+    versions = versions[versions >= 0]
+    num_nonfinite = int(np.count_nonzero(mask) - counts_until[-1])
+    return tuple(np.diff(counts_until, prepend=0).tolist()), num_nonfinite, int(versions.min()), int(versions.max())

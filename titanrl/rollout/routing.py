@@ -1,4 +1,4 @@
-"""Which replica gets a group: the one with the least work, or the one that a session is at. Numbers only, no actors."""
+"""Choice of the replica for a group: the least loaded one, or the one of the group's session. Numbers only, no actors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,34 +6,34 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """What a router knows of one replica."""
+    """The router's state of one replica."""
 
     place: int
-    """Which one."""
+    """Number of the replica."""
     num_running: int = 0
-    """Requests it was given and has not answered."""
+    """Requests sent to the replica and not finished."""
     num_sessions: int = 0
-    """Sessions that are at it, and will come back with their next turn."""
+    """Open sessions whose next turn goes to the replica."""
     admits: bool = True
-    """Whether it lets new requests in at once, as far as it last told."""
+    """True if the replica admits new requests at once, according to its last reply."""
     failed: bool = False
-    """Whether the last call to it failed."""
+    """True if the last call to the replica failed."""
 
 
 @dataclass(eq=False, slots=True)
 class SessionKey:
-    """One conversation with the policy, over however many turns."""
+    """One conversation with the policy, of any number of turns."""
 
     seat: Seat | None = field(default=None, repr=False)
-    """Where its last turn went, and so where the tokens up to there are cached; None before the first."""
+    """Replica of the last turn, which has the session's tokens in its cache; None before the first turn."""
 
 
 class Router:
-    """Least-loaded routing in which a session stays where it is.
+    """Least-loaded routing that keeps a session on its replica.
 
-    A replica that is broken, or that waits for weights and admits nothing, gets work only if all others are no better; what it
-    had cached is lost then anyway. It counts as waiting until everything it was given from here has ended, which is when its
-    weights have come or are about to.
+    A replica that failed, or that waits for weights and admits no requests, gets work only if all others are in the same state.
+    Its cache is lost in both cases. A replica counts as waiting until all requests of this worker have finished there, since it
+    pulls the weights then at the latest.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -41,11 +41,11 @@ class Router:
         self._seats = [Seat(place) for place in range(num_replicas)]
 
     def __iter__(self) -> Iterator[Seat]:
-        """All replicas, in order."""
+        """Iterate over all replicas, in order."""
         return iter(self._seats)
 
     def assign(self, num_requests: int, session: SessionKey) -> Seat:
-        """Choose a replica for a whole group, which is the next turn of a session; `answered` or `failed` must follow."""
+        """Choose a replica for a group, the next turn of a session. A call of `finished` or `failed` must follow."""
         usable = self.usable()
         if session.seat not in usable:
             self.leave(session)
@@ -55,23 +55,23 @@ class Router:
         return session.seat
 
     def usable(self) -> list[Seat]:
-        """The replicas that are as well as any; never none."""
+        """Return the healthiest replicas; never empty."""
         least = min(map(_trouble, self._seats))
         return [seat for seat in self._seats if _trouble(seat) == least]
 
-    def answered(self, seat: Seat, num_requests: int, *, admits: bool) -> None:
-        """Note that a replica has answered a group, and whether it said that it admits others."""
+    def finished(self, seat: Seat, num_requests: int, *, admits: bool) -> None:
+        """Record that a replica finished a group, and whether it admits new requests."""
         seat.num_running -= num_requests
         seat.failed = False
         seat.admits = admits or seat.num_running == 0
 
     def failed(self, seat: Seat, num_requests: int) -> None:
-        """Note that a replica has failed to answer a group."""
+        """Record that a call for a group failed."""
         seat.num_running -= num_requests
         seat.failed = True
 
     def leave(self, session: SessionKey) -> None:
-        """End a session; harmless for one that has."""
+        """End a session. Calling this again has no effect."""
         if session.seat is not None:
             session.seat.num_sessions -= 1
             session.seat = None

@@ -1,6 +1,7 @@
-"""Verifiers: functions from a completion's text and its prompt's entry to rewards. They run in the sandbox.
+"""Scorers: functions from a completion's text and its prompt's entry to rewards. They run in the sandbox.
 
-Each factory here makes a scorer of one part, `answer`.
+Each factory here returns a scorer with one part, `answer`. If a scorer raises, its rollout has no reward: it is left out of its
+group and counted in `reward/error_frac`.
 """
 
 import re
@@ -8,15 +9,19 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from titanrl.sandbox.zygote import Scorer, load
+from titanrl.loading import import_object
+from titanrl.sandbox.zygote import Scorer
 
 _TAG = re.compile("</?answer>")
 
 
 def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
-    """The task's own verifier, given what stands in the last `<answer>` tags; 0 without them.
+    """Return the task's own scorer, applied to the text in the last `<answer>` tags; the score is 0 without tags.
 
-    `config` holds the task's options. Raises ValueError if the task is unknown or its options are wrong.
+    `config` holds the task's options.
+
+    Raises:
+        ValueError: The task is unknown, or its options are wrong.
     """
     from titanrl.data.streams import make_gym_dataset
 
@@ -26,15 +31,21 @@ def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
         answer = last_answer(text)
         if answer is None:
             return {"answer": 0.0}
-        return {"answer": min(max(float(dataset.score_answer(answer, entry)), 0.0), 1.0)}
+        try:
+            reward = float(dataset.score_answer(answer, entry))
+        except Exception:  # several tasks raise on a malformed answer, which is a wrong answer
+            dataset.score_answer(entry["answer"], entry)  # raises as well if the task's scorer itself is at fault
+            reward = 0.0
+        return {"answer": min(max(reward, 0.0), 1.0)}
 
     return score
 
 
 def exact() -> Scorer:
-    """1 if the last `<answer>`, or the whole text if it has no such tags, equals `entry["answer"]`.
+    """Return a scorer that gives 1 if the answer equals `entry["answer"]`, else 0.
 
-    White space counts as one space, numbers by their value: 1.50 equals 1.5.
+    The answer is the text in the last `<answer>` tags, or the whole text without tags. White space counts as one space.
+    Numbers compare by value: 1.50 equals 1.5.
     """
 
     def score(text: str, entry: Mapping[str, Any]) -> Mapping[str, float]:
@@ -45,20 +56,21 @@ def exact() -> Scorer:
 
 
 def imported(path: str) -> Scorer:
-    """The user's own `package.module:function`, called as `function(completion_text, entry) -> float`.
+    """Return the scorer of the user: `package.module:function`, called as `function(completion_text, entry) -> float`.
 
-    Raises ValueError if there is no such function.
+    Raises:
+        ValueError: The path cannot be imported, or its object is not callable.
     """
-    function = load(path)
+    function = import_object(path, key="data.scorer")
     if not callable(function):
-        raise ValueError(f"{path!r} is no function, but {function!r}")
-    return lambda text, entry: {"answer": float(function(text, entry))}
+        raise ValueError(f"data.scorer: {path} is not callable (got {function!r}). Name a function.")
+    return lambda text, entry: {"answer": function(text, entry)}
 
 
 def last_answer(text: str) -> str | None:
-    """What stands between the last pair of `<answer>` and `</answer>`, stripped; None if there is no pair.
+    """Return the text between the last pair of `<answer>` and `</answer>`, stripped; None if there is no pair.
 
-    The same as `reasoning_gym.utils.extract_answer`, but in linear time also for a text full of unclosed tags.
+    The result equals that of `reasoning_gym.utils.extract_answer`, but takes linear time also for a text full of unclosed tags.
     """
     answer, start = None, None
     for tag in _TAG.finditer(text):

@@ -1,8 +1,8 @@
 """Confinement of a process by the Linux kernel: resource limits, Landlock for files, seccomp for system calls.
 
-It needs no privileges and cannot be undone. seccomp admits only the calls listed here, which is what Python needs to compute
-and to read files; with any other the caller gets EPERM. A list of forbidden calls would have to know everything that kernels
-offer: sockets, processes, signals, but also chmod, io_uring, F_SETOWN, and what the next release adds.
+Confinement needs no privileges and cannot be undone. The seccomp filter allows only the calls listed here, which Python needs
+to compute and to read files. Any other call fails with EPERM. A deny list would have to name everything that kernels offer:
+sockets, processes and signals, but also chmod, io_uring, F_SETOWN, and the calls that the next release adds.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ _LANDLOCK_RULE_PATH_BENEATH = 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _FILE_RIGHTS = (13, 14, 15, 15, 16)
-"""How many rights on files the Landlock ABIs 1, 2, ... know; later ones know as many as the last."""
+"""Number of file rights in the Landlock ABIs 1, 2, ...; later ABIs have as many as the last."""
 
 _MAX_OPEN_FILES = 64
 
@@ -46,9 +46,9 @@ _MAX_OPEN_FILES = 64
 @dataclass(frozen=True, slots=True)
 class _Machine:
     audit_arch: int
-    """AUDIT_ARCH_* of linux/audit.h: the calling convention that the numbers are of."""
+    """AUDIT_ARCH_* of linux/audit.h: the calling convention of the call numbers."""
     column: int
-    """Place in the tables below."""
+    """Column in the tables below."""
     seccomp: int
     """Number of the seccomp call."""
 
@@ -58,14 +58,14 @@ _MACHINES = {"x86_64": _Machine(0xC000003E, 0, 317), "aarch64": _Machine(0xC0000
 _OPENAT = (257, 56)
 _FCNTL = (72, 25)
 _ALLOWED: dict[str, tuple[int, int | None]] = {
-    # Descriptors that are open, and the names of files. Opening is for Landlock to judge.
+    # Open descriptors, and names of files. Landlock decides about opening.
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "lseek": (8, 62), "dup": (32, 23), "getdents64": (217, 61), "getcwd": (79, 17), "readlink": (89, None),
     "readlinkat": (267, 78), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "stat": (4, None),
     "lstat": (6, None), "fstat": (5, 80), "newfstatat": (262, 79), "statx": (332, 291),
     # Memory.
     "mmap": (9, 222), "mremap": (25, 216), "mprotect": (10, 226), "munmap": (11, 215), "madvise": (28, 233), "brk": (12, 214),
-    # Locks, and signal handlers of its own.
+    # Locks, and the process's own signal handlers.
     "futex": (202, 98), "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "membarrier": (324, 283), "rseq": (334, 293),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
     "restart_syscall": (219, 128),
@@ -74,48 +74,48 @@ _ALLOWED: dict[str, tuple[int, int | None]] = {
     "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None),
     "times": (100, 153), "getrusage": (98, 165), "poll": (7, None), "ppoll": (271, 73), "select": (23, None),
     "pselect6": (270, 72),
-    # Who and where it is, random numbers, and the end.
+    # Identity, random numbers, and exit.
     "getrandom": (318, 278), "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174),
     "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "uname": (63, 160), "sysinfo": (99, 179),
     "getcpu": (309, 168), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-"""System calls that are admitted with any arguments, with their numbers on x86_64 and aarch64."""
+"""System calls that are allowed with any arguments, with their numbers on x86_64 and aarch64."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
 class SandboxUnavailable(RuntimeError):
-    """This machine cannot confine a process; the message says what is missing. There is no unconfined way to go on."""
+    """This machine cannot confine a process; the message names the missing feature. There is no unconfined mode."""
 
 
 def missing_features() -> list[str]:
-    """What confinement needs and this machine lacks; empty if nothing."""
+    """Return the features that confinement needs and this machine lacks; empty if it has all of them."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return [f"Linux on {' or '.join(_MACHINES)} (this is {sys.platform} on {platform.machine()})"]
     missing = []
     if landlock_abi() < 1:
         missing.append("Landlock (Linux 5.13 or newer with `landlock` among the `lsm=` boot options; in a container, a seccomp "
-                       "profile that admits the landlock_* calls)")  # fmt: skip
+                       "profile that allows the landlock_* calls)")  # fmt: skip
     if not _has_seccomp_filters():
-        missing.append("seccomp filters (a kernel with CONFIG_SECCOMP_FILTER; in a container, a profile that admits seccomp)")
+        missing.append("seccomp filters (a kernel with CONFIG_SECCOMP_FILTER; in a container, a profile that allows seccomp)")
     return missing
 
 
 def landlock_abi() -> int:
-    """Version of the kernel's Landlock interface; 0 if there is none, or it is switched off."""
+    """Return the version of the kernel's Landlock interface; 0 if the kernel has none, or it is switched off."""
     return max(0, _syscall(_SYS_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_VERSION))
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, or rather the thread of the parent that started it."""
+    """Make the kernel kill this process when its parent ends (more exactly, the thread that started it)."""
     _check(_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:  # it ended before the call
+    if os.getppid() != parent_pid:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def python_paths() -> list[Path]:
-    """What this interpreter reads to import and to compute: libraries, and the packages that are loaded."""
+    """Return the paths that this interpreter reads: libraries, and the packages that are loaded."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache"]
     paths: list[Path] = []
@@ -128,7 +128,7 @@ def python_paths() -> list[Path]:
 
 
 def _loaded_packages() -> Iterable[str]:
-    modules: dict[str, object] = dict(sys.modules)  # some, such as typing.io, are classes
+    modules: dict[str, object] = dict(sys.modules)  # a few values, such as typing.io, are classes
     for name, module in modules.items():
         spec = module.__spec__ if isinstance(module, ModuleType) and "." not in name else None
         if spec is None:
@@ -140,13 +140,16 @@ def _loaded_packages() -> Iterable[str]:
 
 
 class Confinement:
-    """What a process is confined to. Made once, then applied in many forked processes.
-
-    `readable` are files and folders that may be read, `memory_bytes` and `cpu_s` the limits of address space and CPU time.
-    """
+    """Rules of a confined process, prepared once and applied in many forked processes."""
 
     def __init__(self, readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
-        """Prepare the rules; nothing is confined yet."""
+        """Prepare the rules; `apply` confines.
+
+        Args:
+            readable: Files and folders that the process may read.
+            memory_bytes: Limit of its address space.
+            cpu_s: Limit of its CPU time.
+        """
         machine = _MACHINES[platform.machine()]
         self._limits = {
             resource.RLIMIT_AS: memory_bytes,
@@ -162,9 +165,10 @@ class Confinement:
         self._program = struct.pack("HL", len(filters) // 8, ctypes.addressof(self._filters))
 
     def apply(self, keep: int) -> None:
-        """Confine the calling process, for good, and close its descriptors but the standard ones and `keep`.
+        """Confine the calling process permanently, and close its descriptors except the standard ones and `keep`.
 
-        Raises OSError if the kernel refuses; the process may then be confined in part.
+        Raises:
+            OSError: The kernel refuses a rule. The process may then be partly confined.
         """
         for limit, value in self._limits.items():
             _, hard = resource.getrlimit(limit)
@@ -179,7 +183,7 @@ class Confinement:
 
 
 def leaks() -> list[str]:
-    """What the confinement of this process fails to stop, by trying; empty if it holds."""
+    """Try what the confinement of this process must stop; return the attempts that succeed."""
     attempts: dict[str, Callable[[], object]] = {
         "reading files": lambda: os.open("/", os.O_RDONLY),
         "making sockets": socket.socket,
@@ -196,7 +200,11 @@ def leaks() -> list[str]:
 
 
 def _make_ruleset(readable: Iterable[Path]) -> int:
-    """A Landlock ruleset, as a descriptor: nothing but reading below `readable`; no TCP, no signals out where it knows them."""
+    """Create a Landlock ruleset and return its descriptor.
+
+    It allows reading below `readable` and denies every other access to files. Newer kernels also deny TCP (ABI 4) and signals
+    to other processes (ABI 6).
+    """
     abi = landlock_abi()
     files = (1 << _FILE_RIGHTS[min(abi, len(_FILE_RIGHTS)) - 1]) - 1
     attributes = struct.pack("QQQ", files, 0b11 if abi >= 4 else 0, 0b11 if abi >= 6 else 0)
@@ -211,15 +219,15 @@ def _make_ruleset(readable: Iterable[Path]) -> int:
 
 
 def _make_filter(machine: _Machine) -> bytes:
-    """The seccomp filter as a classic BPF program, 8 bytes an instruction: code, jump if true, jump if false, operand."""
+    """Compile the seccomp filter to classic BPF, 8 bytes an instruction: code, jump if true, jump if false, operand."""
     load, equal, greater, any_bit, result = 0x20, 0x15, 0x25, 0x45, 0x06
     number, arch, args = 0, 4, 16  # offsets in struct seccomp_data; arguments are 8 bytes, low half first
-    # O_RDONLY with O_TRUNC would empty a readable file: Landlock judges that only from ABI 3 on.
+    # O_RDONLY with O_TRUNC would empty a readable file. Landlock denies that from ABI 3 on only.
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    f_getfl = 3  # F_DUPFD, F_GETFD, F_SETFD and F_GETFL; beyond lies F_SETOWN, which sends signals
+    f_getfl = 3  # allows F_DUPFD, F_GETFD, F_SETFD and F_GETFL; a higher command, F_SETOWN, sends signals
     allowed = [numbers[machine.column] for numbers in _ALLOWED.values()]
     program = [
-        # Another calling convention (32-bit code) has other numbers. The x32 one has numbers that are not on the list.
+        # Another calling convention (32-bit code) has other numbers. The numbers of x32 are not on the list.
         (load, 0, 0, arch), (equal, 1, 0, machine.audit_arch), (result, 0, 0, _RET_KILL_PROCESS),
         (load, 0, 0, number),
         *chain.from_iterable([(equal, 0, 1, call), (result, 0, 0, _RET_ALLOW)] for call in allowed if call is not None),
@@ -246,7 +254,7 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
 
 
 def _words(*arguments: int | bytes | None) -> list[ctypes.c_long | bytes | None]:
-    """Arguments as whole machine words, since the upper half of a C int is undefined; bytes go by address."""
+    """Widen arguments to machine words, since the upper half of a C int is undefined. Bytes are passed by address."""
     return [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
 
 

@@ -1,17 +1,18 @@
-"""The process that scoring processes are forked from: small, without secrets, with the verifier loaded.
+"""The zygote: a small process without secrets that loads the scorer once and forks the scoring processes.
 
-`titanrl.sandbox.pool` starts it as a new Python that calls `main`, with a socket between them. It reads an `Order`, makes
-the scorer, says READY, and then forks as many processes as each message asks for, sending for each a message with two
-descriptors: the socket to talk to it, and a pidfd to kill it. At the end of the socket it kills and reaps what it forked.
+`titanrl.sandbox.client` starts it as a new Python process that calls `main`, connected by a socket. The zygote reads an
+`Order`, builds the scorer and sends READY. Each later message requests a number of processes. For each one the zygote sends a
+message with two descriptors: the socket to the process, and a pidfd to kill it. When the socket closes, the zygote kills and
+reaps its processes.
 
-A scoring process confines itself and says READY. For each group it reads one pickled list of answers, says STARTED, and writes
-one line, a JSON list of results. After `groups_per_process` groups it ends.
+A scoring process confines itself and sends READY. For each group it reads a pickled list of answers, sends STARTED, and writes
+one line with a JSON list of results. It exits after `groups_per_process` groups.
 """
 
 import gc
-import importlib
 import io
 import json
+import math
 import os
 import pickle
 import resource
@@ -23,23 +24,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
+from titanrl.loading import import_object
 from titanrl.sandbox.confine import Confinement, end_with_parent, leaks, python_paths
 
 Answer = tuple[str, Mapping[str, Any]]
 """Text of a completion, and the entry of its prompt: `question`, `answer`, `metadata`."""
-Scorer = Callable[[str, Mapping[str, Any]], Mapping[str, float]]
-"""Takes an answer, gives its reward by part."""
+Scorer = Callable[[str, Mapping[str, Any]], Mapping[str, SupportsFloat]]
+"""Function from an answer to its reward by part."""
 
 READY = b"+"
-"""First byte of a scoring process that is confined, and the whole message of a zygote that has loaded its scorer."""
+"""First byte from a confined scoring process, and the whole message of a zygote that has loaded its scorer."""
 STARTED = b"!"
-"""First byte of the reply, sent when the answers arrive: a process that dies before was not killed by them."""
+"""First byte of the reply, sent when the answers arrive. A process that dies before was not killed by them."""
 END = b"\n"
 """Last byte of the reply."""
 COUNT = struct.Struct("I")
-"""How many processes to fork."""
+"""Number of processes to fork."""
 
 _MAX_ORDER_BYTES = 1 << 20
 _MAX_DETAIL_CHARS = 200
@@ -48,44 +50,30 @@ _MIN_HEADROOM_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What the zygote is to load, and the limits of the processes it forks."""
+    """The scorer to load, and the limits of the scoring processes."""
 
     factory: str
-    """`module:function` that makes the scorer."""
+    """`module:function` that returns the scorer."""
     kwargs: Mapping[str, Any]
-    """Its arguments."""
+    """Arguments of the factory."""
     memory_bytes: int
     """Address-space limit."""
     cpu_s: int
     """Limit of CPU time."""
     groups_per_process: int
-    """Groups a process scores before it ends."""
-
-
-def load(path: str) -> Any:
-    """The object that `module:name` names.
-
-    Raises ValueError if there is none.
-    """
-    module, _, name = path.partition(":")
-    if not (module and name):
-        raise ValueError(f"{path!r} does not name a function: write it as package.module:function")
-    try:
-        return vars(importlib.import_module(module))[name]
-    except KeyError:
-        raise ValueError(f"{path!r}: {module} has no function {name!r}") from None
+    """Groups that a process scores before it exits."""
 
 
 def main(control_fd: int, parent_pid: int) -> None:
-    """Load the scorer, then fork on request until the socket `control_fd` ends, or the process `parent_pid` does."""
+    """Load the scorer, then fork on request until the socket `control_fd` closes or the process `parent_pid` exits."""
     end_with_parent(parent_pid)
     control = socket.socket(fileno=control_fd)
     order: Order = pickle.loads(control.recv(_MAX_ORDER_BYTES))
-    scorer: Scorer = load(order.factory)(**order.kwargs)
+    scorer: Scorer = import_object(order.factory, key="scorer")(**order.kwargs)
     _check_memory(order.memory_bytes)
     confinement = Confinement(python_paths(), order.memory_bytes, order.cpu_s)
     gc.collect()
-    gc.freeze()  # keeps the collector of a forked process from touching, and so copying, every page
+    gc.freeze()  # otherwise the collector of a forked process would touch, and so copy, every page
     control.send(READY)
     _Forker(control, scorer, confinement, order.groups_per_process).run()
 
@@ -142,11 +130,11 @@ class _Forker:
 
 
 def _serve(channel: int, scorer: Scorer, confinement: Confinement, num_groups: int) -> None:
-    """Be a scoring process: everything after `apply` is open to what a model wrote."""
+    """Confine this process, then score groups. After `apply`, code that a model wrote may control the process."""
     try:
         os.setsid()
-        os.dup2(1, 2)  # both are /dev/null now
-        with suppress(PermissionError):  # only a wish: out of memory, the kernel takes a scorer rather than the trainer
+        os.dup2(1, 2)  # both are /dev/null from here on
+        with suppress(PermissionError):  # optional: when memory runs out, the kernel should kill a scorer, not the trainer
             Path("/proc/self/oom_score_adj").write_text("1000")
         confinement.apply(keep=channel)
         failure = ", ".join(leaks())
@@ -167,17 +155,29 @@ def _serve(channel: int, scorer: Scorer, confinement: Confinement, num_groups: i
 
 
 def _score(scorer: Scorer, text: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Score one answer. A scorer that raises gives no parts, and says why."""
+    """Score one answer; return the exception's type and message if the scorer raises."""
     try:
-        return {"parts": {name: float(value) for name, value in scorer(text, entry).items()}}
-    except BaseException as error:  # also SystemExit: an answer may hold exit(), and a scorer may eval it
+        return {"parts": {name: _finite(value) for name, value in scorer(text, entry).items()}}
+    except BaseException as error:  # also SystemExit: an answer may contain exit(), and a scorer may eval it
         return {"error": f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]}
+
+
+def _finite(value: object) -> float:
+    """Return a reward as a float. A string is not a reward, although `float("1.5")` works.
+
+    Raises:
+        TypeError: The value is no number, or not a finite one.
+    """
+    if isinstance(value, SupportsFloat) and not isinstance(value, str) and math.isfinite(number := float(value)):
+        return number
+    expected = "a finite number: `def scorer(completion: str, entry: dict) -> float`"
+    raise TypeError(f"the scorer returned {value!a:.60}. Expected {expected}.")
 
 
 def _check_memory(memory_bytes: int) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     if memory_bytes < used + _MIN_HEADROOM_BYTES:
         raise ValueError(
-            f"sandbox.memory_bytes={memory_bytes} does not hold the loaded scorer, which maps {used} bytes; "
-            f"give it at least {used + _MIN_HEADROOM_BYTES}"
+            f"sandbox.memory_bytes: too small for the loaded scorer, which maps {used} bytes (got {memory_bytes}). "
+            f"Set it to at least {used + _MIN_HEADROOM_BYTES}."
         )
