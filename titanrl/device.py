@@ -1,4 +1,4 @@
-"""What each kind of device can do, found out without importing torch."""
+"""Kinds of devices and their capabilities, determined without importing torch."""
 
 import importlib.metadata
 import importlib.util
@@ -12,16 +12,16 @@ DeviceKind = Literal["cpu", "cuda", "npu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One kind of device, as the rest of the code needs to know it."""
+    """Properties of one kind of device."""
 
     kind: DeviceKind
-    """Name torch uses for it."""
+    """torch's name of the device type."""
     backend: str
     """Process-group backend."""
     visible_devices: str | None
-    """Environment variable that says which devices a process sees; None where there is nothing to choose."""
+    """Environment variable that selects the devices of a process; None if there is nothing to select."""
     attention: Literal["dense", "flex"]
-    """Attention of packed rows: a dense mask with SDPA, or FlexAttention's block mask."""
+    """Attention over packed rows: SDPA with a dense mask, or FlexAttention with a block mask."""
 
 
 DEVICES: dict[DeviceKind, Device] = {
@@ -31,22 +31,22 @@ DEVICES: dict[DeviceKind, Device] = {
 }
 
 
-def resolve_device(name: Literal["auto", "cpu", "cuda", "npu"]) -> Device:
-    """The device a run uses; `auto` takes the first whose driver and torch build are both there: NPU, CUDA, CPU.
+def resolve_device(name: DeviceKind | Literal["auto"]) -> Device:
+    """Return the device of a run; `auto` selects the first of NPU, CUDA and CPU that has a driver and a build of torch.
 
     Raises:
-        ValueError: the device asked for is not usable on this machine.
+        ValueError: This machine cannot use the requested device.
     """
     if name == "auto":
         return next(DEVICES[kind] for kind in ("npu", "cuda", "cpu") if missing_for(kind) is None)
     missing = missing_for(name)
     if missing is not None:
-        raise ValueError(f"device: {name} cannot be used here: {missing}; set device to auto or cpu")
+        raise ValueError(f"device: not usable on this machine: {missing} (got {name}). Set device to auto or cpu.")
     return DEVICES[name]
 
 
 def missing_for(kind: DeviceKind) -> str | None:
-    """What this machine lacks for a device, or None if it lacks nothing."""
+    """Return the missing prerequisite of a device on this machine, or None if the device is usable."""
     if kind == "npu":
         if not Path("/dev/davinci_manager").exists():
             return "no Ascend driver (/dev/davinci_manager)"
@@ -60,8 +60,8 @@ def missing_for(kind: DeviceKind) -> str | None:
 
 
 def num_threads(num_processes: int, *, num_taken: int = 0) -> int:
-    """CPU threads each of some processes may use so that together they do not exceed the cores, less those taken: at least 1.
+    """Return the CPU threads of each process, so that all of them together use the cores that are not taken; at least 1.
 
-    More threads than cores make OpenMP's barriers spin against each other, which costs far more than it brings.
+    With more threads than cores, OpenMP's barriers spin against each other, which costs far more than the threads gain.
     """
     return max(1, (len(os.sched_getaffinity(0)) - num_taken) // num_processes)

@@ -1,4 +1,4 @@
-"""The generator actor: an engine of its own, its weights pulled from the store."""
+"""Generator actor: one rank of a vLLM engine whose weights are pulled from the trainer."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator import native
-from titanrl.generator.loop import EngineLoop, GeneratorStats
+from titanrl.generator.loop import EngineLoop
 from titanrl.loading import loading
 from titanrl.models.hf_config import read_hf_config
-from titanrl.types import Completion, EngineLoad, GenerationRequest
+from titanrl.types import Completion, EngineLoad, GenerationRequest, GenerationStats
 from titanrl.weights.manifest import Commit
 from titanrl.weights.pull import Targets, WeightReader
 
@@ -27,49 +27,53 @@ if TYPE_CHECKING:
     from titanrl.generator.engine import Engine
     from titanrl.generator.lockstep import Follower, Leader
 
-Answer = tuple[list[tuple[int, list[Completion]]], EngineLoad]
-"""Places in a call of groups that have ended, with their completions, and what the engine has left to do."""
+Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad]
+"""Finished groups of a `generate` call, each with its index in the call, and the engine's load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSetup:
-    """What a generator needs to start."""
+    """Everything a generator needs to start."""
 
     model_dir: Path
-    """Hugging Face directory; only its config is read here."""
+    """Hugging Face directory; the generator reads only its config."""
     config: GeneratorConfig
     """Engine options."""
     device: Device
-    """Where it runs."""
+    """Kind of device the engine runs on."""
     max_len: int
     """Longest prompt plus completion, in tokens."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     reader: WeightReader
-    """Where weights come from."""
+    """Source of the weights."""
 
 
 class Generator(Actor):
-    """One vLLM engine that many callers share. It serves only with weights it has pulled whole.
+    """One vLLM engine shared by many callers. It serves only with weights that it has pulled completely.
 
-    With `generator.tp` a replica is a mesh of this actor, one for each tensor-parallel rank: `start`, `pull_weights` and
-    `close` are called on all ranks, `follow` on all but rank 0, everything else on rank 0.
+    With `generator.tp` a replica is a mesh of this actor with one rank per tensor-parallel rank: call `start`, `pull_weights`
+    and `close` on all ranks, `follow` on all but rank 0, and everything else on rank 0.
+
+    Every endpoint that is used during a run is concurrent, because Monarch starts no concurrent endpoint while a plain one
+    runs, and a pull may wait for running requests to finish (`on_update: drain`).
     """
 
     def __init__(self, setup: GeneratorSetup) -> None:
-        """Keep the set-up; `start` loads."""
+        """Store the setup; `start` loads vLLM."""
         self._setup = setup
-        self._rank = current_rank().rank  # is 0 on any other thread
+        self._rank = current_rank().rank  # 0 on any other thread
         self._targets: Targets = {}
         self._leader: Leader | None = None
         self._follower: Follower | None = None
+        self._pulling = asyncio.Lock()
         self._expected = self._pulled = -1
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._up_to_date = asyncio.Event()
+        self._up_to_date.set()
 
     @endpoint
     async def start(self) -> None:
-        """Import vLLM and build the engine; returns when it can pull."""
+        """Import vLLM and build the engine; return when it can pull weights."""
         from titanrl.models.titan import prepare_torchtitan
 
         prepare_torchtitan(self._setup.device)
@@ -84,83 +88,83 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def follow(self) -> None:
-        """Return when rank 0 has closed, and raise whatever else keeps this rank from doing what rank 0 does."""
-        assert self._follower is not None, "rank 0 follows nobody"
+        """Return when rank 0 has closed; raise if this rank can no longer follow it."""
+        assert self._follower is not None, "rank 0 follows no other rank"
         await asyncio.wrap_future(self._follower.ended)
 
     @concurrent_endpoint
     async def generate(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], answers: "Port[Answer]"
+        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], replies: "Port[Reply]"
     ) -> None:
-        """Sample completions; many calls are served at once.
+        """Sample completions and send each group to `replies` as soon as `num_kept` of its requests have finished.
 
-        All requests of a call join the batch at the same decoding step. Each group is sent to `answers` as soon as
-        `num_kept` of its requests have ended, the rest of which are aborted, together with those that ended at the same step;
-        the call returns when all are sent.
+        All requests of a call join the batch at the same decoding step. The engine aborts the remaining requests of a
+        finished group. The call returns when every group has been sent.
         """
-        ended: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
+        finished: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
 
-        def note(place: int, result: asyncio.Future[list[Completion]]) -> None:
-            ended.put_nowait((place, result))
+        def enqueue(index: int, result: asyncio.Future[list[Completion]]) -> None:
+            finished.put_nowait((index, result))
 
-        await self._settled.wait()
+        await self._up_to_date.wait()
         results = [asyncio.wrap_future(result) for result in await self._loop.submit(groups, num_kept)]
-        for place, result in enumerate(results):
-            result.add_done_callback(partial(note, place))
+        for index, result in enumerate(results):
+            result.add_done_callback(partial(enqueue, index))
         num_sent = 0
         while num_sent < len(groups):
-            together = [await ended.get(), *(ended.get_nowait() for _ in range(ended.qsize()))]
-            load = replace(self._loop.load, admits=self._loop.load.admits and self._settled.is_set())
-            answers.send(([(place, result.result()) for place, result in together], load))
-            num_sent += len(together)
+            ready = [await finished.get(), *(finished.get_nowait() for _ in range(finished.qsize()))]
+            load = replace(self._loop.load, admits=self._loop.load.admits and self._up_to_date.is_set())
+            replies.send(([(index, result.result()) for index, result in ready], load))
+            num_sent += len(ready)
 
     @concurrent_endpoint
     async def expect_weights(self, version: int) -> None:
-        """Let requests that come from now on wait until the pull of a version has ended; running ones go on."""
+        """Hold new requests until the pull of `version` has finished; running requests continue."""
         self._expected = max(self._expected, version)
-        if self._expected > self._pulled:  # the pull may have overtaken this
-            self._settled.clear()
+        if self._expected > self._pulled:  # the pull may have finished before this call arrived
+            self._up_to_date.clear()
 
-    @endpoint
+    @concurrent_endpoint
     async def pull_weights(self, commit: Commit) -> None:
-        """Take over a committed version between two decoding steps; `on_update` says what becomes of running requests.
+        """Load a committed version between two decoding steps; `on_update` decides what happens to running requests.
 
-        However the pull fails, the generator serves nothing until a later one succeeds. Pulls run one after another, and
-        each answers its own caller.
+        Pulls run one after another, in the order in which they were requested. If a pull fails, the generator refuses
+        requests until a later pull succeeds.
 
         Raises:
-            WeightMismatchError: the version is not there, or not what this model needs.
+            WeightMismatchError: The version is gone, or does not match this model.
         """
         on_update = self._setup.config.on_update
 
         def update(engine: "Engine | Leader") -> None:
-            engine.update_weights(commit.version, fill)
-            if on_update == "restart":
-                engine.restart()
+            try:
+                engine.update_weights(commit.version, fill)
+                if on_update == "restart":
+                    engine.restart()
+            except Exception as error:  # the engine may hold a mixture of versions; the caller gets the error
+                engine.invalidate(f"the pull of version {commit.version} failed: {error}")
+                raise
 
-        fill, is_there = await self._fetch(commit)
-        if self._follower is not None:
-            await asyncio.wrap_future(self._follower.swap(fill))
-            return
-        try:
-            await self._loop.call(update, when_drained=is_there and on_update == "drain")
-        except Exception as error:  # whatever it is, the engine may hold a mixture; the caller gets it too
-            reason = f"the pull of version {commit.version} failed: {error}"
-            await self._loop.call(lambda engine: engine.invalidate(reason))
-            raise
-        finally:
-            self._pulled = max(self._pulled, commit.version)
-            if self._pulled >= self._expected:
-                self._settled.set()
+        async with self._pulling:
+            fill, fetched = await self._fetch(commit)
+            if self._follower is not None:
+                await asyncio.wrap_future(self._follower.swap(fill))
+                return
+            try:
+                await self._loop.call(update, when_drained=fetched and on_update == "drain")
+            finally:
+                self._pulled = max(self._pulled, commit.version)
+                if self._pulled >= self._expected:
+                    self._up_to_date.set()
 
     @concurrent_endpoint
-    async def stats(self) -> GeneratorStats:
-        """Work done since the last call."""
+    async def stats(self) -> GenerationStats:
+        """Return the work done since the last call."""
         return self._loop.take_stats()
 
     @endpoint
     async def close(self) -> None:
-        """End the engine's thread; the other ranks' threads end with that of rank 0."""
+        """Stop the engine's thread; the threads of the other ranks stop with that of rank 0."""
         if self._follower is not None:
             self._follower.close()
             await asyncio.wait({asyncio.wrap_future(self._follower.ended)})
@@ -195,21 +199,22 @@ class Generator(Actor):
         return engine, leader
 
     async def _fetch(self, commit: Commit) -> "tuple[Callable[[torch.nn.Module], None], bool]":
-        """What fills the model with a version, and whether it can; if not, it raises why not.
+        """Fetch a version; return a function that writes it into the model, and True if the fetch succeeded.
 
-        The error waits until then, so that every pull is one swap on every rank, and the ranks fail together.
+        If the fetch failed, the function raises the error instead. Every pull is then one swap on every rank, and all ranks
+        fail at the same step.
         """
         try:
             fetched = await self._setup.reader.fetch(commit)
-        except Exception as error:  # whatever it is, the engine is not to serve older weights
+        except Exception as error:  # of any kind: the engine must not serve older weights
             return partial(_raise, error), False
         return lambda model: fetched.copy_into(self._weight_targets(model)), True
 
     def _weight_targets(self, model: "torch.nn.Module") -> Targets:
-        """The same mapping at every pull, so that the reader's plan for it is kept."""
+        """Return the model's tensors by the trainer's names; always the same mapping, so that the reader keeps its plan."""
         if not self._targets:
             if self._setup.config.model_impl == "titan":
-                from titanrl.generator import titan  # torchtitan takes long to import, and vLLM's own model does without
+                from titanrl.generator import titan  # imports torchtitan, which takes long; vLLM's own model needs none of it
 
                 self._targets = titan.weight_targets(model)
             else:

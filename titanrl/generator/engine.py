@@ -1,7 +1,7 @@
-"""One vLLM engine in this process, as a plain object: add requests, step, swap weights. It knows neither actors nor threads.
+"""One in-process vLLM engine as a plain object: add requests, step, update weights. It knows neither actors nor threads.
 
-Requests go straight to the engine's core, and its tokens come straight from there. What vLLM has in front of it (templates,
-text, stop strings, streams) is not needed for tokens in and tokens out, and takes a twelfth of the time of a tiny model.
+Requests go directly to vLLM's engine core, and tokens come directly from it. vLLM's front end (templates, text, stop strings,
+streaming) is not needed for token ids, and takes a twelfth of the decoding time of a tiny model.
 """
 
 import itertools
@@ -27,18 +27,20 @@ from titanrl.generator.compat import (
     prepare_vllm,
     reset_prefix_cache,
     step_core,
+    temporary_rendezvous,
 )
+from titanrl.models.hf_config import CPU_BLOCK_TOKENS
 from titanrl.types import Completion, EngineLoad, FinishReason, GenerationRequest, SamplingParams
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-"""vLLM's words for how a completion that was not aborted ended."""
+"""Our finish reason for each of vLLM's, except for aborted requests."""
 MIN_PREFILL_TOKENS = 4096
-"""Tokens of prompts, or of completions computed again after an update, that a CPU runs through the model at once."""
+"""Tokens that a CPU prefills in one step: of prompts, and of completions recomputed after an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A completed request and the ticket it was added under."""
+    """A completion and the ticket of its request."""
 
     ticket: int
     completion: Completion
@@ -46,53 +48,48 @@ class Finished:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the engine, and what it has generated."""
+    """A request in the engine and the tokens generated for it."""
 
     ticket: int
     request: GenerationRequest
     switches: list[tuple[int, int]]
-    """Tokens so far, and the version from there on, oldest first."""
+    """Index of a token and the version that generated it and its successors, oldest first."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     def take(self, output: EngineCoreOutput) -> None:
-        """Append what a step has generated: as a rule one token; none while its prompt is being computed."""
+        """Append the tokens of one step: usually one, none during prefill."""
         if output.new_token_ids:
-            assert output.new_logprobs is not None, "vLLM gave a token without its log-probability"
+            assert output.new_logprobs is not None, "vLLM returned a token without its log-probability"
             self.token_ids += output.new_token_ids
-            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's comes first
+            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        """All of it, as our carrier."""
-        assert len(self.logprobs) == len(self.token_ids), "expected one log-probability a token"
+        """Return everything generated."""
+        assert len(self.logprobs) == len(self.token_ids), "expected one log-probability per token"
+        counts = np.diff([*(start for start, _ in self.switches), len(self.token_ids)])
         return Completion(
             token_ids=np.asarray(self.token_ids, np.int64),
             logprobs=np.asarray(self.logprobs, np.float32),
-            versions=self._versions(),
+            versions=np.repeat([version for _, version in self.switches], counts).astype(np.int64),
             finish_reason=finish_reason,
         )
 
-    def _versions(self) -> np.ndarray:
-        """Policy version of each token."""
-        starts = [start for start, _ in self.switches]
-        counts = np.diff([*starts, len(self.token_ids)])
-        return np.repeat([version for _, version in self.switches], counts).astype(np.int64)
-
 
 class Engine:
-    """Continuous batching over one set of weights, which `update_weights` changes between two steps."""
+    """Continuous batching over one set of weights, which `update_weights` replaces between two steps."""
 
     def __init__(
         self, model_dir: Path, config: GeneratorConfig, device: Device, *, max_len: int, stop_ids: Sequence[int]
     ) -> None:
-        """Build the engine with weights that mean nothing yet: it serves only after the first `update_weights`.
+        """Build the engine with placeholder weights; it serves after the first `update_weights`.
 
         Args:
             model_dir: Hugging Face directory; only its config is read.
-            config: engine options.
-            device: where it runs.
-            max_len: longest prompt plus completion, in tokens.
-            stop_ids: tokens that end a completion; they stay in it.
+            config: Engine options.
+            device: Device to run on.
+            max_len: Longest prompt plus completion, in tokens.
+            stop_ids: Tokens that end a completion. The completion includes them.
         """
         self._engine = build_engine(model_dir, config, device, max_len)
         self._max_len, self._vocab_size = max_len, self._engine.model_config.get_vocab_size()
@@ -105,30 +102,30 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The model being run."""
+        """Model that the engine runs."""
         return engine_model(self._engine)
 
     @property
     def num_running(self) -> int:
-        """Requests not finished."""
+        """Unfinished requests."""
         return len(self._running)
 
     @property
     def can_step(self) -> bool:
-        """Whether there is something to decode, and weights to do it with."""
+        """True if there are unfinished requests and valid weights."""
         return self.num_running > 0 and self.version is not None
 
     @property
     def load(self) -> EngineLoad:
-        """How much there is to do."""
+        """Unfinished requests, and those still waiting for batch or KV-cache space."""
         return EngineLoad(num_requests=self.num_running, num_queued=num_queued(self._engine))
 
     def add(self, request: GenerationRequest) -> int:
-        """Queue a request; it joins the batch at the next step. Returns its ticket; those that fail use none up.
+        """Queue a request, which joins the batch at the next step; return its ticket. A refused request uses no ticket.
 
         Raises:
-            RuntimeError: there are no weights to serve it with.
-            ValueError: the prompt is empty, leaves no room for a token, or has tokens that the model does not know.
+            RuntimeError: The engine has no valid weights.
+            ValueError: The prompt is empty, leaves no room for a token, or contains unknown token ids.
         """
         ticket = self._next_ticket
         self._start(ticket, request)
@@ -136,7 +133,7 @@ class Engine:
         return ticket
 
     def abort(self, tickets: Iterable[int]) -> None:
-        """Take requests back; nothing is returned for them."""
+        """Cancel requests; `step` returns nothing for them."""
         wanted = set(tickets)
         request_ids = [request_id for request_id, running in self._running.items() if running.ticket in wanted]
         for request_id in request_ids:
@@ -144,18 +141,18 @@ class Engine:
         abort_requests(self._engine, request_ids)
 
     def restart(self) -> None:
-        """Begin every running request again, with the weights as they are now."""
+        """Generate every running request again from its prompt, with the current weights."""
         running = list(self._running.values())
         self.abort(request.ticket for request in running)
         for again in running:
             self._start(again.ticket, again.request)
 
     def step(self) -> list[Finished]:
-        """Decode one token for every running request; returns those that ended."""
+        """Decode one token for every running request; return the requests that finished."""
         ended = []
         for output in step_core(self._engine):
             running = self._running.get(output.request_id)
-            if running is None:  # taken back while a step was under way, which vLLM has on devices
+            if running is None:  # aborted during an asynchronous step, which vLLM runs on accelerators
                 continue
             running.take(output)
             if output.finish_reason is not None:
@@ -164,18 +161,18 @@ class Engine:
         return ended
 
     def invalidate(self, reason: str) -> None:
-        """Refuse requests, with a reason, until the next successful `update_weights`."""
+        """Refuse requests, giving this reason, until the next successful `update_weights`."""
         self.version, self._no_weights = None, reason
 
     def update_weights(self, version: int, fill: Callable[[nn.Module], None]) -> None:
-        """Let `fill` write the weights of `version` into the model; running requests go on with them.
+        """Let `fill` write the weights of `version` into the model; running requests continue with them.
 
-        Their keys and values are computed again, so that each token after the update has the probability that `version`
-        gives it after all tokens before. With the old ones kept, it would come from a mixture that no version can reproduce.
+        vLLM recomputes the keys and values of running requests, so each later token has the probability that `version` assigns
+        it given all tokens before. Keys and values of an older version would make a mixture that no version can reproduce.
 
-        If `fill` fails the weights are undefined: the engine refuses requests until an update succeeds.
+        If `fill` fails, the weights are undefined, and the engine refuses requests until an update succeeds.
         """
-        self.invalidate(f"version {version} was not written to its end")
+        self.invalidate(f"version {version} was not written completely")
         fill(self.model)
         reset_prefix_cache(self._engine)
         for running in self._running.values():
@@ -185,21 +182,18 @@ class Engine:
     def _start(self, ticket: int, request: GenerationRequest) -> None:
         if self.version is None:
             raise RuntimeError(f"the generator has no valid weights: {self._no_weights}")
-        self._check_prompt(request.token_ids)
-        request_id = str(next(self._request_ids))
-        add_request(self._engine, request_id, list(request.token_ids), sampling_params(request.sampling, self._stop_ids))
-        self._running[request_id] = _Running(ticket, request, [(0, self.version)])
-
-    def _check_prompt(self, token_ids: Sequence[int]) -> None:
-        """What would break the engine, for everybody, belongs to who asks for it."""
+        token_ids = request.token_ids  # vLLM's core does not check them, and would fail for all requests
         if not 0 < len(token_ids) < self._max_len:
             raise ValueError(f"the prompt has {len(token_ids)} tokens; this engine takes 1 to {self._max_len - 1}")
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise ValueError(f"the prompt has tokens outside of 0 to {self._vocab_size - 1}")
+        request_id = str(next(self._request_ids))
+        add_request(self._engine, request_id, list(token_ids), sampling_params(request.sampling, self._stop_ids))
+        self._running[request_id] = _Running(ticket, request, [(0, self.version)])
 
 
 def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
-    """vLLM's engine with dummy weights; of a tensor-parallel one this rank's part, which returns when all ranks have theirs."""
+    """Build vLLM's engine with dummy weights. With `generator.tp`, build this rank's part, and return when all ranks have."""
     prepare_vllm()
     if config.tp > 1:
         prepare_ranks()
@@ -207,7 +201,8 @@ def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_l
         from titanrl.generator.titan import register_titan_model
 
         register_titan_model(model_dir, device, config.tp)
-    engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
+    with temporary_rendezvous():
+        engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
     if config.model_impl == "titan" and config.tp == 1:
         from titanrl.generator.kernels import use_cpu_kernels
         from titanrl.generator.titan import unwrap_forward
@@ -219,9 +214,9 @@ def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_l
 
 
 def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> dict[str, Any]:
-    """vLLM's options for our config; `generator.vllm` has the last word.
+    """Return vLLM's options for our config; `generator.vllm` overrides them.
 
-    Log-probabilities are those of the distribution that was sampled from, temperature included, as the trainer's are.
+    `processed_logprobs` are those of the sampling distribution, temperature included, as in the trainer.
     """
     args: dict[str, Any] = {
         "model": str(model_dir),
@@ -234,9 +229,10 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
         "load_format": "dummy",
     }
     if device.kind == "cpu":
-        # Compiling takes half a minute and gains nothing at these sizes; the smallest block lets short prompts share.
-        args |= {"enforce_eager": True, "kv_cache_memory_bytes": config.kv_cache_bytes // config.tp, "block_size": 32}
-        # A prompt cut in two makes vLLM 0.32.0 rewind the request's random generator, which those of a CPU cannot do.
+        # Compiling takes half a minute and gains nothing at small sizes; the smallest block lets short prompts share a prefix.
+        args |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
+        args |= {"kv_cache_memory_bytes": config.kv_cache_bytes // config.tp}
+        # With a split prompt, vLLM 0.32.0 rewinds the request's random generator, which torch's CPU generators do not support.
         args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(MIN_PREFILL_TOKENS, max_len)}
     if config.tp > 1:
         args |= {"tensor_parallel_size": config.tp, "distributed_executor_backend": "external_launcher"}
@@ -248,7 +244,7 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
 
 
 def sampling_params(sampling: SamplingParams, stop_ids: Sequence[int]) -> VllmSamplingParams:
-    """vLLM's sampling parameters; each token comes with its log-probability."""
+    """Return vLLM's sampling parameters, with the log-probability of each sampled token."""
     return VllmSamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_new_tokens,

@@ -1,9 +1,9 @@
-"""The ranks of a tensor-parallel engine in step: rank 0 decides, the others do the same between the same two decoding steps.
+"""Lockstep of a tensor-parallel engine's ranks: rank 0 decides, the others repeat it between the same two decoding steps.
 
-Every rank runs a whole engine on its share of the model. vLLM's scheduler is deterministic, so engines that are given the
-same requests, aborts and weights at the same steps make the same batches, and meet in the collectives of the model. Rank 0
-writes down what is done to its engine, and sends it to the others before the next step or swap of weights; they wait on a
-socket for that. Nothing is sent while there is nothing to do, and nothing is ever sent back.
+Every rank runs a whole engine on its shard of the model. vLLM's scheduler is deterministic, so engines that get the same
+requests, aborts and weights at the same steps make the same batches and meet in the model's collectives. Rank 0 logs every
+change of its engine and sends the log to the others before each step or weight swap. They wait for it on a socket. An idle
+engine sends nothing, and the other ranks never reply.
 """
 
 import logging
@@ -22,95 +22,96 @@ from titanrl.generator.engine import Engine, Finished
 from titanrl.types import EngineLoad, GenerationRequest
 from titanrl.weights.manifest import WeightMismatchError
 
+ENDED = "the engine of this rank has ended"
+
 Fill = Callable[[nn.Module], None]
-"""Writes weights into a model."""
+"""Function that writes weights into a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Requests were taken back."""
+    """Cancelled requests."""
 
     tickets: tuple[int, ...]
-    """Which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Every running request was begun again."""
+    """Restart of every running request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What was done to rank 0's engine since the last turn, and what all ranks do now."""
+    """Changes of rank 0's engine since the last turn, and the action that all ranks take now."""
 
     changes: tuple[GenerationRequest | Abort | Restart, ...]
-    """In order; a request was added."""
+    """Changes in order; a request means that it was added."""
     num_running: int
-    """Requests not finished after that, the same on all ranks."""
+    """Unfinished requests after the changes, the same on all ranks."""
     version: int | None
-    """Weights to swap in; None: decode a token instead."""
+    """Version of the weights to swap in; if None, decode one token."""
 
 
 class DivergedError(Exception):
-    """A rank is not where rank 0 is; the text says how."""
+    """A rank's engine differs from rank 0's; the text says how."""
 
 
 class Leader:
-    """Rank 0's engine, as the loop drives it: what is done to it, the other ranks' engines do too."""
+    """Rank 0's engine with the interface of `Engine`; the engines of the other ranks repeat every call."""
 
     def __init__(self, engine: Engine, others: Sequence[Connection]) -> None:
-        """Lead the ranks at the other ends of these connections."""
+        """Lead the ranks at the other end of these connections."""
         self._engine = engine
         self._others = others
         self._changes: list[GenerationRequest | Abort | Restart] = []
 
     @property
     def can_step(self) -> bool:
-        """Whether there is something to decode, and weights to do it with."""
+        """True if there are unfinished requests and valid weights."""
         return self._engine.can_step
 
     @property
     def load(self) -> EngineLoad:
-        """How much there is to do."""
+        """Load of rank 0, the same on all ranks."""
         return self._engine.load
 
     def add(self, request: GenerationRequest) -> int:
-        """As `Engine.add`."""
+        """Call `Engine.add`."""
         ticket = self._engine.add(request)
         self._changes.append(request)
         return ticket
 
     def abort(self, tickets: Iterable[int]) -> None:
-        """As `Engine.abort`."""
+        """Call `Engine.abort`."""
         abort = Abort(tuple(tickets))
         self._engine.abort(abort.tickets)
         self._changes.append(abort)
 
     def restart(self) -> None:
-        """As `Engine.restart`."""
+        """Call `Engine.restart`."""
         self._engine.restart()
         self._changes.append(Restart())
 
     def step(self) -> list[Finished]:
-        """As `Engine.step`."""
-        self._tell(None)
+        """Call `Engine.step`."""
+        self._send(None)
         return self._engine.step()
 
     def invalidate(self, reason: str) -> None:
-        """As `Engine.invalidate`. The others need not know: they are sent no request and no step until the next swap."""
+        """Call `Engine.invalidate` on rank 0 alone; the other ranks get no request and no step before the next swap."""
         self._engine.invalidate(reason)
 
     def update_weights(self, version: int, fill: Fill) -> None:
-        """As `Engine.update_weights`, on all ranks; fails if one of them does."""
-        self._tell(version)
+        """Call `Engine.update_weights` on all ranks; fail if it fails on any of them."""
+        self._send(version)
         swap_together(self._engine, version, fill)
 
     def close(self) -> None:
-        """Let the other ranks go; call when the engine's thread has ended."""
+        """Release the other ranks; call after the engine's thread has ended."""
         for other in self._others:
             other.close()
 
-    def _tell(self, version: int | None) -> None:
+    def _send(self, version: int | None) -> None:
         turn = Turn(tuple(self._changes), self._engine.num_running, version)
         self._changes.clear()
         for other in self._others:
@@ -118,13 +119,13 @@ class Leader:
 
 
 class Follower:
-    """Another rank's engine on a thread of its own: it does what rank 0's does, and pulls its own share of the weights."""
+    """Engine of another rank on its own thread: it repeats rank 0's turns and loads its own shard of the weights."""
 
     def __init__(self, build: Callable[[], tuple[Engine, Connection]]) -> None:
-        """Start the thread, which first builds the engine; `started` waits for that.
+        """Start the thread, which first builds the engine; the future `started` resolves when it is built.
 
         Args:
-            build: makes the engine, and the connection that rank 0's turns come from.
+            build: Returns the engine and the connection to rank 0.
         """
         self.started: Future[None] = Future()
         self.ended: Future[None] = Future()
@@ -132,28 +133,29 @@ class Follower:
         threading.Thread(target=self._run, args=(build,), name="engine", daemon=True).start()
 
     def swap(self, fill: Fill) -> Future[None]:
-        """Fill the model when rank 0 swaps in its next version; fails if that fails on any rank."""
+        """Fill the model when rank 0 swaps in its next version; the future fails if that fails on any rank."""
         result: Future[None] = Future()
         self._swaps.put((fill, result))
-        if self.ended.done():
-            self._fail_swaps()
+        if self.ended.done():  # checked after the put: a thread that ends later fails the swap itself
+            result = Future()
+            result.set_exception(WeightMismatchError(ENDED))
         return result
 
     def close(self) -> None:
-        """Wait for no further weights; rank 0's own end is the end of this thread."""
+        """Expect no more swaps; the thread ends when rank 0 closes the connection."""
         self._swaps.put(None)
 
     def _run(self, build: Callable[[], tuple[Engine, Connection]]) -> None:
-        """The thread: whatever ends it, nobody is left waiting."""
+        """Run the thread; however it ends, every pending future gets a result."""
         try:
             engine, leader = build()
             self.started.set_result(None)
             with leader:
                 self._follow(engine, leader)
-        except EOFError:  # rank 0 has closed, or is gone
+        except EOFError:  # rank 0 closed the connection or died
             self.ended.set_result(None)
-        except Exception as error:  # the edge of the thread: the actor is told the cause
-            logging.getLogger(__name__).exception("this rank cannot follow rank 0 any longer")
+        except Exception as error:  # raised by `follow`
+            logging.getLogger(__name__).exception("this rank can no longer follow rank 0")
             self.ended.set_exception(error)
             if not self.started.done():
                 self.started.set_exception(error)
@@ -177,21 +179,21 @@ class Follower:
         try:
             swap_together(engine, version, fill)
             result.set_result(None)
-        except WeightMismatchError as error:  # belongs to who pulled; the next version may be whole
+        except WeightMismatchError as error:  # belongs to the caller of `swap`; the next version may succeed
             result.set_exception(error)
 
     def _fail_swaps(self) -> None:
         while not self._swaps.empty():
             waiting = self._swaps.get()
             if waiting is not None:
-                waiting[1].set_exception(WeightMismatchError("the engine of this rank has ended"))
+                waiting[1].set_exception(WeightMismatchError(ENDED))
 
 
 def repeat(engine: Engine, turn: Turn) -> None:
-    """Do to an engine what was done to rank 0's.
+    """Apply the changes of rank 0's engine to this one.
 
     Raises:
-        DivergedError: it is left with another number of requests.
+        DivergedError: The engines then have different numbers of requests.
     """
     for change in turn.changes:
         match change:
@@ -206,30 +208,30 @@ def repeat(engine: Engine, turn: Turn) -> None:
 
 
 def swap_together(engine: Engine, version: int, fill: Fill) -> None:
-    """Fill the models of all ranks; every rank calls it between the same two steps.
+    """Fill the models of all ranks; every rank calls this between the same two steps.
 
     Raises:
-        WeightMismatchError: it failed on a rank; all of them refuse requests until a swap succeeds.
+        WeightMismatchError: A rank failed; all ranks refuse requests until a swap succeeds.
     """
     failure: Exception | None = None
     try:
         engine.update_weights(version, fill)
-    except Exception as error:  # whatever it is, the other ranks must not go on without this one
+    except Exception as error:  # of any kind: the other ranks must not continue without this one
         failure = error
     failures = gather_objects(None if failure is None else str(failure))
     if failure is not None:
         raise WeightMismatchError(str(failure)) from failure
     if any(failures):
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-        engine.invalidate(told)
-        raise WeightMismatchError(told)
+        summary = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+        engine.invalidate(summary)
+        raise WeightMismatchError(summary)
 
 
 def connect(rank: int, num_ranks: int) -> list[Connection]:
-    """Connections from rank 0 to the others, in no order; on these the one to rank 0. All ranks of a built engine call it.
+    """Connect rank 0 with the others: return its connections, in any order, or this rank's connection to it.
 
-    A Unix socket without a file, so nothing is left of it and nothing listens beyond this machine. Its name and key are told
-    through the engine's own process group.
+    All ranks call this after their engines are built, as it uses the engine's process group to exchange the socket's name and
+    key. The Unix socket has no file, so nothing remains of it, and it is not reachable from other machines.
     """
     if rank == 0:
         name, key = f"\0titanrl-{secrets.token_hex(8)}", secrets.token_bytes(32)

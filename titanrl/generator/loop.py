@@ -1,4 +1,4 @@
-"""The thread that drives an engine: it decodes while there is work, and runs commands between two steps."""
+"""EngineLoop: the thread that decodes while requests are running and executes commands between two steps."""
 
 import asyncio
 import queue
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.actors import StoppedError
-from titanrl.types import Completion, EngineLoad, GenerationRequest
+from titanrl.types import Completion, EngineLoad, GenerationRequest, GenerationStats
 
 if TYPE_CHECKING:
     from titanrl.generator.engine import Engine, Finished
@@ -20,46 +20,38 @@ T = TypeVar("T")
 
 
 class EngineStoppedError(StoppedError):
-    """The engine's thread has ended; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorStats:
-    """What an engine has done since it was last asked."""
-
-    num_tokens: int
-    """Tokens of the completions that ended."""
-    busy_s: float
-    """Seconds spent decoding."""
-    wall_s: float
-    """Seconds passed."""
+    """The engine's thread has stopped; the text gives the reason."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Requests that are answered together."""
+    """Requests whose completions are returned as one result."""
 
     result: Future[list[Completion]]
     completions: list[Completion | None]
     num_missing: int
-    """Completions still to come; spare requests may be left when there are none."""
+    """Completions still needed; at 0 the remaining requests are spares."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Something to run on the engine's thread, and its result."""
+    """A function to run on the engine's thread, and its result."""
 
     run: Callable[["Engine | Leader"], Any]
     result: Future[Any]
     when_drained: bool
-    """Wait until no request is running, and let nothing in until then."""
+    """True if the command waits until no request is running."""
 
 
 class EngineLoop:
-    """Owns an engine and its thread; every touch of the engine happens there. Its methods are called from an event loop."""
+    """Owner of an engine and of the only thread that touches it. Call its methods from an event loop.
+
+    Commands run in the order in which they were sent. One that waits for a drain also holds back all commands behind it,
+    new requests included.
+    """
 
     def __init__(self, build: Callable[[], "Engine | Leader"]) -> None:
-        """Start the thread, which first builds the engine; `call` waits for that."""
+        """Start the thread, which builds the engine before it runs the first command."""
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._draining: _Command | None = None
         self._closing = False
@@ -73,52 +65,53 @@ class EngineLoop:
     async def submit(
         self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int]
     ) -> list[Future[list[Completion]]]:
-        """Let all requests join the batch at the same step; a group's completions come together, in their order.
+        """Add all requests to the batch at the same step; return one future per group.
 
-        Once `num_kept` requests of a group have ended, the rest of it is aborted. If the engine refuses a request, none joins.
+        When `num_kept` requests of a group have finished, the engine aborts the rest, and the future returns the completions
+        in the order of their requests. If the engine refuses one request, none of the call is added.
         """
-        return await self.call(lambda engine: self._admit_all(engine, groups, num_kept))
+        return await self.call(lambda engine: self._add_groups(engine, groups, num_kept))
 
     async def call(self, run: Callable[["Engine | Leader"], T], *, when_drained: bool = False) -> T:
-        """Run something on the engine between two steps, or when all requests that came before have ended.
+        """Run a function on the engine between two steps; `when_drained` first waits until all earlier requests have finished.
 
         Raises:
-            EngineStoppedError: the engine could not be built, broke, or was closed.
+            EngineStoppedError: The engine could not be built, failed, or was closed.
         """
-        if self._stopped is not None:
-            raise EngineStoppedError(self._stopped)
         command = _Command(run, Future(), when_drained)
         self._inbox.put(command)
+        if self._stopped is not None:  # checked after the put: a thread that stops later fails the command itself
+            raise EngineStoppedError(self._stopped)
         return await asyncio.wrap_future(command.result)
 
-    def take_stats(self) -> GeneratorStats:
-        """Work done since the last call."""
+    def take_stats(self) -> GenerationStats:
+        """Return the work done since the last call."""
         now = time.perf_counter()
-        stats = GeneratorStats(self._num_tokens, self._busy_s, now - self._since)
+        stats = GenerationStats(num_tokens=self._num_tokens, busy_s=self._busy_s, wall_s=now - self._since, num_replicas=1)
         self._num_tokens, self._busy_s, self._since = 0, 0.0, now
         return stats
 
     async def close(self) -> None:
-        """Stop after the current step; what is unfinished fails with `EngineStoppedError`."""
+        """Stop after the current step; fail unfinished requests and commands with `EngineStoppedError`."""
         self._closing = True
         self._inbox.put(None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
 
     def _run(self, build: Callable[[], "Engine | Leader"]) -> None:
-        """The thread: whatever ends it, nobody is left waiting."""
+        """Run the thread; however it ends, every pending future gets a result."""
         reason = "the engine was closed"
         try:
             engine = build()
-            while self._serve(engine):
+            while self._run_commands(engine):
                 self._step(engine)
-        except Exception as error:  # the edge of the thread: every waiter gets the cause
+        except Exception as error:
             reason = f"the engine failed: {error!r}"
             raise
         finally:
             self._stop(reason)
 
-    def _serve(self, engine: "Engine | Leader") -> bool:
-        """Run the commands that have come in; without anything to decode wait for one. False when told to stop."""
+    def _run_commands(self, engine: "Engine | Leader") -> bool:
+        """Run the queued commands; block if there is nothing to decode. Return False once the loop is closing."""
         while not engine.can_step or not self._inbox.empty() or self._draining is not None:
             command, self._draining = self._draining or self._inbox.get(), None
             if command is None:
@@ -128,7 +121,7 @@ class EngineLoop:
                 break
             try:
                 command.result.set_result(command.run(engine))
-            except Exception as error:  # belongs to whoever gave the command; the engine goes on
+            except Exception as error:  # belongs to the caller; the engine continues
                 command.result.set_exception(error)
         return not self._closing
 
@@ -140,46 +133,43 @@ class EngineLoop:
         self.load = replace(engine.load, admits=self._draining is None)
         self._busy_s += time.perf_counter() - started
 
-    def _admit_all(
+    def _add_groups(
         self, engine: "Engine | Leader", groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int]
     ) -> list[Future[list[Completion]]]:
         before = set(self._waiting)
         try:
-            return [self._admit(engine, *group) for group in zip(groups, num_kept, strict=True)]
-        except Exception:  # whatever it is, the caller gets it, and nothing of the call may stay behind
-            self._take_back(engine, self._waiting.keys() - before)
+            return [self._add_group(engine, *group) for group in zip(groups, num_kept, strict=True)]
+        except Exception:  # the caller gets it; the requests added before it must not stay
+            self._abort(engine, self._waiting.keys() - before)
             raise
 
-    def _admit(
+    def _add_group(
         self, engine: "Engine | Leader", requests: Sequence[GenerationRequest], num_kept: int
     ) -> Future[list[Completion]]:
         group = _Group(Future(), [None] * len(requests), num_kept)
-        for place, request in enumerate(requests):
-            self._waiting[engine.add(request)] = (group, place)
+        for index, request in enumerate(requests):
+            self._waiting[engine.add(request)] = (group, index)
         return group.result
 
     def _deliver(self, engine: "Engine | Leader", finished: "Finished") -> None:
-        """Put a completion into its group; the last one answers it, so that the event loop is woken once a group."""
+        """Store a completion in its group; the last one resolves the group's future and aborts its spare requests."""
         if finished.ticket not in self._waiting:
-            return  # a spare that ended at the very step that completed its group
-        group, place = self._waiting.pop(finished.ticket)
-        group.completions[place] = finished.completion
+            return  # a spare that finished at the same step as the last completion its group needed
+        group, index = self._waiting.pop(finished.ticket)
+        group.completions[index] = finished.completion
         group.num_missing -= 1
         if group.num_missing == 0:
-            self._abort_spares(engine, group)
+            if None in group.completions:
+                self._abort(engine, {ticket for ticket, (other, _) in self._waiting.items() if other is group})
             group.result.set_result([completion for completion in group.completions if completion is not None])
 
-    def _abort_spares(self, engine: "Engine | Leader", group: _Group) -> None:
-        if None in group.completions:
-            self._take_back(engine, {ticket for ticket, (of, _) in self._waiting.items() if of is group})
-
-    def _take_back(self, engine: "Engine | Leader", tickets: Set[int]) -> None:
-        """Abort requests that nobody waits for any longer."""
+    def _abort(self, engine: "Engine | Leader", tickets: Set[int]) -> None:
         for ticket in tickets:
             del self._waiting[ticket]
         engine.abort(tickets)
 
     def _stop(self, reason: str) -> None:
+        """Fail everything that is pending."""
         self._stopped = reason
         for result in {id(group): group.result for group, _ in self._waiting.values()}.values():
             result.set_exception(EngineStoppedError(reason))

@@ -1,4 +1,4 @@
-"""vLLM's own Qwen3: where the trainer's tensors lie in its fused parameters, of which a rank may hold a share only."""
+"""The trainer's tensors as views into the fused parameters of vLLM's own Qwen3, of which a rank may hold only a shard."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import torch
 
 from titanrl.weights.layout import PartOf
 
-# Trainer's name -> vLLM's parameter, which part of a fused one, and the dimension that tensor-parallel ranks share.
+# Trainer's name -> vLLM's parameter, the slice of a fused parameter, and the dimension that tensor parallelism shards.
 _LAYER = {
     "attention.qkv_linear.wq.weight": ("self_attn.qkv_proj.weight", "q", 0),
     "attention.qkv_linear.wk.weight": ("self_attn.qkv_proj.weight", "k", 0),
@@ -27,7 +27,7 @@ _LAYER = {
 def weight_targets(
     model: torch.nn.Module, hf_config: Mapping[str, Any], rank: int = 0, tp: int = 1
 ) -> dict[str, torch.Tensor | PartOf]:
-    """Where each tensor of the trainer's state dict goes, by its name there; fused parameters as views of their parts."""
+    """Return vLLM's tensor for each name of the trainer's state dict; slices of fused parameters are views."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     vocab_size = hf_config["vocab_size"]
     targets: dict[str, torch.Tensor | PartOf] = {"norm.weight": parameters["model.norm.weight"]}
@@ -44,13 +44,13 @@ def weight_targets(
 
 
 def vocab_rows(held: torch.Tensor, vocab_size: int, rank: int) -> PartOf:
-    """A rank's rows of an embedding. vLLM pads the vocabulary, then shares it; only the real rows are ever filled or read."""
+    """Return a rank's rows of an embedding without padding: vLLM pads the vocabulary before sharding it."""
     start = min(rank * len(held), vocab_size)
     return PartOf(held[: vocab_size - start], (vocab_size, held.shape[1]), (start, 0))
 
 
 def share_of(held: torch.Tensor, dim: int, rank: int, tp: int) -> PartOf:
-    """An even share of a tensor, cut along one dimension."""
+    """Return a rank's even shard of a tensor along one dimension."""
     size = held.shape[dim]
     shape, offset = list(held.shape), [0] * held.ndim
     shape[dim], offset[dim] = tp * size, rank * size
@@ -58,7 +58,7 @@ def share_of(held: torch.Tensor, dim: int, rank: int, tp: int) -> PartOf:
 
 
 def part_rows(hf_config: Mapping[str, Any], tp: int = 1) -> dict[str, slice]:
-    """Rows of each part of `qkv_proj` and `gate_up_proj`, as one of `tp` ranks has them."""
+    """Return the rows of each projection in `qkv_proj` and `gate_up_proj` on one of `tp` ranks."""
     head_dim, hidden = hf_config["head_dim"], hf_config["intermediate_size"] // tp
     q, kv = (hf_config[heads] * head_dim // tp for heads in ("num_attention_heads", "num_key_value_heads"))
     return {

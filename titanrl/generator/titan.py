@@ -1,4 +1,4 @@
-"""The trainer's model definition inside vLLM: torchtitan's own wrapper, told to wait for weights instead of loading them."""
+"""The trainer's model definition inside vLLM: torchtitan's wrapper, configured to receive weights instead of loading them."""
 
 import contextlib
 from pathlib import Path
@@ -22,7 +22,7 @@ CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT
 
 
 def register_titan_model(model_dir: Path, device: Device, tp: int = 1) -> None:
-    """Let vLLM build the model of a Hugging Face directory from torchtitan's definition, over `tp` ranks."""
+    """Register torchtitan's definition of a Hugging Face directory's model with vLLM, sharded over `tp` ranks."""
     register_to_vllm(
         qwen3_spec(model_dir, device),
         parallelism=InferenceParallelismConfig(tensor_parallel_degree=tp),
@@ -33,23 +33,20 @@ def register_titan_model(model_dir: Path, device: Device, tp: int = 1) -> None:
 
 
 def unwrap_forward(model: torch.nn.Module) -> None:
-    """Take off what torchtitan put around the model and each module's forward to redistribute tensors over ranks.
+    """Remove torchtitan's wrappers around the forward of the model and its modules, which redistribute tensors over ranks.
 
-    On one rank there is nothing to redistribute, and the wrappers cost a sixth of a decoding step of a tiny model.
+    One rank has nothing to redistribute, and the wrappers take a sixth of a decoding step of a tiny model.
     """
-    assert "spmd_context" in vars(model), "torchtitan no longer enters a mesh context around its forward pass"
+    assert "spmd_context" in vars(model), "torchtitan no longer enters a mesh context in its forward pass"
     vars(model)["spmd_context"] = contextlib.nullcontext
     wrapped = [module for module in model.modules() if isinstance(module, Module) and "forward" in vars(module)]
-    assert wrapped, "torchtitan no longer replaces the forward of a module that it parallelizes"
+    assert wrapped, "torchtitan no longer replaces the forward of parallelized modules"
     for module in wrapped:
         del vars(module)["forward"]
 
 
 def weight_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Where each tensor of the trainer's state dict goes, by its name there; a tied head appears once.
-
-    Of a tensor-parallel model they are DTensors over what this rank holds.
-    """
+    """Return the model's tensors by the names of the trainer's state dict, DTensors if it is sharded; tied ones appear once."""
     held = {name.removeprefix("model."): parameter.data for name, parameter in model.named_parameters()}
     assert isinstance(model, VLLMModelWrapper)
     targets: dict[str, torch.Tensor] = plain_tensor_to_dtensor_state_dict(

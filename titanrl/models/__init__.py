@@ -1,1 +1,1 @@
-"""Policy models: torchtitan's Qwen3 built from a Hugging Face directory, for trainer and generator alike."""
+"""Policy models: torchtitan's Qwen3, built from a Hugging Face directory for both trainer and generator."""

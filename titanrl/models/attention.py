@@ -1,6 +1,6 @@
-"""Attention over packed rows: who may look at whom, and SDPA with a dense mask where FlexAttention has no backward pass.
+"""Attention over packed rows: the mask, and SDPA with a dense mask for devices where FlexAttention has no backward pass.
 
-Shapes: B rows, L tokens of a row, N heads, H width of a head.
+Shapes: B rows, L tokens of a row, N heads, H head size.
 """
 
 from collections.abc import Callable
@@ -14,64 +14,64 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import create_attention_mask
 from torchtitan.protocols.module import Module
 
-MayLook = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""From row, head, place of the query and place of the key, which broadcast, whether the query may look at the key."""
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Function of row, head, query index and key index, which broadcast; returns True where the query attends to the key."""
 
 
 def sequence_starts(positions_BL: Tensor) -> Tensor:
-    """Where a sequence of packed rows starts, `[B, L]`: at position 0, or where positions do not go on by 1."""
-    goes_on_BL = torch.zeros_like(positions_BL, dtype=torch.bool)
-    goes_on_BL[:, 1:] = positions_BL[:, 1:] == positions_BL[:, :-1] + 1
-    return (positions_BL == 0) | ~goes_on_BL
+    """Return True, `[B, L]`, where a sequence starts: at position 0, or where the position is not the previous one plus 1."""
+    continues_BL = torch.zeros_like(positions_BL, dtype=torch.bool)
+    continues_BL[:, 1:] = positions_BL[:, 1:] == positions_BL[:, :-1] + 1
+    return (positions_BL == 0) | ~continues_BL
 
 
-def may_look(positions_BL: Tensor) -> MayLook:
-    """The rule of packed rows: a token sees its own sequence up to itself, and what its sequence shares.
+def mask_rule(positions_BL: Tensor) -> MaskRule:
+    """Return the mask rule of packed rows, where a token attends to its own sequence up to itself and to a shared prefix.
 
-    The positions alone carry it. Position 0 starts a sequence that stands whole. One that starts at p > 0 shares its first p
-    tokens with the last one that stands whole, and sees these instead of tokens of its own.
+    The positions alone determine the rule. A sequence that starts at position 0 is complete. A sequence that starts at p > 0
+    shares the first p tokens of the last complete sequence before it, and attends to those instead of tokens of its own.
     """
     starts_BL = sequence_starts(positions_BL)
     sequence_BL = starts_BL.cumsum(dim=1)
-    whole_BL = (positions_BL == 0).cumsum(dim=1)
-    places_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-    start_BL = torch.where(starts_BL, places_L, 0).cummax(dim=1).values
+    complete_BL = (positions_BL == 0).cumsum(dim=1)
+    indices_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
+    start_BL = torch.where(starts_BL, indices_L, 0).cummax(dim=1).values
     num_shared_BL = positions_BL.gather(1, start_BL)
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         own = sequence_BL[b, q] == sequence_BL[b, k]
-        shared = (whole_BL[b, q] == whole_BL[b, k]) & (positions_BL[b, k] < num_shared_BL[b, q])
+        shared = (complete_BL[b, q] == complete_BL[b, k]) & (positions_BL[b, k] < num_shared_BL[b, q])
         return (q >= k) & (own | shared)
 
     return rule
 
 
 def packed_mask(positions_BL: Tensor) -> Tensor:
-    """Who may look at whom in packed rows: bool `[B, 1, L, L]`."""
+    """Return the dense mask of packed rows, bool `[B, 1, L, L]`, True where the query attends to the key."""
     num_rows, length = positions_BL.shape
-    places_L = torch.arange(length, device=positions_BL.device)
+    indices_L = torch.arange(length, device=positions_BL.device)
     rows_B111 = torch.arange(num_rows, device=positions_BL.device)[:, None, None, None]
-    return may_look(positions_BL)(rows_B111, torch.zeros_like(rows_B111), places_L[:, None], places_L[None, :])
+    return mask_rule(positions_BL)(rows_B111, torch.zeros_like(rows_B111), indices_L[:, None], indices_L[None, :])
 
 
 def packed_block_mask(positions_BL: Tensor, block_size: int | tuple[int, int]) -> BlockMask:
-    """The same for FlexAttention."""
+    """Return the same mask for FlexAttention."""
     num_rows, length = positions_BL.shape
     mask: BlockMask = create_attention_mask(
-        may_look(positions_BL), num_rows, None, length, length, device=positions_BL.device, BLOCK_SIZE=block_size
+        mask_rule(positions_BL), num_rows, None, length, length, device=positions_BL.device, BLOCK_SIZE=block_size
     )
     return mask
 
 
 class PackedAttention(Module):
-    """torchtitan inner attention that takes the mask of `packed_mask`."""
+    """torchtitan inner attention that takes the mask returned by `packed_mask`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """No options."""
+        """Configuration without options."""
 
     def __init__(self, config: Config) -> None:
-        """Hold nothing: the mask comes with every call."""
+        """Take no state from the config: the mask is an argument of `forward`."""
         super().__init__()
 
     def forward(
@@ -85,7 +85,7 @@ class PackedAttention(Module):
         enable_gqa: bool = False,
         **_: Any,
     ) -> Tensor:
-        """Attend; output `[B, L, N, H]` like the queries."""
+        """Compute attention; the output is `[B, L, N, H]` like the queries."""
         q_BNLH, k_BNLH, v_BNLH = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         out_BNLH = F.scaled_dot_product_attention(
             q_BNLH, k_BNLH, v_BNLH, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa

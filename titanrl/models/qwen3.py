@@ -1,6 +1,6 @@
 """torchtitan's Qwen3 from a Hugging Face directory.
 
-torchtitan 0.3.0 knows the published sizes by name only; here any dense `config.json` becomes a model, tiny ones too.
+torchtitan 0.3.0 only builds the published sizes, by name. These functions build any dense Qwen3 from its `config.json`.
 """
 
 from functools import partial
@@ -28,15 +28,15 @@ _ONES = {"weight": nn.init.ones_}
 
 
 def inner_attention(device: Device) -> Module.Config:
-    """The attention that packed rows train with on a device."""
+    """Return the attention for training on packed rows on a device."""
     return FlexAttention.Config() if device.attention == "flex" else PackedAttention.Config()
 
 
 def qwen3_config(hf: dict[str, Any], attention: Module.Config) -> Qwen3Model.Config:
-    """torchtitan's model config for a Hugging Face one.
+    """Convert a Hugging Face config to torchtitan's model config.
 
-    The query, key and value projections stay apart: torchtitan's fused form makes `state_dict()` a collective that
-    replicates them, and its parameters are named differently from the checkpoint's.
+    The query, key and value projections stay separate: with torchtitan's fused projection, `state_dict()` is a collective that
+    replicates them, and the parameter names differ from the checkpoint's.
     """
     dim, head_dim, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
     theta = hf.get("rope_theta") or hf["rope_parameters"]["rope_theta"]
@@ -78,7 +78,7 @@ def qwen3_config(hf: dict[str, Any], attention: Module.Config) -> Qwen3Model.Con
 
 
 def qwen3_spec(model_dir: Path, device: Device) -> ModelSpec:
-    """Everything torchtitan needs to build, parallelize, load and save the model of a Hugging Face directory."""
+    """Return the spec by which torchtitan builds, parallelizes, loads and saves the model of a Hugging Face directory."""
     return ModelSpec(
         name="qwen3",
         flavor=model_dir.name,
@@ -91,5 +91,5 @@ def qwen3_spec(model_dir: Path, device: Device) -> ModelSpec:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`float32` or `bfloat16` as torch's type."""
+    """Return torch's type for `float32` or `bfloat16`."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

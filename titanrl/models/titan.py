@@ -1,4 +1,4 @@
-"""The one place that reaches into torchtitan's private parts. `tests/models/test_titan.py` fails when they move."""
+"""torchtitan's module-level device, set before its other modules copy it. `tests/models/test_titan.py` checks it."""
 
 import torch
 import torchtitan.tools.utils as titan_utils
@@ -7,9 +7,9 @@ from titanrl.device import Device
 
 
 def prepare_torchtitan(device: Device) -> None:
-    """Tell torchtitan 0.3.0 which device it is on; call before any other torchtitan import of the process.
+    """Set torchtitan's device; call before the process imports anything else of torchtitan.
 
-    Without an accelerator it assumes `cuda`, and modules copy the value when they are imported.
+    torchtitan 0.3.0 assumes `cuda` if it finds no accelerator, and its modules copy the value when they are imported.
     """
     if device.kind == "npu":
         import torch_npu  # noqa: F401 - registers the device and its process-group backend with torch

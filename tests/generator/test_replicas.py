@@ -1,0 +1,194 @@
+"""Two real replicas behind one weight sync: a replica that drains delays neither the other one nor the controller."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from monarch.actor import this_host
+from safetensors.torch import load_file
+
+from tests.generator.test_generator import titan_names
+from titanrl.config import load_config
+from titanrl.config.sections import RecipeConfig
+from titanrl.data.recipe import create_model
+from titanrl.device import DEVICES
+from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.launch.environment import generator_environment, worker_environment
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.meshes import GeneratorMeshes
+from titanrl.launch.supervision import Supervisor
+from titanrl.rollout.pool import GeneratorPool
+from titanrl.types import Completion, GenerationRequest, SamplingParams
+from titanrl.weights.manifest import WeightManifest
+from titanrl.weights.publish import WeightPublisher
+from titanrl.weights.pull import WeightReader
+from titanrl.weights.store import WeightStore, spawn_store
+
+MAX_LEN = 2048
+PROMPT = tuple(range(2, 12))
+
+
+@dataclass
+class Pair:
+    """Two replicas that drain before an update, and a publisher of one model's weights."""
+
+    runner: asyncio.Runner
+    store: WeightStore
+    generators: GeneratorMeshes
+    pools: tuple[GeneratorPool, ...]
+    publisher: WeightPublisher
+    state: dict[str, torch.Tensor]
+    version: int = 0
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
+
+    def sync(self) -> "Sync":
+        return Sync(self)
+
+    async def generate(self, replica: int, num_tokens: int, count: int = 1) -> list[Completion]:
+        sampling = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, seed=None)
+        return await self.pools[replica].generate([GenerationRequest(token_ids=PROMPT, sampling=sampling)] * count)
+
+    async def decoding(self, replica: int, num_tokens: int) -> "asyncio.Task[list[Completion]]":
+        """Start a long completion; return when the engine is decoding it."""
+        task = asyncio.create_task(self.generate(replica, num_tokens))
+        await asyncio.sleep(0)
+        await self.generate(replica, 4)  # a later request; requests decode in step with each other
+        return task
+
+
+class Sync:
+    """The weight sync of a run, as the controller has it."""
+
+    def __init__(self, pair: Pair) -> None:
+        from titanrl.weights.sync import WeightSync
+
+        self.pair = pair
+        pulls = [lambda commit, replica=replica: pair.generators.pull_weights(replica, commit) for replica in (0, 1)]
+        self.weights = WeightSync("pair", pair.store, push=self.push, expect=pair.generators.expect_weights, pulls=pulls)
+
+    async def push(self, version: int) -> Sequence[WeightManifest]:
+        return (await self.pair.publisher.publish(version, self.pair.state),)
+
+    async def publish(self, updates: int = 1) -> asyncio.Event:
+        """Publish a version this many updates after the last one; the event is set when its slots are freed."""
+        freed = asyncio.Event()
+
+        async def free() -> None:
+            freed.set()
+
+        await self.weights.pushed()
+        self.pair.version += updates
+        self.weights.publish(self.pair.version, free)
+        return freed
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    create_model(folder / "model", RecipeConfig(max_positions=MAX_LEN), seed=1)
+    config = load_config("configs/quickstart.yaml")
+    settings = config.generator.model_copy(update={"model_impl": "native", "on_update": "drain"})
+
+    async def start() -> tuple[Pair, Fleet, Supervisor]:
+        supervisor = Supervisor()
+        fleet = Fleet(folder, supervisor)
+        store = await spawn_store(fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",)))
+        setup = GeneratorSetup(
+            model_dir=folder / "model",
+            config=settings,
+            device=DEVICES["cpu"],
+            max_len=MAX_LEN,
+            stop_ids=(),
+            reader=WeightReader("pair", store),
+        )
+        environment = generator_environment(config, DEVICES["cpu"], 0)
+        procs = [fleet.spawn(f"replica{i}", this_host(), 1, environment, ("titanrl.generator.actor",)) for i in (0, 1)]
+        meshes = tuple(proc.spawn("generator", Generator, setup) for proc in procs)
+        generators = GeneratorMeshes(meshes, supervisor, config.timeouts)
+        await generators.start()
+        pools = tuple(GeneratorPool([actor], max_num_seqs=256) for actor in generators.actors)
+        state = titan_names(load_file(folder / "model" / "model.safetensors"))
+        publisher = WeightPublisher("pair", 0, store, torch.float32, ["arena"])
+        return Pair(runner, store, generators, pools, publisher, state), fleet, supervisor
+
+    async def stop() -> None:
+        supervisor.expect_deaths()
+        await fleet.stop(20)
+
+    with asyncio.Runner() as runner:
+        pair, fleet, supervisor = runner.run(start())
+        yield pair
+        runner.run(stop())
+
+
+def test_slots_are_freed_while_a_slow_replica_still_drains(pair: Pair) -> None:
+    async def scenario() -> None:
+        sync = pair.sync()
+        await sync.publish()
+        await sync.weights.ready()
+        slow = await pair.decoding(1, 1500)
+        freed = await sync.publish()
+        await freed.wait()
+        (completion,) = await pair.generate(0, 4)
+        assert set(completion.versions.tolist()) == {pair.version}
+        assert not slow.done(), "the slots were freed after the slow replica, not after the fast one"
+        held = asyncio.create_task(pair.generate(1, 4))
+        assert set((await slow)[0].versions.tolist()) == {pair.version - 1}
+        assert set((await held)[0].versions.tolist()) == {pair.version}
+        await sync.weights.ready()
+
+    pair.do(scenario())
+
+
+def test_stats_return_at_once_while_a_pull_drains(pair: Pair) -> None:
+    async def scenario() -> None:
+        sync = pair.sync()
+        await sync.publish()
+        await sync.weights.ready()
+        slow = await pair.decoding(1, 1500)
+        await pair.generators.take_stats()
+        freed = await sync.publish()
+        await freed.wait()
+        started = time.perf_counter()
+        stats = await pair.generators.take_stats()
+        waited = time.perf_counter() - started
+        assert not slow.done(), "the statistics came after the drain"
+        assert stats.wall_s > 0
+        await slow
+        await sync.weights.ready()
+        drained = time.perf_counter() - started
+        assert waited < drained / 2
+
+    pair.do(scenario())
+
+
+def test_thirty_publications_of_two_updates_end_without_a_mismatch_under_drain(pair: Pair) -> None:
+    async def keep_busy(replica: int, done: asyncio.Event) -> int:
+        num_tokens = 0
+        while not done.is_set():
+            completions = await pair.generate(replica, 10 + 30 * replica, count=4)
+            num_tokens += sum(len(completion.token_ids) for completion in completions)
+        return num_tokens
+
+    async def scenario() -> None:
+        sync, done = pair.sync(), asyncio.Event()
+        pair.version += pair.version % 2
+        await sync.publish(updates=2)
+        await sync.weights.ready()
+        busy = [asyncio.create_task(keep_busy(replica, done)) for replica in (0, 1)]
+        for _ in range(30):
+            await sync.publish(updates=2)
+        await sync.weights.ready()
+        done.set()
+        assert min(await asyncio.gather(*busy)) > 0
+        for replica in (0, 1):
+            (completion,) = await pair.generate(replica, 4)
+            assert set(completion.versions.tolist()) == {pair.version}
+
+    pair.do(scenario())
