@@ -1,5 +1,6 @@
 """How a run ended, in a few lines: what was learned, where everything is, what to do next."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,5 +76,5 @@ def last_lines(run_dir: Path, outcome: Outcome) -> list[str]:
 
 
 def relative(path: Path) -> Path:
-    """A path as the user would type it: from the current directory, if it lies there."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    """Return a path as the user would type it: relative to the current directory, unless the absolute path is shorter."""
+    return Path(min(os.path.relpath(path), str(path), key=len))
