@@ -39,18 +39,15 @@ async def roll_out(
     completions = await generate(requests)
     generated = time.perf_counter()
     texts = [decode(completion.token_ids.tolist()) for completion in completions]
-    scores = await score([(text, prompt.entry) for text in texts])
-    scored = [(completion, score.parts) for completion, score in zip(completions, scores, strict=True) if score.status == "ok"]
+    pairs = list(zip(completions, await score([(text, prompt.entry) for text in texts]), strict=True))
+    scored = [(completion, score.parts) for completion, score in pairs if score.status == "ok"]
+    failed = [(completion, score.detail) for completion, score in pairs if score.status != "ok"]
     return Group(
         prompt=prompt,
         rollouts=rollouts_of(prompt, [completion for completion, _ in scored], [parts for _, parts in scored]),
         generate_s=generated - started,
         score_s=time.perf_counter() - generated,
-        failures=tuple(
-            ScorerFailure(completion=completion, error=score.detail)
-            for completion, score in zip(completions, scores, strict=True)
-            if score.status != "ok"
-        ),
+        failures=tuple(ScorerFailure(completion=completion, error=error) for completion, error in failed),
     )
 
 

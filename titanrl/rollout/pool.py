@@ -115,9 +115,8 @@ class GeneratorPool:
         groups, num_kept = [call.requests for call in calls], [call.num_kept for call in calls]
         port, receiver = Channel[Any].open()
         done = asyncio.ensure_future(resolve(replica.actor.generate.call_one(groups, num_kept, port)))
-        done.add_done_callback(
-            lambda call: call.cancelled() or call.exception()
-        )  # not awaited if `close` cancels
+        # Retrieve the exception: nothing awaits the call if `close` cancels this task.
+        done.add_done_callback(lambda call: call.cancelled() or call.exception())
         try:
             num_missing = len(calls)
             while num_missing:

@@ -9,12 +9,11 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Literal
 
 from titanrl.config.sections import SandboxConfig
 from titanrl.sandbox.client import FORK_DEADLINE_S, SandboxDied, ZygoteClient
 from titanrl.sandbox.confine import SandboxUnavailable, missing_features
-from titanrl.sandbox.scores import Score, ScorerSpec, parse_scores
+from titanrl.sandbox.scores import ProcessFailure, Score, ScorerSpec, parse_scores
 from titanrl.sandbox.zygote import END, STARTED, Answer
 
 MAX_TEXT_CHARS = 1 << 20
@@ -86,7 +85,7 @@ class ScoringPool:
             zygote, self._zygote = self._zygote, None
             await zygote.stop()
 
-    async def _attempt(self, answers: Sequence[Answer], timeout_s: float) -> list[Score] | Literal["timeout", "crash"]:
+    async def _attempt(self, answers: Sequence[Answer], timeout_s: float) -> list[Score] | ProcessFailure:
         """Score the answers in one process, and kill that process unless it may serve another group."""
         request = pickle.dumps([(text[-MAX_TEXT_CHARS:], entry) for text, entry in answers])
         zygote = self._zygote
@@ -108,7 +107,7 @@ class ScoringPool:
                 return "crash"
             return scores
 
-    def _failed(self, status: Literal["timeout", "crash"]) -> Score:
+    def _failed(self, status: ProcessFailure) -> Score:
         limit = f"sandbox.timeout_s={self._config.timeout_s:g}, for a whole group"
         timeout = f"timeout: the scorer did not return in time ({limit})"
         crash = "crash: the scoring process exited, was killed by a signal, or sent an invalid reply"

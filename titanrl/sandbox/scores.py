@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from titanrl.config.sections import DataConfig
 
-Status = Literal["ok", "error", "timeout", "crash"]
+ProcessFailure = Literal["timeout", "crash"]
+"""Reason why a scoring process returned no scores."""
+Status = Literal["ok", "error"] | ProcessFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

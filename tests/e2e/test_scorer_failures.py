@@ -1,0 +1,35 @@
+"""Runs whose scorer raises, always or sometimes."""
+
+from pathlib import Path
+
+from tests.e2e.conftest import REPO, Finished, Start
+
+
+def test_scorer_that_always_raises_ends_the_run_with_its_exception(
+    start_run: Start, plain_run: Finished, tmp_path: Path
+) -> None:
+    (tmp_path / "broken_reward.py").write_text("def score(text, entry):\n    return 1 / 0\n")
+    finished = start_run("broken", "data.scorer=broken_reward:score", PYTHONPATH=f"{REPO}:{tmp_path}").finish()
+    assert finished.code == 1
+    last = finished.output.splitlines()[-1]
+    assert "ScorerError: data.scorer: the scorer failed on all 32 completions" in last
+    assert "ZeroDivisionError: division by zero" in last
+    assert "Traceback" not in finished.output
+
+
+def test_failed_rollouts_are_left_out_counted_and_marked(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+    (tmp_path / "unlucky_reward.py").write_text(
+        "def score(text, entry):\n    assert len(text) % 4, 'unlucky'\n    return len(text) % 2\n"
+    )
+    overrides = ("data.scorer=unlucky_reward:score", "num_steps=2", "logging.rollouts_per_step=8")
+    finished = start_run("unlucky", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
+    assert finished.code == 0, finished.output
+    groups = finished.rollouts()
+    failed = [completion for group in groups for completion in group["completions"] if completion["reward"] is None]
+    assert {completion["error"] for completion in failed} == {"AssertionError: unlucky"}
+    assert all(completion["text"] and len(completion["text"]) % 4 == 0 for completion in failed)
+    for group in groups:
+        is_failed = [completion["reward"] is None for completion in group["completions"]]
+        assert is_failed == sorted(is_failed), "rollouts of the record come first"
+    assert all(0.0 < row["reward/error_frac"] < 1.0 for row in finished.steps)
+    assert finished.output.count("AssertionError: unlucky") == 1, "the first failure is shown once"
