@@ -1,4 +1,4 @@
-"""Most bytes that tensors held at once, on any device."""
+"""Peak memory of tensors, on any device."""
 
 import weakref
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Storages(TorchDispatchMode):
-    """Follows every storage that an operation makes, from birth to death."""
+    """Counts the bytes of every storage that an operation allocates, until the storage is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,9 +40,10 @@ class _Storages(TorchDispatchMode):
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Most bytes held at once by tensors that `work` makes, beyond those that were there before.
+    """Return the peak bytes of the tensors that `work` allocates, without those allocated before.
 
-    On CUDA the allocator's own figure; elsewhere from a count of storages, which sees every operation of torch.
+    The figure comes from the allocator on CUDA. On other devices it comes from a count of storages, which covers every torch
+    operation.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()

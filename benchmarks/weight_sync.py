@@ -1,10 +1,10 @@
-"""How fast do weights reach the generators? `python -m benchmarks.weight_sync --json FILE`.
+"""Benchmark of the weight sync: `python -m benchmarks.weight_sync --json FILE`.
 
-Writers and readers are Monarch processes of their own, with real FSDP2 and TP shards. Each repetition is one memcpy of the same
-bytes (one thread, warm pages, a process of its own) and one version published as the main job does it: machines are noisy, and
-only ratios within a repetition mean anything. Times of push and pull are those inside the slowest process; end to end is what
-the controller sees, from `publish` to the moment when slots are freed, calls included. torchstore's own `put_state_dict` and
-`get_state_dict` move the same weights beside it, once.
+Writers and readers are separate Monarch processes with real FSDP2 and TP shards. Each repetition is one memcpy of the same
+bytes (one thread, warm pages, in its own process) and one version published as in a run. Machines are noisy, so only ratios
+within a repetition are meaningful. Push and pull times are those of the slowest process. End to end is the controller's time
+from `publish` until slots are freed, including calls. torchstore's own `put_state_dict` and `get_state_dict` move the same
+weights once, for comparison.
 """
 
 import argparse
@@ -50,10 +50,10 @@ NUM_REPETITIONS = {"small": 25, "large": 9}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many processes write and read."""
+    """Numbers of writer and reader processes."""
 
     fsdp: int
-    """Ranks that FSDP2 shards over."""
+    """FSDP2 ranks of the writers."""
     tp: int
     """Tensor-parallel ranks of the writers."""
     reader_tp: int
@@ -65,7 +65,7 @@ LAYOUTS = {"1->1": Layout(1, 1, 1), "FSDP2->1": Layout(2, 1, 1), "FSDP2xTP2->TP2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the result; seconds are medians, ratios medians of the repetitions' ratios to their own memcpy."""
+    """One row of the result. Seconds are medians; ratios are medians of each repetition's ratio to its own memcpy."""
 
     name: str
     payload: str
@@ -85,16 +85,16 @@ class Case:
     torchstore_s: float | None
     torchstore_ratio: float | None
     copy_ratio: float
-    """Seconds of a push's copies, by those of torch's own between the same tensors."""
+    """Seconds of a push's copies, divided by the seconds of torch's own copies between the same tensors."""
     state_dict_ratio: float | None
-    """Seconds to find all tensors of the model, by those of torch.distributed's `get_model_state_dict`; None without FSDP."""
+    """Seconds to list the model's tensors, divided by the seconds of `get_model_state_dict`; None without FSDP."""
 
 
 # Payloads
 
 
 def small_shapes() -> Shapes:
-    """300 tensors, 49 MB in bf16."""
+    """Return the shapes of 300 tensors, 49 MB in bf16."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(150):
         shapes |= {f"layers.{layer}.w1": (512, 320), f"layers.{layer}.norm": (512,)}
@@ -102,7 +102,7 @@ def small_shapes() -> Shapes:
 
 
 def large_shapes() -> Shapes:
-    """The 310 tensors of Qwen3-0.6B, head tied, 1.19 GB in bf16."""
+    """Return the shapes of Qwen3-0.6B's 310 tensors with a tied head, 1.19 GB in bf16."""
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings": (151_936, 1024), "norm": (1024,)}
     layer_shapes = {
         "wq": (2048, 1024),
@@ -126,12 +126,12 @@ PAYLOADS = {"small": small_shapes, "large": large_shapes}
 
 
 def constant(name: str) -> float:
-    """What every element of a tensor holds; exact in bf16."""
+    """Return the value of every element of a tensor, which bf16 represents exactly."""
     return (sum(name.encode()) % 127 + 1) / 128
 
 
 def tp_placement(name: str) -> Replicate | Shard:
-    """How tensor parallelism cuts a tensor."""
+    """Return the placement of a tensor under tensor parallelism."""
     last = name.rpartition(".")[2]
     if last.endswith("norm"):
         return Replicate()
@@ -139,7 +139,7 @@ def tp_placement(name: str) -> Replicate | Shard:
 
 
 def build_module(shapes: Shapes, dtype: torch.dtype, mesh: Any) -> nn.Module:
-    """A module with these parameters, cut by TP and then by FSDP2 where the mesh has these dimensions."""
+    """Build a module with these parameters, sharded by TP and then by FSDP2 where the mesh has these dimensions."""
     root = nn.Module()
     for name, shape in shapes.items():
         *path, last = name.split(".")
@@ -170,7 +170,7 @@ class Writer(Actor):
 
     @endpoint
     async def build(self, payload: str, dtype: str, layout: Layout) -> None:
-        """Make the weights."""
+        """Build the weights."""
         mesh = None
         if layout.fsdp * layout.tp > 1:
             torch.distributed.init_process_group("gloo")
@@ -181,7 +181,7 @@ class Writer(Actor):
 
     @endpoint
     async def prepare(self, run: str, verify: Verify) -> float:
-        """Allocate the arenas; returns seconds."""
+        """Allocate the arenas and return the seconds it took."""
         self._publisher = WeightPublisher(run, self._rank, self._store, PUBLISHED, ["arena"], verify)
         started = time.perf_counter()
         await self._publisher.prepare(self._state.tensors())
@@ -197,12 +197,12 @@ class Writer(Actor):
 
     @endpoint
     async def seconds(self) -> float:
-        """Of the last push."""
+        """Return the seconds of the last push."""
         return self._seconds
 
     @endpoint
     async def torchstore_put(self, key: str) -> None:
-        """torchstore's own way, cast first because it does not cast."""
+        """Publish with torchstore's `put_state_dict`, after a cast, because torchstore does not cast."""
         from torchstore.state_dict_utils import put_state_dict
 
         state = {name: value.to(PUBLISHED) for name, value in self._module.state_dict().items()}
@@ -210,24 +210,23 @@ class Writer(Actor):
 
     @endpoint
     async def state_dict_ratio(self) -> float | None:
-        """Seconds to find all tensors, as a push does, by those of `get_model_state_dict`."""
+        """Measure `Case.state_dict_ratio`."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         if not isinstance(self._module, torch.distributed.fsdp.FSDPModule):
             return None
-
         return ratio_of_seconds(self._state.tensors, lambda: get_model_state_dict(self._module))
 
     @endpoint
     async def copy_ratio(self) -> float:
-        """Seconds of a push's copies, by those of torch's own between the same tensors."""
+        """Measure `Case.copy_ratio`."""
         sources = [local_part(value).detach() for value in self._state.tensors().values()]
         targets = [torch.ones_like(source, dtype=PUBLISHED) for source in sources]
         return ratio_of_seconds(Copies(targets, sources).run, Copies(targets, sources, streamed_from_bytes=sys.maxsize).run)
 
 
 def ratio_of_seconds(one: Callable[[], object], other: Callable[[], object], num_pairs: int = 5) -> float:
-    """The seconds that one takes by those of the other, by turns: the median."""
+    """Run both callables alternately and return the median ratio of their seconds."""
 
     def seconds(make: Callable[[], object]) -> float:
         started = time.perf_counter()
@@ -238,7 +237,7 @@ def ratio_of_seconds(one: Callable[[], object], other: Callable[[], object], num
 
 
 class Copier(Actor):
-    """What everything is compared with."""
+    """A process that measures memcpy, the reference of all ratios."""
 
     def __init__(self) -> None:
         """Start without buffers."""
@@ -246,7 +245,7 @@ class Copier(Actor):
 
     @endpoint
     async def memcpy(self, num_bytes: int) -> float:
-        """Seconds to copy as many bytes, between warm pages, with one thread."""
+        """Return the seconds to copy this many bytes between warm pages with one thread."""
         if not self._buffers:
             self._buffers = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2)]
         source, target = self._buffers
@@ -265,7 +264,7 @@ class Reader(Actor):
 
     @endpoint
     async def build(self, payload: str, layout: Layout) -> None:
-        """Make what is to be filled."""
+        """Build the tensors to fill."""
         mesh = None
         if layout.reader_tp > 1:
             torch.distributed.init_process_group("gloo")
@@ -279,24 +278,24 @@ class Reader(Actor):
 
     @endpoint
     async def prepare(self, run: str, verify: Verify) -> None:
-        """Begin to read a run."""
+        """Create the reader of a run."""
         self._reader = WeightReader(run, self._store, verify)
 
     @endpoint
     async def pull(self, commit: Commit) -> None:
-        """Take over a version."""
+        """Pull a version."""
         started = time.perf_counter()
         (await self._reader.fetch(commit)).copy_into(self._targets)
         self._seconds = time.perf_counter() - started
 
     @endpoint
     async def seconds(self) -> float:
-        """Of the last pull."""
+        """Return the seconds of the last pull."""
         return self._seconds
 
     @endpoint
     async def check(self) -> None:
-        """Make sure that the weights have arrived, and empty their place."""
+        """Verify that the weights have arrived, and reset the tensors to zero."""
         with torch.no_grad():
             for name, target in self._targets.items():
                 local = target.to_local() if isinstance(target, torch.distributed.tensor.DTensor) else target
@@ -305,7 +304,7 @@ class Reader(Actor):
 
     @endpoint
     async def torchstore_get(self, key: str) -> None:
-        """torchstore's own way."""
+        """Pull with torchstore's `get_state_dict`."""
         from torchstore.state_dict_utils import get_state_dict
 
         await get_state_dict(self._store.client, key, self._targets)
@@ -315,15 +314,15 @@ class Reader(Actor):
 
 
 class Bench:
-    """The processes of one layout with one payload, under a controller that publishes as the main job does."""
+    """The processes of one layout and payload, and a controller that publishes as in a run."""
 
     def __init__(self, payload: str, layout: str, dtype: str, fleet: Fleet) -> None:
-        """Nothing is started yet."""
+        """Keep the options; `start` spawns the processes."""
         self.payload, self.layout, self.dtype = payload, layout, dtype
         self._fleet = fleet
 
     async def start(self) -> None:
-        """Start processes and make weights."""
+        """Start the processes and build the weights."""
         layout, imports = LAYOUTS[self.layout], ("titanrl.weights.store", "benchmarks.weight_sync")
         sizes = {"store": 1, "copier": 1, "writers": layout.fsdp * layout.tp, "readers": layout.reader_tp}
         procs = {
@@ -336,14 +335,14 @@ class Bench:
         self.writers = procs["writers"].spawn("writers", Writer, self.store)
         self.readers = procs["readers"].spawn("readers", Reader, self.store)
         await asyncio.gather(
-            answers(self.writers.build.call(self.payload, self.dtype, layout)),
-            answers(self.readers.build.call(self.payload, layout)),
+            replies(self.writers.build.call(self.payload, self.dtype, layout)),
+            replies(self.readers.build.call(self.payload, layout)),
         )
 
     async def measure(self, verify: Verify, num_repetitions: int, *, torchstore: bool) -> Case:
-        """Publish versions, each after a memcpy of as many bytes."""
+        """Publish versions, each after a memcpy of the same size."""
         run = f"run-{verify}"
-        prepare_s = max(await answers(self.writers.prepare.call(run, verify)))
+        prepare_s = max(await replies(self.writers.prepare.call(run, verify)))
         await self.readers.prepare.call(run, verify)
         self._sync = WeightSync(run, self.store, push=self._push, expect=self._expect, pulls=[self._pull])
         rows = [await self._repetition(version) for version in range(NUM_WARM_UPS + num_repetitions)]
@@ -351,8 +350,8 @@ class Bench:
         warm, num_bytes = rows[NUM_WARM_UPS:], rows[0]["bytes"]
         torchstore_s = await self._torchstore() if torchstore else None
         memcpy_s = statistics.median(row["memcpy"] for row in warm)
-        (state_dict_ratio, *_) = await answers(self.writers.state_dict_ratio.call())
-        copy_ratio = statistics.median(await answers(self.writers.copy_ratio.call()))
+        (state_dict_ratio, *_) = await replies(self.writers.state_dict_ratio.call())
+        copy_ratio = statistics.median(await replies(self.writers.copy_ratio.call()))
         return Case(
             name=f"{self.payload} {self.layout} {self.dtype} {verify}",
             payload=self.payload,
@@ -389,13 +388,13 @@ class Bench:
         return {
             "bytes": num_bytes,
             "memcpy": memcpy_s,
-            "push": max(await answers(self.writers.seconds.call())),
-            "pull": max(await answers(self.readers.seconds.call())),
+            "push": max(await replies(self.writers.seconds.call())),
+            "pull": max(await replies(self.readers.seconds.call())),
             "e2e": ended[0] - started,
         }
 
     async def _torchstore(self) -> float:
-        """Seconds of torchstore's own put and get, once: it has nothing to warm up."""
+        """Measure one put and get of torchstore itself, which has nothing to warm up."""
         started = time.perf_counter()
         await self.writers.torchstore_put.call("own")
         await self.readers.torchstore_get.call("own")
@@ -404,22 +403,22 @@ class Bench:
         return seconds
 
     async def _push(self, version: int) -> list[WeightManifest]:
-        return await answers(self.writers.push.call(version))
+        return await replies(self.writers.push.call(version))
 
     async def _expect(self, version: int) -> None:
-        """There is one reader, which nobody asks anything."""
+        """Do nothing; the reader serves no requests."""
 
     async def _pull(self, commit: Commit) -> None:
         await self.readers.pull.call(commit)
 
 
-async def answers(call: Any) -> list[Any]:
-    """Of all ranks of a mesh."""
-    return [answer for _, answer in (await call).items()]
+async def replies(call: Any) -> list[Any]:
+    """Await a call and return the replies of all ranks of a mesh."""
+    return [reply for _, reply in (await call).items()]
 
 
 async def run_all(arguments: argparse.Namespace) -> None:
-    """Measure every case, with fresh processes for each set of weights, and write the file anew after each."""
+    """Measure every case with fresh processes for each set of weights, and rewrite the file after each case."""
     result: dict[str, Any] = {"benchmark": "weight_sync", "machine": describe_machine(), "cases": []}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     chosen = list(itertools.product(arguments.payloads, arguments.layouts, arguments.dtypes))
@@ -432,14 +431,14 @@ async def run_all(arguments: argparse.Namespace) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put a text in a file's place, all at once: an interruption leaves the one before."""
+    """Replace a file's text atomically; an interruption keeps the previous text."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.replace(path)
 
 
 async def run_one(payload: str, layout: str, dtype: str, arguments: argparse.Namespace) -> AsyncIterator[Case]:
-    """Measure one set of weights: the default digest always, the others where one process writes and one reads."""
+    """Measure one set of weights with the default digest, and with the other digests if one process writes and one reads."""
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         supervisor = Supervisor()
         fleet = Fleet(Path(folder), supervisor)
@@ -457,7 +456,7 @@ async def run_one(payload: str, layout: str, dtype: str, arguments: argparse.Nam
 
 
 def summary(case: Case) -> str:
-    """One line for a reader."""
+    """Format a case as one line."""
     other = "" if case.torchstore_ratio is None else f"   torchstore x{case.torchstore_ratio:.0f}"
     return (
         f"{case.name:40} memcpy {case.memcpy_s * 1e3:6.1f} ms   push x{case.push_ratio:.2f}   pull x{case.pull_ratio:.2f}   "
@@ -467,20 +466,20 @@ def summary(case: Case) -> str:
 
 
 def main() -> None:
-    """Measure what the arguments name."""
+    """Measure the cases that the arguments select."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="file to write, anew after each case")
+    parser.add_argument("--json", type=Path, required=True, help="file to write, rewritten after each case")
     parser.add_argument("--payloads", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--repetitions", type=int, help=f"after {NUM_WARM_UPS} to warm up; default {NUM_REPETITIONS}")
-    parser.add_argument("--no-torchstore", dest="torchstore", action="store_false", help="leave torchstore's own calls out")
+    parser.add_argument("--repetitions", type=int, help=f"repetitions after {NUM_WARM_UPS} warm-ups; default {NUM_REPETITIONS}")
+    parser.add_argument("--no-torchstore", dest="torchstore", action="store_false", help="skip torchstore's own calls")
     arguments = parser.parse_args()
     asyncio.run(run_all(arguments))
 
 
 if __name__ == "__main__":
-    # Under its own name, so that the processes find the same classes.
+    # Imported by name, so that the spawned processes find the same classes.
     from benchmarks import weight_sync
 
     weight_sync.main()

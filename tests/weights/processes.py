@@ -1,4 +1,4 @@
-"""Writers and readers in processes of their own, and a store for those that need no torchstore."""
+"""Writers and readers in separate processes, and an in-memory store for tests without torchstore."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from titanrl.weights.transport import TransportName
 
 
 class MemoryStore:
-    """Keys and values of one process."""
+    """A store within one process."""
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self.values: dict[str, Any] = dict(values or {})
@@ -32,12 +32,12 @@ class MemoryStore:
 
 
 def constant_state(value: float, num_tensors: int, numel: int) -> dict[str, torch.Tensor]:
-    """Tensors that all hold one value."""
+    """Build tensors whose elements all have one value."""
     return {f"w{number}": torch.full((numel,), value) for number in range(num_tensors)}
 
 
 def publish_versions(pipe: Connection, num_versions: int, pause_after: int, num_tensors: int, numel: int) -> None:
-    """Publish version after version, with its number in every element; wait for nobody, but once for a word to go on."""
+    """Publish versions without waiting for readers, each with its number in every element; pause once for a message."""
 
     async def run() -> None:
         store: Any = MemoryStore()
@@ -55,7 +55,7 @@ def publish_versions(pipe: Connection, num_versions: int, pause_after: int, num_
 
 
 class Writer(Actor):
-    """Publishes what it is told."""
+    """A trainer rank that publishes the given state dicts."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -64,7 +64,7 @@ class Writer(Actor):
     async def publish(
         self, run: str, version: int, state: dict[str, torch.Tensor], keep: Sequence[str], transports: Sequence[TransportName]
     ) -> WeightManifest:
-        self._publisher = WeightPublisher(run, 0, self._store, torch.bfloat16, transports)  # its arenas live on
+        self._publisher = WeightPublisher(run, 0, self._store, torch.bfloat16, transports)  # owns the arenas
         return await self._publisher.publish(version, state, keep)
 
     @endpoint
@@ -73,7 +73,7 @@ class Writer(Actor):
 
 
 class Reader(Actor):
-    """Pulls into zeros."""
+    """A generator rank that pulls into the given tensors and returns them."""
 
     def __init__(self, reader: WeightReader) -> None:
         self._reader = reader
@@ -81,4 +81,14 @@ class Reader(Actor):
     @endpoint
     async def pull(self, commit: Commit, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (await self._reader.fetch(commit)).copy_into(targets)
+        return targets
+
+    @endpoint
+    async def fetch_two(self, first: Commit, second: Commit, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Fetch two versions and pull the first of them; then check that a later fetch reuses a buffer."""
+        fetched = [await self._reader.fetch(first), await self._reader.fetch(second)]
+        fetched[0].copy_into(targets)
+        buffers = {each.payloads[0].data.data_ptr() for each in fetched}
+        fetched.clear()
+        assert (await self._reader.fetch(second)).payloads[0].data.data_ptr() in buffers
         return targets

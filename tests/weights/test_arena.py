@@ -1,4 +1,4 @@
-"""Arenas between real processes: what is shared, what is refused, what a crash leaves."""
+"""Arenas between real processes: sharing, refused mappings, and the state after a crash."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ with arena.writing() as data:
 
 
 class Owner:
-    """A process that publishes an arena, and half overwrites it when told."""
+    """A process that owns an arena and overwrites half of it on request."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -56,7 +56,7 @@ def owner() -> Owner:
     return Owner()
 
 
-def test_a_reader_sees_what_another_process_wrote_without_a_copy(owner: Owner) -> None:
+def test_reader_shares_memory_with_the_owner(owner: Owner) -> None:
     mapped = MappedArena(owner.handle)
     assert mapped.sequence == owner.sequence
     assert mapped.data.tolist() == [0, 1, 2, 3, 4, 5]
@@ -65,14 +65,14 @@ def test_a_reader_sees_what_another_process_wrote_without_a_copy(owner: Owner) -
     owner.kill()
 
 
-def test_a_read_that_meets_a_write_sees_it_at_the_sequence_number(owner: Owner) -> None:
+def test_sequence_number_is_odd_during_a_write(owner: Owner) -> None:
     mapped = MappedArena(owner.handle)
     owner.overwrite_half()
     assert mapped.sequence == owner.sequence + 1
     owner.kill()
 
 
-def test_a_killed_owner_leaves_attached_readers_their_bytes_and_nothing_else(owner: Owner) -> None:
+def test_mapped_bytes_outlive_a_killed_owner(owner: Owner) -> None:
     before = set(os.listdir("/dev/shm"))
     mapped = MappedArena(owner.handle)
     owner.kill()
@@ -83,7 +83,7 @@ def test_a_killed_owner_leaves_attached_readers_their_bytes_and_nothing_else(own
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def test_a_reused_pid_and_another_host_are_not_mistaken_for_the_owner() -> None:
+def test_reused_pid_and_other_host_are_refused() -> None:
     arena = Arena(4)
     with pytest.raises(WeightMismatchError, match="is gone"):
         MappedArena(replace(arena.handle, started=arena.handle.started + 1))
@@ -92,7 +92,7 @@ def test_a_reused_pid_and_another_host_are_not_mistaken_for_the_owner() -> None:
     arena.close()
 
 
-def test_an_arena_cannot_shrink_under_its_readers_and_readers_cannot_write() -> None:
+def test_arena_has_fixed_size_and_read_only_readers() -> None:
     arena = Arena(1 << 16)
     with pytest.raises(PermissionError):
         os.ftruncate(arena.handle.fd, 0)
@@ -108,14 +108,14 @@ def test_an_arena_cannot_shrink_under_its_readers_and_readers_cannot_write() -> 
     arena.close()
 
 
-def test_an_arena_of_nothing_is_possible() -> None:
+def test_arena_may_be_empty() -> None:
     arena = Arena(0)
     assert arena.data.numel() == 0
     assert torch.equal(MappedArena(arena.handle).data, torch.empty(0, dtype=torch.uint8))
     arena.close()
 
 
-def test_a_write_that_failed_marks_the_arena_until_the_next_one() -> None:
+def test_failed_write_keeps_the_odd_sequence_number() -> None:
     arena = Arena(4)
     mapped = MappedArena(arena.handle)
 
@@ -130,3 +130,40 @@ def test_a_write_that_failed_marks_the_arena_until_the_next_one() -> None:
         assert mapped.sequence % 2 == 1
     assert mapped.sequence == arena.sequence == 4
     arena.close()
+
+
+NON_ROOT_READER = """
+import ctypes, os, pickle, signal
+from titanrl.weights.arena import Arena, MappedArena
+from titanrl.weights.manifest import WeightMismatchError
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE, cleared by setuid: lets processes of the same user read /proc
+receiving, sending = os.pipe()
+owner = os.fork()
+if owner == 0:
+    os.write(sending, pickle.dumps(Arena(4).handle))
+    signal.pause()
+handle = pickle.loads(os.read(receiving, 4096))
+print(MappedArena(handle).sequence)
+
+def print_error():
+    try:
+        MappedArena(handle)
+    except WeightMismatchError as error:
+        print(error)
+
+os.kill(owner, signal.SIGKILL)
+os.waitid(os.P_PID, owner, os.WEXITED | os.WNOWAIT)
+print_error()  # the owner is a zombie, whose descriptors belong to root
+os.waitpid(owner, 0)
+print_error()
+"""
+
+
+def test_killed_owner_is_reported_to_readers_without_root() -> None:
+    done = subprocess.run([sys.executable, "-c", NON_ROOT_READER], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert lines[:1] == ["0"], done.stderr
+    assert [", which published the weights, is gone" in line for line in lines[1:]] == [True, True], done.stderr

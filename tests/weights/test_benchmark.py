@@ -1,4 +1,4 @@
-"""The benchmark of weight sync runs, with real FSDP2 over TP on one side and TP on the other, and its weights arrive."""
+"""A short run of the weight-sync benchmark, with FSDP2 over TP on the writers and TP on the reader."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.table import weight_sync_tables
 
 
-def test_four_writers_and_two_readers_are_measured_and_what_arrives_is_right(tmp_path: Path) -> None:
+def test_benchmark_measures_four_writers_and_two_readers(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     which = ["--payloads", "small", "--layouts", "FSDP2xTP2->TP2", "--dtypes", "fp32->bf16", "--repetitions", "1"]
     command = [sys.executable, "-m", "benchmarks.weight_sync", "--json", out, *which, "--no-torchstore"]

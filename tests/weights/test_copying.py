@@ -1,4 +1,4 @@
-"""Copies with a cast in the same pass, through the caches and past them; on a device when there is one."""
+"""Copies with a cast in the same pass: by torch, by `_stream` past the caches, and on a GPU."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
 
 
-def test_a_copy_casts_and_takes_blocks_of_any_stride() -> None:
+def test_copy_casts_blocks_of_any_stride() -> None:
     source = torch.arange(12.0).view(3, 4)
     target = torch.zeros(2, 2, dtype=torch.bfloat16)
     asyncio.run(CopyOut().run(Copies([target], [source[1:, ::2]])))
@@ -29,12 +29,12 @@ TYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 
 
 Block = tuple[torch.Tensor, torch.Tensor]
-"""A whole tensor, and the part of it that is copied."""
+"""A whole tensor, and a block of it."""
 
 
 @st.composite
 def blocks(draw: st.DrawFn, dtype: torch.dtype, shape: tuple[int, ...]) -> Block:
-    """A block of some shape, anywhere inside a larger tensor, its dimensions in any order."""
+    """Draw a block of a shape inside a larger tensor, with permuted dimensions."""
     order = draw(st.permutations(range(len(shape))))
     margins = [(draw(st.integers(0, 3)), draw(st.integers(0, 3))) for _ in shape]
     room = [before + shape[dim] + after for dim, (before, after) in zip(order, margins, strict=True)]
@@ -44,7 +44,7 @@ def blocks(draw: st.DrawFn, dtype: torch.dtype, shape: tuple[int, ...]) -> Block
 
 
 @given(st.data())
-def test_what_goes_past_the_caches_is_what_torch_would_have_copied_and_nothing_beside_it(data: st.DataObject) -> None:
+def test_streamed_copies_write_the_same_bytes_as_torch(data: st.DataObject) -> None:
     types = st.sampled_from(
         [(dtype, dtype) for dtype in TYPES] + [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
     )
@@ -61,7 +61,7 @@ def test_what_goes_past_the_caches_is_what_torch_would_have_copied_and_nothing_b
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_every_kind_of_float32_is_cast_past_the_caches_as_torch_casts_it(first: int) -> None:
+def test_streamed_casts_round_every_float32_as_torch_does(first: int) -> None:
     high, low = np.meshgrid(np.arange(1 << 16, dtype=np.uint32), np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32))
     source = torch.from_numpy((high << 16 | low).ravel()).view(torch.float32)[first:]
     target = torch.zeros(len(source) + 32, dtype=torch.bfloat16)[first + 5 :][: len(source)]
@@ -72,7 +72,7 @@ def test_every_kind_of_float32_is_cast_past_the_caches_as_torch_casts_it(first: 
     assert target[is_nan].isnan().all()
 
 
-def test_long_rows_go_past_the_caches_as_few_blocks_as_they_can_be() -> None:
+def test_long_rows_are_streamed_in_the_fewest_blocks() -> None:
     one = torch.zeros(4, 8, 512, dtype=torch.bfloat16)
     columns = torch.zeros(32, 1024, dtype=torch.bfloat16)[:, 512:]
     whole, strided = as_rows(one, one.clone()), as_rows(one.view(32, 512), columns)
@@ -86,7 +86,7 @@ def test_long_rows_go_past_the_caches_as_few_blocks_as_they_can_be() -> None:
     assert as_rows(one, one.double()) is None
 
 
-def test_small_weights_and_a_tree_that_was_not_built_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_copies_small_weights_or_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(copying, "_stream", type("Spy", (), {"run": staticmethod(lambda table: calls.append(len(table)))}))
     source = torch.ones(1 << 20)
@@ -100,12 +100,12 @@ def test_small_weights_and_a_tree_that_was_not_built_are_left_to_torch(monkeypat
     assert torch.equal(target, source)
 
 
-def test_a_table_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="a table of 48 bytes is not one of copies, 56 bytes each"):
+def test_table_of_wrong_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"table: size must be a multiple of 56 bytes \(got 48\)"):
         _stream.run(np.zeros(6, np.int64))
 
 
-def test_the_number_of_threads_is_put_back_even_after_a_failure() -> None:
+def test_thread_count_is_restored_after_an_exception() -> None:
     before = torch.get_num_threads()
 
     def fail() -> None:
@@ -118,7 +118,7 @@ def test_the_number_of_threads_is_put_back_even_after_a_failure() -> None:
 
 
 @pytest.mark.gpu
-def test_weights_on_a_gpu_are_published_beside_its_work_and_pulled_into_another_model() -> None:
+def test_gpu_weights_are_published_and_pulled_while_kernels_run() -> None:
     device = torch.device("cuda")
     state = {"w": torch.randn(4096, 4096, device=device), "odd": torch.randn(129, 7, device=device)}
     store: Any = MemoryStore()
@@ -128,11 +128,11 @@ def test_weights_on_a_gpu_are_published_beside_its_work_and_pulled_into_another_
 
     async def scenario(version: int) -> None:
         for value in state.values():
-            value.mul_(1.5)  # still running when the copy is asked for
+            value.mul_(1.5)  # still running when the copy starts
         manifest = await publisher.publish(version, state)
         expected = {name: value.to(torch.bfloat16) for name, value in state.items()}
         for value in state.values():
-            value.zero_().add_(version)  # may change as soon as publish has returned
+            value.zero_().add_(version)  # allowed once publish has returned
         (await reader.fetch(Commit(version, (manifest,)))).copy_into(targets)
         assert all(torch.equal(targets[name], expected[name]) for name in state)
 

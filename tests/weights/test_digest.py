@@ -1,4 +1,4 @@
-"""What a checksum of bytes sees."""
+"""Changes that checksums detect."""
 
 import pytest
 import torch
@@ -14,20 +14,20 @@ def some_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("place", [0, 77, MIB // 2, MIB + 12])
 @pytest.mark.parametrize("size", [MIB + 13])
-def test_a_full_digest_sees_any_changed_byte(size: int, place: int) -> None:
+def test_full_digest_detects_any_changed_byte(size: int, place: int) -> None:
     data = some_bytes(size)
     before = digest(data, "full", 1)
     data[place] += 1
     assert digest(data, "full", 1) != before
 
 
-def test_a_full_digest_sees_blocks_in_another_order() -> None:
+def test_full_digest_detects_swapped_blocks() -> None:
     data = some_bytes(MIB)
     halves = torch.cat([data[MIB // 2 :], data[: MIB // 2]])
     assert digest(data, "full", 1) != digest(halves, "full", 1)
 
 
-def test_a_sample_looks_at_another_page_with_each_version_and_after_64_of_them_has_seen_all() -> None:
+def test_sampled_digest_covers_every_page_once_in_64_versions() -> None:
     data = some_bytes(MIB)
     changed = data.clone()
     changed[5 * 4096 + 3] += 1
@@ -35,14 +35,14 @@ def test_a_sample_looks_at_another_page_with_each_version_and_after_64_of_them_h
     assert seen == [5]
 
 
-def test_a_sample_sees_every_byte_of_small_weights() -> None:
+def test_sampled_digest_covers_every_byte_of_small_weights() -> None:
     data = some_bytes(100_000)
     changed = data.clone()
     changed[54_321] += 1
     assert digest(data, "sampled", 3) != digest(changed, "sampled", 3)
 
 
-def test_no_digest_is_made_when_it_is_off_and_nothing_can_be_summed() -> None:
+def test_digest_can_be_off_and_data_can_be_empty() -> None:
     assert digest(some_bytes(10), "off", 1) is None
     nothing = torch.empty(0, dtype=torch.uint8)
     assert digest(nothing, "full", 1) == digest(nothing, "full", 2)

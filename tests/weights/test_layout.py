@@ -1,4 +1,4 @@
-"""State dicts as boxes and bytes: random shardings against torch and numpy, and real DTensors on two and four ranks."""
+"""Boxes and bytes of state dicts: random shardings against torch and numpy, and real DTensors on four ranks."""
 
 import math
 from pathlib import Path
@@ -39,7 +39,7 @@ VALUE = torch.arange(21.0).view(7, 3)
 
 @st.composite
 def shardings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]:
-    """A shape, a mesh, and a placement for each mesh dimension: shards, interleaved shards and replicas, even or not."""
+    """Draw a shape, a mesh, and a placement for each mesh dimension: shards, interleaved shards and replicas, even or not."""
     shape = tuple(draw(st.lists(st.integers(1, 11), min_size=1, max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = st.integers(0, len(shape) - 1)
@@ -59,7 +59,7 @@ def pieces_of(
 
 
 def local_array(value: np.ndarray, pieces: tuple[Piece, ...]) -> np.ndarray:
-    """What a rank with these pieces holds."""
+    """Return the local array of a rank with these pieces."""
     shape = tuple(
         max((piece.local.offset[dim] + piece.local.shape[dim] for piece in pieces), default=0) for dim in range(value.ndim)
     )
@@ -99,8 +99,8 @@ def test_any_sharding_is_rebuilt_from_any_other(
 
 @settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
-def test_fsdp_over_tp_holds_what_chunking_twice_leaves(size: int, dp: int, tp: int) -> None:
-    """FSDP2 cuts what TP left, and calls that `(_StridedShard(0, tp), Shard(0))`."""
+def test_fsdp_over_tp_holds_what_two_chunkings_select(size: int, dp: int, tp: int) -> None:
+    """FSDP2 splits the TP shard and describes the result as `(_StridedShard(0, tp), Shard(0))`."""
     placements = (_StridedShard(0, split_factor=tp) if tp > 1 else Shard(0), Shard(0))
     for at_dp, at_tp in np.ndindex((dp, tp)):
         held = held_indices(size, dim_splits(placements, (dp, tp), (at_dp, at_tp), 0))
@@ -114,12 +114,12 @@ def test_fsdp_over_tp_holds_what_chunking_twice_leaves(size: int, dp: int, tp: i
 
 
 def nth(value: torch.Tensor, num_chunks: int, index: int) -> torch.Tensor:
-    """`torch.chunk`, whose last parts may be missing."""
+    """Return a chunk of `torch.chunk`, or an empty one where torch returns fewer chunks."""
     parts = torch.chunk(value, num_chunks)
     return parts[index] if index < len(parts) and len(value) else value[:0]
 
 
-def test_a_lone_strided_shard_is_several_boxes() -> None:
+def test_lone_strided_shard_is_several_boxes() -> None:
     held = held_indices(8, dim_splits([_StridedShard(0, split_factor=2)], [2], [1], 0))
     assert index_runs(held) == [(2, 2), (6, 2)]
     held = held_indices(8, dim_splits([Shard(0), _StridedShard(0, split_factor=2)], [2, 2], [1, 0], 0))
@@ -130,7 +130,7 @@ def test_a_lone_strided_shard_is_several_boxes() -> None:
 
 
 def publish_as_four_ranks(rank: int, folder: str) -> None:
-    """Write what each rank packs of tensors of every kind, and of a model with FSDP2 over TP; sizes do not divide evenly."""
+    """Pack tensors of every placement and a model with FSDP2 over TP, in sizes that do not divide evenly."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
     flat = init_device_mesh("cpu", (4,))
     state = {
@@ -176,7 +176,7 @@ def unpack(folder: Path, what: str, targets: dict[str, torch.Tensor]) -> list[By
     return layouts
 
 
-def test_shards_of_four_ranks_fill_whole_tensors_in_the_readers_dtype(packed: Path) -> None:
+def test_shards_of_four_ranks_fill_whole_tensors(packed: Path) -> None:
     names = ("rows", "columns", "interleaved", "replica", "plain")
     targets = {name: torch.zeros(7, 3, dtype=torch.bfloat16) for name in names}
     targets |= {"tiny": torch.zeros(1, dtype=torch.bfloat16), "buffer": torch.zeros(7, 3)}
@@ -191,7 +191,7 @@ def test_shards_of_four_ranks_fill_whole_tensors_in_the_readers_dtype(packed: Pa
     assert boxes[3] == [("rows", (6, 0)), ("interleaved", (3, 0))]
 
 
-def test_what_fsdp_over_tp_shards_is_rebuilt_bit_for_bit(packed: Path) -> None:
+def test_model_with_fsdp_over_tp_is_rebuilt_bit_for_bit(packed: Path) -> None:
     expected = torch.load(packed / "whole.pt")
     targets = {name: torch.zeros_like(value, dtype=torch.bfloat16) for name, value in expected.items()}
     unpack(packed, "model", targets)
@@ -208,7 +208,17 @@ def test_tied_tensors_are_published_once() -> None:
     assert [entry.name for entry in plan.layout.entries] == ["embedding"]
 
 
-def test_bytes_are_cast_to_the_readers_dtype_and_entries_begin_at_cache_lines() -> None:
+def test_square_matrix_and_its_transposed_view_are_not_tied() -> None:
+    weight = torch.arange(4.0).view(2, 2)
+    state = {"w": weight, "transposed": weight.T, "tied": weight}
+    plan = plan_pack(state, 0, torch.float32)
+    assert [entry.name for entry in plan.layout.entries] == ["w", "transposed"]
+    data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
+    Copies(plan.targets(data), plan.local_blocks(local_parts(state))).run()
+    assert entry_view(data, plan.layout.entries[1]).tolist() == [[0, 2], [1, 3]]
+
+
+def test_bytes_are_cast_and_entries_start_at_cache_lines() -> None:
     state = {"w": torch.tensor([1.0, 1.0 + 2**-10]), "v": torch.ones(3)}
     plan = plan_pack(state, 0, torch.bfloat16)
     assert [entry.byte_offset for entry in plan.layout.entries] == [0, 64]
@@ -217,14 +227,14 @@ def test_bytes_are_cast_to_the_readers_dtype_and_entries_begin_at_cache_lines() 
     assert entry_view(data, plan.layout.entries[0]).tolist() == [1.0, 1.0]
 
 
-def test_partial_sums_and_placements_that_do_not_match_are_refused(tmp_path: Path) -> None:
+def test_partial_sums_and_wrong_local_shapes_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        with pytest.raises(ValueError, match="w: cannot publish a partial sum"):
+        with pytest.raises(ValueError, match="w: partial sums cannot be published"):
             held_pieces("w", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
         odd = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False, shape=torch.Size([3]), stride=(1,))
-        with pytest.raises(ValueError, match=r"w: placements .* should leave \[3\], but the rank holds \[2\]"):
+        with pytest.raises(ValueError, match=r"w: the local shape must be \[3\] for placements .* \(got \[2\]\)"):
             held_pieces("w", odd)
     finally:
         dist.destroy_process_group()

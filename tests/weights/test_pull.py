@@ -1,10 +1,10 @@
-"""What a reader accepts: whole versions that fit, and nothing else, whatever the writer does meanwhile."""
+"""Pulls: readers accept only complete versions that fit, even while a writer overwrites its arenas."""
 
 import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -50,7 +50,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_missing_extra_reshaped_or_retyped_tensor_is_named_and_nothing_is_written(text: str) -> None:
+def test_mismatched_tensor_is_named_before_anything_is_written(text: str) -> None:
     store: Any = MemoryStore()
     commit, _publisher = publish(store, 1, STATE)
     targets = {name: torch.full_like(value, -1) for name, value in WRONG[text].items()}
@@ -69,7 +69,7 @@ def test_manifests_of_another_version_and_unknown_layouts_are_refused() -> None:
         pull(WeightReader("run", store), commit, {})
 
 
-def test_the_layout_is_stored_once_and_read_once() -> None:
+def test_layout_is_stored_once_and_read_once() -> None:
     store: Any = MemoryStore()
     publisher = WeightPublisher("run", 0, store, torch.float32, ["arena"])
     reader = WeightReader("run", store)
@@ -83,22 +83,96 @@ def test_the_layout_is_stored_once_and_read_once() -> None:
 
 
 @pytest.mark.parametrize(("verify", "is_found"), [("off", False), ("sampled", True), ("full", True)])
-def test_a_digest_finds_bytes_that_changed_behind_the_header(verify: Verify, is_found: bool) -> None:
+def test_digest_detects_bytes_changed_behind_the_header(verify: Verify, is_found: bool) -> None:
     store: Any = MemoryStore()
     commit, publisher = publish(store, 1, STATE, verify)
-    publisher._arenas[1].data[0] += 1
+    publisher._arenas[0].data[0] += 1
     targets = {name: torch.zeros_like(value) for name, value in STATE.items()}
     if is_found:
-        with pytest.raises(WeightMismatchError, match=f"rank 0, version 1, are not what it published .digest {verify}"):
+        with pytest.raises(WeightMismatchError, match=f"version 1 of rank 0 does not match its published digest .{verify}"):
             pull(WeightReader("run", store), commit, targets)
     else:
         pull(WeightReader("run", store), commit, targets)
 
 
-# Readers that hold a part only
+def test_slow_reader_keeps_its_version_when_only_even_versions_are_published() -> None:
+    store: Any = MemoryStore()
+    publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
+    state, targets = {"w": torch.zeros(5)}, {"w": torch.full((5,), -1.0)}
+
+    async def publish(version: int) -> Commit:
+        state["w"].fill_(version)
+        return Commit(version, (await publisher.publish(version, state),))
+
+    async def scenario() -> None:
+        for version in (0, 2, 4, 6):
+            slow = await reader.fetch(await publish(version))
+            newer = await publish(version + 20)
+            slow.copy_into(targets)  # the previous publication is still readable
+            assert targets["w"].tolist() == [version] * 5
+            (await reader.fetch(newer)).copy_into(targets)
+            assert targets["w"].tolist() == [version + 20] * 5
+
+    asyncio.run(scenario())
 
 
-def test_ranks_that_hold_uneven_parts_are_each_filled_with_their_own() -> None:
+def test_empty_tensor_is_pulled_with_the_others() -> None:
+    store: Any = MemoryStore()
+    state = STATE | {"empty.weight": torch.zeros(0, 3)}
+    commit, _publisher = publish(store, 1, state)
+    targets = {name: torch.zeros_like(value) for name, value in state.items()}
+    pull(WeightReader("run", store), commit, targets)
+    assert all(torch.equal(targets[name], state[name]) for name in state)
+
+
+def test_matrix_and_its_transposed_view_are_both_pulled() -> None:
+    store: Any = MemoryStore()
+    weight = torch.arange(9.0).view(3, 3)
+    commit, _publisher = publish(store, 1, {"w": weight, "transposed": weight.T})
+    targets = {"w": torch.zeros(3, 3), "transposed": torch.zeros(3, 3)}
+    pull(WeightReader("run", store), commit, targets)
+    assert torch.equal(targets["w"], weight)
+    assert torch.equal(targets["transposed"], weight.T)
+
+
+def transpose_in_place(targets: dict[str, torch.Tensor]) -> None:
+    targets["w"].data = targets["w"].data.T
+
+
+def move_in_place(targets: dict[str, torch.Tensor]) -> None:
+    targets["w"].data = torch.zeros(2, 2)
+
+
+def replace_in_mapping(targets: dict[str, torch.Tensor]) -> None:
+    targets["w"] = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize("change", [transpose_in_place, move_in_place, replace_in_mapping])
+def test_reader_notices_changed_targets_in_the_same_mapping(change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    store: Any = MemoryStore()
+    state = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+    commit, _publisher = publish(store, 1, state)
+    reader, targets = WeightReader("run", store), {"w": torch.zeros(2, 2)}
+    pull(reader, commit, targets)
+    change(targets)
+    pull(reader, commit, targets)
+    assert torch.equal(targets["w"], state["w"])
+
+
+def test_reader_refuses_a_target_that_was_reshaped() -> None:
+    store: Any = MemoryStore()
+    commit, _publisher = publish(store, 1, {"w": torch.ones(2, 3)})
+    reader, targets = WeightReader("run", store), {"w": torch.zeros(2, 3)}
+    pull(reader, commit, targets)
+    targets["w"].data = targets["w"].data.view(3, 2)
+    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2, 3\], wanted as torch.float32\[3, 2\]"):
+        pull(reader, commit, targets)
+
+
+# Readers that hold one part
+
+
+def test_ranks_with_uneven_parts_each_get_their_rows() -> None:
     store: Any = MemoryStore()
     state = {"embed.weight": torch.arange(21.0).view(7, 3)}
     commit, _publisher = publish(store, 1, state)
@@ -111,11 +185,11 @@ def test_ranks_that_hold_uneven_parts_are_each_filled_with_their_own() -> None:
         pull(WeightReader("run", store), commit, {"embed.weight": outside})
 
 
-# A writer that does not wait
+# Writers that overwrite without waiting
 
 
 class WriterProcess:
-    """Publishes versions as fast as it can, in a process of its own."""
+    """A separate process that publishes versions without a pause."""
 
     def __init__(self, num_versions: int, pause_after: int, num_tensors: int, numel: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -128,7 +202,7 @@ class WriterProcess:
         return received
 
     def stop_in_mid_push(self, newest: WeightManifest) -> tuple[WeightManifest, ArenaHandle]:
-        """Freeze it while it writes an arena; returns the newest manifest it sent, and the arena."""
+        """Freeze the process while it writes an arena; return the newest manifest it sent, and that arena."""
         arenas: dict[ArenaHandle, MappedArena] = {}
         assert self.process.pid is not None
         while True:
@@ -157,7 +231,7 @@ def writer(request: pytest.FixtureRequest) -> Iterator[WriterProcess]:
 
 
 def drain(pipe: Connection, newest: WeightManifest) -> WeightManifest:
-    """The newest manifest that has arrived."""
+    """Return the newest manifest that has arrived."""
     while pipe.poll():
         newest, _ = pipe.recv()
     return newest
@@ -165,10 +239,10 @@ def drain(pipe: Connection, newest: WeightManifest) -> WeightManifest:
 
 @pytest.mark.parametrize(
     ("writer", "numel"),
-    [((200, 0, 8, numel), numel) for numel in (50_000, 300_000)],  # in all below and above what goes past the caches
+    [((200, 0, 8, numel), numel) for numel in (50_000, 300_000)],  # below and above the total from which copies are streamed
     indirect=["writer"],
 )
-def test_a_reader_that_races_with_200_versions_never_takes_a_mixture_for_a_version(writer: WriterProcess, numel: int) -> None:
+def test_reader_racing_with_200_versions_never_accepts_a_mixture(writer: WriterProcess, numel: int) -> None:
     manifest, values = writer.next_manifest()
     store: Any = MemoryStore(values)
     reader = WeightReader("run", store)
@@ -185,11 +259,11 @@ def test_a_reader_that_races_with_200_versions_never_takes_a_mixture_for_a_versi
         assert all((target == manifest.version).all() for target in targets.values())
         whole += 1
     assert all("was overwritten while it was read" in refusal for refusal in refusals), refusals
-    assert whole > 0, "no version was read whole"
+    assert whole > 0, "no version was read completely"
 
 
 @pytest.mark.parametrize("writer", [(1_000_000, 2, 4, 16_000_000)], indirect=True)
-def test_a_writer_killed_in_mid_push_leaves_the_committed_version_readable_and_nothing_behind(writer: WriterProcess) -> None:
+def test_committed_version_stays_readable_after_writer_is_killed(writer: WriterProcess) -> None:
     before = set(os.listdir("/dev/shm"))
     (first, values), (second, _) = writer.next_manifest(), writer.next_manifest()
     store: Any = MemoryStore(values)

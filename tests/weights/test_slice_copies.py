@@ -1,4 +1,4 @@
-"""The plan of slice copies, against numpy."""
+"""Planned slice copies, compared with numpy."""
 
 import itertools
 
@@ -14,12 +14,12 @@ FLOAT = "torch.float32"
 
 
 def layouts(name: str, shape: tuple[int, ...], boxes: list[Box], dtype: str = FLOAT) -> list[ByteLayout]:
-    """One rank per box."""
+    """Build layouts with one rank per box."""
     return [make_layout(rank, (ShardEntry(name, dtype, shape, box, 0),), box.numel * 4) for rank, box in enumerate(boxes)]
 
 
 def block(shape: tuple[int, ...], box: Box, dtype: str = FLOAT) -> Target:
-    """Somebody wants one block of a tensor and holds nothing else."""
+    """Build a target that holds one block of a tensor."""
     return Target(shape, dtype, (Piece(box, whole(box.shape)),))
 
 
@@ -29,7 +29,7 @@ def everything(shape: tuple[int, ...], dtype: str = FLOAT) -> Target:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, int], list[Box], Box]:
-    """A matrix cut at random rows and columns, and a random block of it that somebody wants."""
+    """Draw a matrix split at random rows and columns, and a random block of it."""
     shape = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
     cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
     spans = [list(itertools.pairwise(cut)) for cut in cuts]
@@ -51,35 +51,43 @@ def test_copies_rebuild_any_block_from_any_tiling(case: tuple[tuple[int, int], l
     np.testing.assert_array_equal(target, value[wanted.slices_within(whole(shape))])
 
 
-def test_a_missing_and_an_extra_tensor_are_both_named() -> None:
+def test_missing_and_extra_tensors_are_named() -> None:
     published = layouts("old.weight", (2,), [Box((0,), (2,))])
     with pytest.raises(WeightMismatchError, match=r"not published: \['new.weight'\].*not wanted: \['old.weight'\]"):
         plan_copies(published, {"new.weight": everything((2,))})
 
 
 @pytest.mark.parametrize("target", [everything((3,)), everything((2,), "torch.bfloat16")])
-def test_another_shape_or_type_is_named(target: Target) -> None:
+def test_tensor_of_another_shape_or_dtype_is_named(target: Target) -> None:
     with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2\], wanted as"):
         plan_copies(layouts("w", (2,), [Box((0,), (2,))]), {"w": target})
 
 
-def test_a_hole_in_the_published_boxes_is_found() -> None:
+def test_missing_elements_are_refused() -> None:
     with pytest.raises(WeightMismatchError, match="w: only 3 of 4 elements"):
         plan_copies(layouts("w", (4,), [Box((0,), (1,)), Box((2,), (2,))]), {"w": everything((4,))})
 
 
-def test_an_overlap_of_published_boxes_is_found() -> None:
+def test_overlapping_boxes_are_refused() -> None:
     with pytest.raises(WeightMismatchError, match="w: published twice"):
         plan_copies(layouts("w", (4,), [Box((0,), (3,)), Box((2,), (2,))]), {"w": everything((4,))})
 
 
-def test_a_scalar_is_a_block_too() -> None:
+def test_scalar_is_copied_and_must_be_published_once() -> None:
     (copy,) = plan_copies(layouts("scale", (), [Box((), ())]), {"scale": everything(())})
     assert (copy.source, copy.destination) == ((), ())
     with pytest.raises(WeightMismatchError, match="scale: published twice"):
         plan_copies(layouts("scale", (), [Box((), ())] * 2), {"scale": everything(())})
 
 
-def test_equal_layouts_have_equal_ids_and_others_do_not() -> None:
+def test_layout_ids_are_equal_only_for_equal_layouts() -> None:
     (one,), (same,), (moved,) = (layouts("w", (4,), [Box((start,), (2,))]) for start in (0, 0, 2))
     assert one.layout_id == same.layout_id != moved.layout_id
+
+
+def test_empty_targets_need_no_published_box() -> None:
+    published = layouts("w", (2,), [Box((0,), (2,))])
+    copies = plan_copies(published, {"w": everything((2,)), "empty": Target((0, 3), FLOAT, ())})
+    assert [copy.name for copy in copies] == ["w"]
+    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2\], wanted as torch.float32\[0\]"):
+        plan_copies(published, {"w": Target((0,), FLOAT, ())})

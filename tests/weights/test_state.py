@@ -1,9 +1,11 @@
-"""A model's tensors are looked at without a new state dict, yet a tensor that was replaced or moved is noticed."""
+"""Change detection: replaced, moved and reshaped tensors are noticed without a new state dict."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.weights.processes import MemoryStore
-from titanrl.weights.layout import local_part
+from titanrl.weights.layout import PartOf, local_part
 from titanrl.weights.manifest import Commit
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
-from titanrl.weights.state import LiveState, Whereabouts
+from titanrl.weights.state import LiveState, TensorFingerprint
 
 
 def model() -> nn.Module:
@@ -25,7 +27,7 @@ def model() -> nn.Module:
     return layers
 
 
-def test_the_tensors_are_the_models_own_and_are_listed_once() -> None:
+def test_live_state_lists_the_models_own_tensors_once() -> None:
     module = model()
     live = LiveState(module)
     tensors = live.tensors()
@@ -36,7 +38,7 @@ def test_the_tensors_are_the_models_own_and_are_listed_once() -> None:
     assert live.tensors() is tensors
 
 
-def test_a_parameter_or_buffer_that_took_anothers_place_is_found() -> None:
+def test_live_state_notices_replaced_tensors() -> None:
     module = model()
     live = LiveState(module)
     before = live.tensors()
@@ -47,31 +49,53 @@ def test_a_parameter_or_buffer_that_took_anothers_place_is_found() -> None:
     assert after["1.bias"] is not before["1.bias"]
 
 
-def test_the_same_names_in_the_same_memory_are_the_same_whereabouts() -> None:
+def test_fingerprint_changes_with_names_tensors_and_memory() -> None:
     state = {"a": torch.ones(2), "b": torch.ones(3)}
-    whereabouts = Whereabouts(state)
-    assert whereabouts.are_those_of(dict(state))
-    assert not whereabouts.are_those_of({"a": state["a"]})
-    assert not whereabouts.are_those_of({"a": state["a"], "c": state["b"]})
-    assert not whereabouts.are_those_of({"a": state["a"], "b": state["b"].clone()})
+    fingerprint = TensorFingerprint(state)
+    assert fingerprint.matches(dict(state))
+    assert not fingerprint.matches({"a": state["a"]})
+    assert not fingerprint.matches({"a": state["a"], "c": state["b"]})
+    assert not fingerprint.matches({"a": state["a"], "b": state["b"].clone()})
     state["b"].data = torch.zeros(3)  # the same object, elsewhere
-    assert not whereabouts.are_those_of(state)
+    assert not fingerprint.matches(state)
 
 
-def test_what_a_rank_holds_of_a_dtensor_is_what_to_local_returns(tmp_path: Path) -> None:
+def half_precision(weight: torch.Tensor) -> None:
+    weight.data = weight.data.view(torch.float16)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.t_, lambda weight: weight.resize_(4, 1), half_precision])
+def test_fingerprint_changes_with_strides_shape_and_dtype_in_place(change: Callable[[torch.Tensor], object]) -> None:
+    state = {"w": torch.ones(2, 2, dtype=torch.bfloat16)}
+    fingerprint = TensorFingerprint(state)
+    address = state["w"].data_ptr()
+    change(state["w"])
+    assert state["w"].data_ptr() == address
+    assert not fingerprint.matches(state)
+
+
+def test_fingerprint_follows_the_block_of_a_part() -> None:
+    part = PartOf(torch.ones(2), (4,), (0,))
+    fingerprint = TensorFingerprint({"w": part})
+    assert fingerprint.matches({"w": part})
+    part.local.data = torch.zeros(2)
+    assert not fingerprint.matches({"w": part})
+
+
+def test_local_part_is_to_local_and_fingerprint_follows_it(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         value = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
         assert local_part(value).data_ptr() == value.to_local().data_ptr()
-        whereabouts = Whereabouts({"w": value})
-        assert whereabouts.are_those_of({"w": value})
-        value._local_tensor = torch.zeros(4)  # as FSDP2 does when it is given other memory
-        assert not whereabouts.are_those_of({"w": value})
+        fingerprint = TensorFingerprint({"w": value})
+        assert fingerprint.matches({"w": value})
+        value._local_tensor = torch.zeros(4)  # FSDP2 does this when it moves a parameter
+        assert not fingerprint.matches({"w": value})
     finally:
         dist.destroy_process_group()
 
 
-def test_weights_that_moved_are_published_from_where_they_are_now() -> None:
+def test_moved_weights_are_published_from_their_new_memory() -> None:
     store: Any = MemoryStore()
     publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
     state, target = {"w": torch.full((4,), 1.0)}, {"w": torch.zeros(4)}
@@ -92,3 +116,35 @@ def test_weights_that_moved_are_published_from_where_they_are_now() -> None:
         assert await publish(4) == [4.0] * 4
 
     asyncio.run(scenario())
+
+
+def test_weights_transposed_in_place_are_published_as_they_are_now() -> None:
+    store: Any = MemoryStore()
+    publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
+    state, target = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"w": torch.zeros(2, 2)}
+
+    async def scenario() -> None:
+        await publisher.publish(1, state)
+        state["w"].t_()
+        manifest = await publisher.publish(2, state)
+        (await reader.fetch(Commit(2, (manifest,)))).copy_into(target)
+
+    asyncio.run(scenario())
+    assert target["w"].tolist() == [[1, 3], [2, 4]]
+
+
+@pytest.mark.parametrize("numel", [1, 1000])
+def test_layout_of_another_size_is_refused_and_the_old_one_still_works(numel: int) -> None:
+    store: Any = MemoryStore()
+    publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
+    state, target = {"w": torch.ones(100)}, {"w": torch.zeros(100)}
+
+    async def scenario() -> None:
+        await publisher.publish(1, state)
+        with pytest.raises(ValueError, match=r"weights: the size of trainer rank 0's shards must stay 448 bytes during a run"):
+            await publisher.publish(2, {"w": torch.ones(numel)})
+        manifest = await publisher.publish(3, state)
+        (await reader.fetch(Commit(3, (manifest,)))).copy_into(target)
+
+    asyncio.run(scenario())
+    assert torch.equal(target["w"], state["w"])

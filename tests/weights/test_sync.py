@@ -1,4 +1,4 @@
-"""The order in which a version reaches the generators, and the store it goes through."""
+"""The order of push, pull, slot release and store records, with failures and slow replicas."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,18 +11,18 @@ from titanrl.weights.sync import Leases, WeightSync
 
 
 class World:
-    """A store, a trainer rank and some generators; everything that happens is noted."""
+    """A store, a trainer rank and some generators that log every call."""
 
     def __init__(self, num_replicas: int = 1) -> None:
         self.log: list[str] = []
         self.values: dict[str, Any] = {}
-        self.turns: list[Callable[[Commit], Coroutine[Any, Any, None]]] = [self.pull] * num_replicas
+        self.pulls: list[Callable[[Commit], Coroutine[Any, Any, None]]] = [self.pull] * num_replicas
         self.sync = WeightSync(
             "run",
             self,  # type: ignore[arg-type]
             push=self.push,
             expect=self.expect,
-            pulls=[lambda commit, place=place: self.turns[place](commit) for place in range(num_replicas)],  # type: ignore[misc]
+            pulls=[lambda commit, place=place: self.pulls[place](commit) for place in range(num_replicas)],  # type: ignore[misc]
         )
 
     async def put(self, key: str, value: object) -> None:
@@ -57,7 +57,7 @@ class World:
         await self.sync.ready()
 
 
-def test_weights_are_pushed_then_pulled_then_slots_are_freed_and_the_record_is_kept() -> None:
+def test_version_is_pushed_pulled_freed_and_recorded_in_order() -> None:
     async def scenario() -> None:
         world = World()
         await world.publish(1)
@@ -68,7 +68,7 @@ def test_weights_are_pushed_then_pulled_then_slots_are_freed_and_the_record_is_k
     asyncio.run(scenario())
 
 
-def test_the_last_two_versions_are_kept_and_a_commit_record_goes_before_its_bytes() -> None:
+def test_two_versions_are_kept_and_records_go_before_bytes() -> None:
     async def scenario() -> None:
         world = World()
         for version in (1, 2, 3):
@@ -80,7 +80,7 @@ def test_the_last_two_versions_are_kept_and_a_commit_record_goes_before_its_byte
     asyncio.run(scenario())
 
 
-def test_a_slow_replica_holds_up_neither_the_others_nor_their_slots_but_the_next_weights() -> None:
+def test_slots_are_freed_while_a_slow_replica_still_pulls() -> None:
     async def scenario() -> None:
         world, go_on = World(num_replicas=2), asyncio.Event()
 
@@ -88,13 +88,13 @@ def test_a_slow_replica_holds_up_neither_the_others_nor_their_slots_but_the_next
             await go_on.wait()
             world.log.append("slow pull ends")
 
-        world.turns[1] = slow
+        world.pulls[1] = slow
         world.sync.publish(1, then=world.free)
         ready = asyncio.create_task(world.sync.ready())
-        for _ in range(20):  # everything but the slow replica runs to its end
+        for _ in range(20):  # everything except the slow pull completes
             await asyncio.sleep(0)
         assert world.log[-1] == "free"
-        assert "expect 1" in world.log, "slots were freed while the slow replica took requests for old weights"
+        assert "expect 1" in world.log, "slots were freed while the slow replica served old weights"
         assert not ready.done()
         go_on.set()
         await ready
@@ -103,14 +103,14 @@ def test_a_slow_replica_holds_up_neither_the_others_nor_their_slots_but_the_next
     asyncio.run(scenario())
 
 
-def test_who_stops_waiting_does_not_stop_the_publication() -> None:
+def test_cancelled_wait_does_not_cancel_the_publication() -> None:
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()
 
         async def slow(commit: Commit) -> None:
             await go_on.wait()
 
-        world.turns[0] = slow
+        world.pulls[0] = slow
         world.sync.publish(1, then=world.free)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(world.sync.ready(), timeout=0.01)
@@ -121,18 +121,18 @@ def test_who_stops_waiting_does_not_stop_the_publication() -> None:
     asyncio.run(scenario())
 
 
-def test_a_lease_ends_with_its_reader_however_that_ends() -> None:
+def test_lease_ends_when_its_reader_raises() -> None:
     async def scenario() -> None:
         leases = Leases()
         with pytest.raises(RuntimeError, match="reader died"):
             async with leases.lease(1):
                 raise RuntimeError("reader died")
-        await asyncio.wait_for(leases.free(1), 1)
+        await asyncio.wait_for(leases.wait_unused(1), 1)
 
     asyncio.run(scenario())
 
 
-def test_the_trainer_goes_on_while_a_replica_is_slow_to_pull_but_overwrites_nothing_that_is_read() -> None:
+def test_push_waits_only_for_readers_of_the_version_it_overwrites() -> None:
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()
 
@@ -140,14 +140,14 @@ def test_the_trainer_goes_on_while_a_replica_is_slow_to_pull_but_overwrites_noth
             await go_on.wait()
             world.log.append(f"pull {commit.version}")
 
-        world.turns[0] = drain_first
+        world.pulls[0] = drain_first
         for version in (1, 2):
             world.sync.publish(version, then=world.free)
             await world.sync.pushed()
         world.sync.publish(3, then=world.free)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(world.sync.pushed(), timeout=0.01)
-        assert world.log == ["push 1", "push 2"], "3 goes where 1 is still read"
+        assert world.log == ["push 1", "push 2"], "version 3 overwrites version 1, which is still being read"
         go_on.set()
         await world.sync.ready()
         assert [line for line in world.log if line.startswith("pull")] == ["pull 1", "pull 2", "pull 3"]
@@ -159,7 +159,7 @@ def test_the_trainer_goes_on_while_a_replica_is_slow_to_pull_but_overwrites_noth
     asyncio.run(scenario())
 
 
-def test_nobody_waits_for_what_a_failed_version_would_have_brought() -> None:
+def test_failed_publication_ends_other_waits() -> None:
     async def scenario() -> None:
         world = World()
 
@@ -171,7 +171,7 @@ def test_nobody_waits_for_what_a_failed_version_would_have_brought() -> None:
             return "a batch"
 
         assert await world.sync.unless_failed(later()) == "a batch"
-        world.turns[0] = fail
+        world.pulls[0] = fail
         world.sync.publish(1, then=world.free)
         await world.sync.pushed()
         with pytest.raises(RuntimeError, match="the generator is gone"):
@@ -182,14 +182,14 @@ def test_nobody_waits_for_what_a_failed_version_would_have_brought() -> None:
     asyncio.run(scenario())
 
 
-def test_what_went_wrong_while_publishing_is_raised_wherever_it_is_awaited() -> None:
+def test_every_waiter_gets_the_error_of_a_publication() -> None:
     async def scenario() -> None:
         world = World()
 
         async def fail(commit: Commit) -> None:
             raise RuntimeError("the generator is gone")
 
-        world.turns[0] = fail
+        world.pulls[0] = fail
         world.sync.publish(1, then=world.free)
         waiting = await asyncio.gather(world.sync.ready(), world.sync.ready(), return_exceptions=True)
         assert [str(error) for error in waiting] == ["the generator is gone"] * 2

@@ -1,1 +1,1 @@
-"""The weight-sync layer: versioned, sharded, verified weights from the trainer's ranks into the generators' parameters."""
+"""Weight sync: versioned, sharded and verified weights from the trainer's ranks into the generators' parameters."""

@@ -1,8 +1,8 @@
-/* Copies past the caches, many in one call, without the interpreter's lock.
+/* Copies that bypass the caches, many per call, without the GIL.
 
-   A plain store reads the line it is about to overwrite, so a copy moves three bytes for each one; a non-temporal store does
-   not, and leaves the caches to others. glibc's memcpy does the same from a size on that depends on the machine, which single
-   tensors do not reach, and does not cast. Whole lines are streamed, the ends of a row stored plainly. */
+   A plain store first reads the cache line that it overwrites, so a copy moves three bytes per byte copied. A non-temporal
+   store skips that read and does not evict other data. glibc's memcpy does the same above a machine-dependent size that single
+   tensors do not reach, and it does not cast. Whole lines are streamed; the ends of a row are stored plainly. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,7 +14,7 @@
 
 #define LINE 64
 
-/* Compiled twice; the loader picks. Wider vectors than AVX2's do not help: memory is the limit. */
+/* Compiled twice; the loader picks one. Vectors wider than AVX2's do not help, because memory is the limit. */
 #if defined(__x86_64__) && defined(__gnu_linux__)
 #define WITH_AVX2_IF_THERE __attribute__((target_clones("avx2", "default")))
 #else
@@ -26,15 +26,15 @@ typedef uint16_t Bf16x8 __attribute__((vector_size(16)));
 typedef uint32_t Bits8 __attribute__((vector_size(32)));
 typedef int32_t Ints8 __attribute__((vector_size(32)));
 
-/* A block of rows; `titanrl.weights.copying` fills the same fields. */
+/* A block of rows; the fields match `Rows` in `titanrl.weights.copying`. */
 typedef struct {
     char *target;
     const char *source;
     int64_t rows;
-    int64_t length;        /* of a row, in elements */
-    int64_t target_stride; /* from row to row, in bytes */
-    int64_t source_stride;
-    int64_t item; /* bytes of an element; 0: float32 is cast to bfloat16 */
+    int64_t length;        /* elements per row */
+    int64_t target_stride; /* bytes between the starts of target rows */
+    int64_t source_stride; /* bytes between the starts of source rows */
+    int64_t item;          /* bytes per element; 0 casts float32 to bfloat16 */
 } Copy;
 
 static inline void stream(char *target, Bytes16 value) {
@@ -45,8 +45,8 @@ static inline void stream(char *target, Bytes16 value) {
 #endif
 }
 
-/* Other processes see what is stored before this before what is stored after it. Streams need it on both sides: they overtake
-   plain stores, such as those of an arena's sequence number, and are overtaken. */
+/* Order the stores before this before the stores after it, as other processes see them. Streamed stores need a fence on both
+   sides, because they and plain stores, such as those of an arena's sequence number, can pass each other. */
 static inline void fence(void) {
 #ifdef __SSE2__
     _mm_sfence();
@@ -103,7 +103,7 @@ static PyObject *run(PyObject *Py_UNUSED(module), PyObject *table) {
     if (PyObject_GetBuffer(table, &view, PyBUF_SIMPLE)) return NULL;
     if (view.len % sizeof(Copy)) {
         PyBuffer_Release(&view);
-        return PyErr_Format(PyExc_ValueError, "a table of %zd bytes is not one of copies, %zu bytes each", view.len, sizeof(Copy));
+        return PyErr_Format(PyExc_ValueError, "table: size must be a multiple of %zu bytes (got %zd)", sizeof(Copy), view.len);
     }
     const Copy *copies = view.buf;
     Py_BEGIN_ALLOW_THREADS;
@@ -115,8 +115,8 @@ static PyObject *run(PyObject *Py_UNUSED(module), PyObject *table) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"run", run, METH_O, "Make all copies of a table."}, {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {{"run", run, METH_O, "Run all copies of a table."}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
-    .m_base = PyModuleDef_HEAD_INIT, .m_name = "_stream", .m_doc = "Copies past the caches.", .m_size = -1, .m_methods = methods};
+    .m_base = PyModuleDef_HEAD_INIT, .m_name = "_stream", .m_doc = "Cache-bypassing copies.", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit__stream(void) { return PyModule_Create(&definition); }

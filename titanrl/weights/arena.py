@@ -1,9 +1,9 @@
-"""Byte arenas that processes of one host share: written once by a trainer rank, read by every generator, copied by nobody.
+"""Shared-memory arenas: a trainer rank writes weights once, and every generator on the same host maps them without a copy.
 
-An arena is a memfd: it has no name, so nothing is left in /dev/shm however its owner ends, and a small /dev/shm mount does not
-matter. Its size is sealed, so a reader cannot be hit by SIGBUS, and its pages are allocated when it is made: page faults, not
-bytes, are what a first write costs. A header carries a sequence number, odd while the arena is being written: a reader that
-sees another number than the manifest's, before or after its copy, has not read that version.
+An arena is a memfd. It has no name, so nothing stays in /dev/shm however its owner ends, and the size of the /dev/shm mount
+does not matter. Its size is sealed, so a reader never gets SIGBUS. Its pages are allocated when it is created, because a first
+write is dominated by page faults. The header holds a sequence number that is odd while the arena is being written. A reader
+compares it with the manifest's before and after its copy, and so detects that the arena was overwritten.
 """
 
 import fcntl
@@ -28,15 +28,15 @@ _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4  # linux/fcntl.h; Python
 
 
 class Arena:
-    """Shared bytes that this process writes."""
+    """Shared memory that this process writes."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate all pages now.
+        """Allocate all pages.
 
         Raises:
             OSError: not enough memory.
         """
-        size = _HEADER_BYTES + max(num_bytes, 1)  # torch has no view of no bytes, RDMA no buffer
+        size = _HEADER_BYTES + max(num_bytes, 1)  # neither a torch view nor an RDMA buffer can be empty
         self._fd = os.memfd_create("titanrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self._fd, 0, size)
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
@@ -46,31 +46,31 @@ class Arena:
 
     @cached_property
     def header(self) -> torch.Tensor:
-        """The bytes of the sequence number."""
+        """Bytes of the sequence number."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=_SEQUENCE.size)
 
     @cached_property
     def storage(self) -> torch.Tensor:
-        """All bytes after the header, at least one."""
+        """All bytes after the header; at least one."""
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)
 
     @cached_property
     def data(self) -> torch.Tensor:
-        """The bytes, as a tensor that shares them."""
+        """Contents, as a tensor that shares the memory."""
         return self.storage[: self.handle.num_bytes]
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
-        """Mark the arena as being written while the body fills it; `sequence` is then the number of what it holds.
+        """Mark the arena as being written while the body fills it, then give it the next even sequence number.
 
-        If the body fails the mark stays, until another fills it.
+        If the body raises, the mark stays until a later write succeeds.
         """
-        self._set_sequence(self.sequence + 1 + self.sequence % 2)  # a body that failed has left it odd
+        self._set_sequence(self.sequence + 1 + self.sequence % 2)  # odd already if the previous body raised
         yield self.data
         self._set_sequence(self.sequence + 1)
 
     def close(self) -> None:
-        """Give up this process's hold; readers that have mapped it keep their view."""
+        """Close this process's descriptor; readers that have mapped the arena keep their mapping."""
         os.close(self._fd)
 
     def _set_sequence(self, sequence: int) -> None:
@@ -79,48 +79,60 @@ class Arena:
 
 
 class MappedArena:
-    """Shared bytes that another process of this host writes, read-only."""
+    """A read-only mapping of an arena that another process of this host writes."""
 
     def __init__(self, handle: ArenaHandle) -> None:
         """Map an arena.
 
         Raises:
-            WeightMismatchError: its owner is gone, or on another host.
+            WeightMismatchError: the owner has ended, runs as another user, or is on another host.
         """
         if handle.host != host_id():
-            raise WeightMismatchError("weights lie in an arena of another host; set weights.transport to auto")
-        try:
-            if process_start(str(handle.pid)) != handle.started:
-                raise FileNotFoundError
-            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise WeightMismatchError(f"process {handle.pid}, which published the weights, is gone") from None
+            raise WeightMismatchError("the weights are in an arena of another host. Set weights.transport to auto")
+        fd = _open_arena(handle)
         try:
             self._map = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self.data = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)[: handle.num_bytes]
 
     @property
     def sequence(self) -> int:
-        """What the header says now."""
+        """Current sequence number of the header."""
         return sequence_in(self._map)
 
 
+def _open_arena(handle: ArenaHandle) -> int:
+    """Open the owner's descriptor of an arena.
+
+    Raises:
+        WeightMismatchError: the owner has ended, or runs as another user.
+    """
+    try:
+        if process_start(str(handle.pid)) != handle.started:
+            raise ProcessLookupError
+        return os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError):
+        reason = "is gone"
+    except PermissionError:  # the descriptors of a process that is ending belong to root
+        reason = "is gone or runs as another user"
+    raise WeightMismatchError(f"process {handle.pid}, which published the weights, {reason}")
+
+
 def sequence_in(header: Any) -> int:
-    """The sequence number that a header's bytes hold."""
+    """Return the sequence number in the bytes of a header."""
     (sequence,) = _SEQUENCE.unpack_from(header, 0)
     return int(sequence)
 
 
 @functools.cache
 def host_id() -> str:
-    """What processes that can open each other's descriptors have in common: the boot and the process namespace."""
+    """Return an id shared by the processes that can open each other's descriptors: boot id and process namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def process_start(pid: str) -> int:
-    """Start of a process in clock ticks since boot."""
+    """Return the start of a process in clock ticks since boot."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,9 +1,8 @@
-"""Many tensors copied at once, with the cast in the same pass: on the CPU by one thread, on a device by a stream of its own.
+"""Batched tensor copies with a cast in the same pass, on one CPU thread or on a device stream.
 
-What is larger than the caches goes past them (`_stream.c`), which takes a quarter to a third less time (docs/weights.md). More
-threads do not help a copy, and OpenMP's barriers make it ten times slower as soon as other processes are busy. On CUDA the host
-side is pinned (once for an arena), so that copies run beside the computation; whoever relies on them synchronizes first. The
-device part is written for CUDA and NPU and has been run on neither.
+Large copies bypass the caches (`_stream.c`); docs/weights.md has the effect. More threads do not speed a copy up, and OpenMP's
+barriers make it ten times slower when other processes are busy. On CUDA the host memory is pinned, once per arena, so that
+copies overlap with computation. The device code is written for CUDA and NPU and has not been run on either.
 """
 
 import asyncio
@@ -20,45 +19,46 @@ try:
     from titanrl.weights import _stream
 except ImportError:
     _stream = None  # type: ignore[assignment]
-    logging.getLogger(__name__).warning("titanrl.weights._stream is not built: torch copies weights, which takes longer")
+    logging.getLogger(__name__).warning("titanrl.weights._stream is not built, so torch copies the weights, more slowly")
 
 _CUDA_HOST_REGISTER_DEFAULT, _CUDA_HOST_REGISTER_READ_ONLY = 0, 8  # cudaHostRegister's flags
 _STREAMED_FROM_BYTES = 8 << 20
-"""Less may stay in the caches, where the next to read it finds it."""
+"""Total size from which copies bypass the caches; less fits into them, where its reader finds it."""
 _SHORTEST_ROW_BYTES = 512
-"""The ends of a row, parts of a cache line, are not streamed; a shorter one has little else."""
+"""Length from which rows are streamed; the ends of a row, which are partial cache lines, never are."""
 
 
 class Rows(NamedTuple):
-    """A copy of rows of equal length, contiguous in themselves, as `_stream.c` has it."""
+    """A copy of contiguous rows of equal length; the fields match `Copy` in `_stream.c`."""
 
     target: int
-    """Address."""
+    """Address of the first target row."""
     source: int
-    """Address."""
+    """Address of the first source row."""
     num_rows: int
+    """Number of rows."""
     length: int
-    """Elements of a row."""
+    """Elements per row."""
     target_stride: int
-    """Bytes from row to row."""
+    """Bytes between the starts of target rows."""
     source_stride: int
-    """Bytes from row to row."""
+    """Bytes between the starts of source rows."""
     item: int
-    """Bytes of an element; 0: float32 is cast to bfloat16."""
+    """Bytes per element; 0 casts float32 to bfloat16."""
 
 
 class Copies:
-    """Copies of tensors into others of the same shapes, to be made any number of times."""
+    """Copies between tensors of equal shapes, planned once and run any number of times."""
 
     def __init__(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], streamed_from_bytes: int = _STREAMED_FROM_BYTES
     ) -> None:
-        """Plan them; tensors must stay in their memory, which is kept for them.
+        """Plan the copies. The tensors are kept alive and must stay in their memory.
 
         Args:
-            targets: what is filled.
-            sources: of the same shapes; types may be others.
-            streamed_from_bytes: how large all targets together are at least, if they are filled past the caches.
+            targets: tensors to fill.
+            sources: tensors of the same shapes and any dtypes.
+            streamed_from_bytes: total size of the targets from which the copies bypass the caches.
         """
         self._targets, self._sources = list(targets), list(sources)
         pairs = list(zip(self._targets, self._sources, strict=True))
@@ -69,12 +69,12 @@ class Copies:
 
     @property
     def device(self) -> torch.device:
-        """What is copied from or to, beside this process's memory."""
+        """Device of the first target or source that is not on the CPU; the CPU if there is none."""
         tensors = self._targets[:1] + self._sources[:1]
         return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
     def run(self) -> None:
-        """Copy each source into its target; on a device this returns before it is done."""
+        """Copy each source into its target; on a device the copies are only queued."""
         if len(self._streamed):
             _stream.run(self._streamed)
         if self._others:
@@ -84,7 +84,7 @@ class Copies:
 
 
 def as_rows(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
-    """A copy as `_stream` makes it; None if that is torch's to make: on a device, with another cast, or of short rows."""
+    """Describe a copy for `_stream`; return None if torch must make it: on a device, with other casts, or of short rows."""
     is_cast = (target.dtype, source.dtype) == (torch.bfloat16, torch.float32)
     if not (target.is_cpu and source.is_cpu and (is_cast or target.dtype == source.dtype)):
         return None
@@ -104,7 +104,7 @@ def as_rows(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
 
 
 def merged_dims(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Size and both strides of each dimension; what is contiguous in both tensors is one. There is at least one."""
+    """Return size and both strides of each dimension, at least one, after merging those contiguous in both tensors."""
     dims: list[tuple[int, int, int]] = []
     for size, to, of in zip(target.shape, target.stride(), source.stride(), strict=True):
         if dims and dims[-1][1:] == (size * to, size * of):
@@ -116,7 +116,7 @@ def merged_dims(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, i
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use a single CPU thread in the body."""
+    """Limit torch to one CPU thread in the body."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,38 +126,38 @@ def one_thread() -> Iterator[None]:
 
 
 class CopyOut:
-    """Copies from a device, or from this process's memory, into shared memory."""
+    """Runs copies from a device or from this process's memory into shared memory."""
 
     def __init__(self) -> None:
-        """The stream is made when there is a device tensor to copy."""
+        """Start without a stream; the first copy from a device creates it."""
         self._stream: Any = None
 
     async def run(self, copies: Copies) -> None:
-        """Fill CPU tensors; returns when their bytes are there. Sources must not change until then, but may be read."""
+        """Fill CPU tensors and return when they are complete. Sources may be read, but not written, until then."""
         if copies.device.type == "cpu":
             copies.run()
             return
         device: Any = torch.get_device_module(copies.device)
         if self._stream is None:
             self._stream = device.Stream()
-        self._stream.wait_stream(device.current_stream())  # what made the weights comes first
+        self._stream.wait_stream(device.current_stream())  # the kernels that write the weights run first
         with device.stream(self._stream):
             copies.run()
         await asyncio.to_thread(self._stream.synchronize)
 
 
 def copy_in(copies: Copies) -> None:
-    """Fill a model's tensors from CPU tensors; returns when they are filled."""
+    """Fill a model's tensors from CPU tensors and return when they are complete."""
     copies.run()
     if copies.device.type != "cpu":
         torch.get_device_module(copies.device).current_stream().synchronize()
 
 
 def pin(data: torch.Tensor, device: torch.device, *, read_only: bool) -> None:
-    """Register shared memory with CUDA, so that copies to and from it need no staging; does nothing for other devices."""
+    """Register shared memory with CUDA, so that copies need no staging buffer; do nothing for other devices."""
     if device.type != "cuda":
         return
     flags = _CUDA_HOST_REGISTER_READ_ONLY if read_only else _CUDA_HOST_REGISTER_DEFAULT
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)
-    if int(error) != 0:  # copies are still right, only slower
-        warnings.warn(f"cannot pin {data.numel()} bytes of shared memory (CUDA error {int(error)})", stacklevel=2)
+    if int(error) != 0:  # copies stay correct, only slower
+        warnings.warn(f"cannot pin {data.numel()} bytes of shared memory (got CUDA error {int(error)})", stacklevel=2)

@@ -1,7 +1,7 @@
-"""Checksums of bytes, at the speed of memory.
+"""Checksums of published bytes.
 
-64-bit words are summed block by block and the sums are hashed, so a changed bit, a block of another version and swapped
-blocks all show. Reading everything costs about 0.4 of a copy, the sample about 0.03.
+A checksum adds up the 64-bit words of each block and hashes the sums. It detects a changed bit, a block of another version
+and swapped blocks. docs/weights.md says what it costs.
 """
 
 import zlib
@@ -13,7 +13,7 @@ import torch
 from titanrl.weights.manifest import Digest
 
 Verify = Literal["off", "sampled", "full"]
-"""How much of the bytes a checksum covers."""
+"""Share of the bytes that a checksum covers."""
 
 _WORD = 8
 _BLOCK_WORDS = 1 << 13
@@ -23,7 +23,10 @@ _NUM_PAGES = _STRIDE_WORDS // _PAGE_WORDS
 
 
 def digest(data: torch.Tensor, verify: Verify, version: int) -> Digest | None:
-    """Checksum of bytes; `sampled` reads one page of 4 KiB in 256 KiB, another one with each version, and the end."""
+    """Return the checksum of some bytes.
+
+    `sampled` reads the last incomplete block and one 4 KiB page of every 256 KiB; the page changes with the version.
+    """
     if verify == "off":
         return None
     if verify == "full":
@@ -34,7 +37,7 @@ def digest(data: torch.Tensor, verify: Verify, version: int) -> Digest | None:
 
 
 def _checksum(data: torch.Tensor, block_words: int, words: slice) -> int:
-    """CRC-32 of the sums of some words of each block, and of what is left after the last whole block."""
+    """Return the CRC-32 of the sums of the given words of each block, and of the bytes after the last whole block."""
     contents = data.numpy()
     num_blocks = contents.size // (block_words * _WORD)
     end = num_blocks * block_words * _WORD

@@ -1,8 +1,8 @@
-"""A state dict as boxes, and boxes as bytes.
+"""Boxes of a state dict's tensors, and their places in a rank's bytes.
 
-A DTensor's local part is one box of the whole tensor, or several: `_StridedShard` interleaves, and torch's own offset
-(`compute_local_shape_and_global_offset`) is then that of the first box only. So the indices a rank holds are worked out here,
-dimension by dimension, and cut into contiguous runs. The trainer's side and the reader's use the same functions.
+The local tensor of a DTensor is one box of the whole tensor or several: `_StridedShard` interleaves. torch's own
+`compute_local_shape_and_global_offset` returns the offset of the first box only. This module therefore computes the indices
+that a rank holds for each dimension and splits them into contiguous runs. Publisher and reader share these functions.
 """
 
 import itertools
@@ -20,26 +20,26 @@ from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, make_la
 
 Indices = npt.NDArray[np.int64]
 Run = tuple[int, int]
-"""First index and length."""
+"""First index and length of contiguous indices."""
 
 _ALIGNMENT = 64
-"""Entries begin at multiples of a cache line, so that any type can be viewed in place."""
+"""Alignment of entries: a cache line, so that a tensor of any dtype can be viewed in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One cut of a dimension: into `factor` parts, each of these into `num_chunks`, of which the rank takes number `index`."""
+    """One split of a dimension: into `factor` parts, then each part into `num_chunks`, of which the rank holds one."""
 
     num_chunks: int
     """Ranks that share the dimension."""
     index: int
-    """Place of this rank among them."""
+    """Chunk that this rank holds."""
     factor: int = 1
-    """Parts that are cut one by one; 1 is a plain shard."""
+    """Parts that are split separately; 1 is a plain shard."""
 
 
 def held_indices(size: int, splits: Sequence[Split]) -> Indices:
-    """Indices of a dimension that are left after cuts, in the order they are held; chunks are those of `torch.chunk`."""
+    """Return the indices of a dimension that a rank holds after all splits, in local order; chunks are as in `torch.chunk`."""
     indices = np.arange(size)
     for split in splits:
         parts = [_chunk(indices, split.factor, part) for part in range(split.factor)]
@@ -53,7 +53,7 @@ def _chunk(indices: Indices, num_chunks: int, index: int) -> Indices:
 
 
 def index_runs(indices: Indices) -> list[Run]:
-    """Indices as contiguous runs, in their order."""
+    """Split indices into contiguous runs, in order."""
     if not len(indices):
         return []
     edges = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
@@ -61,10 +61,11 @@ def index_runs(indices: Indices) -> list[Run]:
 
 
 def dim_splits(placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int], dim: int) -> list[Split]:
-    """The cuts of one tensor dimension, in the order they are made.
+    """Return the splits of one tensor dimension, in the order in which they apply.
 
-    Mesh dimensions cut from left to right, but a `_StridedShard` whose factor is the number of parts that the cuts to its right
-    make (FSDP over TP) stands for a plain cut after those; with uneven sizes only this order gives what FSDP2 holds.
+    Mesh dimensions split from left to right. The exception is a `_StridedShard` whose factor is the number of parts that the
+    splits to its right make (FSDP over TP): it is a plain split that comes after them. With uneven sizes only this order
+    gives the shards that FSDP2 holds.
     """
     ordered: list[Split] = []
     for placement, num_chunks, index in reversed(list(zip(placements, mesh_shape, coordinate, strict=True))):
@@ -79,7 +80,7 @@ def dim_splits(placements: Sequence[Placement], mesh_shape: Sequence[int], coord
 
 
 def box_pieces(runs: Sequence[Sequence[Run]]) -> tuple[Piece, ...]:
-    """The boxes that runs of each dimension make, and where they lie in the local tensor."""
+    """Combine the runs of each dimension into boxes, with their places in the local tensor."""
     starts = [list(itertools.accumulate((length for _, length in dim), initial=0))[:-1] for dim in runs]
     numbered = [list(zip(dim, places, strict=True)) for dim, places in zip(runs, starts, strict=True)]
     pieces = []
@@ -92,26 +93,26 @@ def box_pieces(runs: Sequence[Sequence[Run]]) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartOf:
-    """A block of a tensor whose other blocks other ranks hold, cut where no DTensor would be."""
+    """One block of a tensor whose other blocks are on other ranks, for splits that a DTensor cannot describe."""
 
     local: torch.Tensor
-    """The block; a view of where it is to be written."""
+    """The block, as a view of the memory to be written."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the block begins in it."""
+    """First index of the block in each dimension."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its numbers."""
+        """Element type."""
         return self.local.dtype
 
 
 def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
-    """The boxes of a tensor that this rank holds; none if its shard is empty.
+    """Return the boxes of a tensor that this rank holds; none if its shard is empty.
 
     Raises:
-        ValueError: a partial sum, or a placement that is not understood.
+        ValueError: the tensor is a partial sum or has an unsupported placement.
     """
     if isinstance(value, PartOf):
         inside = whole(tuple(value.local.shape))
@@ -120,35 +121,36 @@ def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
         everything = whole(tuple(value.shape))
         return (Piece(everything, everything),) if everything.numel else ()
     if any(isinstance(placement, Partial) for placement in value.placements):
-        raise ValueError(f"{name}: cannot publish a partial sum ({value.placements})")
+        raise ValueError(f"{name}: partial sums cannot be published (got {value.placements}). Reduce the tensor first")
     coordinate = value.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not part of the tensor's mesh"
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
     indices = [
         held_indices(size, dim_splits(value.placements, value.device_mesh.shape, coordinate, dim))
         for dim, size in enumerate(value.shape)
     ]
     expected, found = [len(dim) for dim in indices], list(local_part(value).shape)
     if expected != found and 0 not in expected:
-        raise ValueError(f"{name}: placements {value.placements} should leave {expected}, but the rank holds {found}")
+        raise ValueError(f"{name}: the local shape must be {expected} for placements {value.placements} (got {found})")
     return box_pieces([index_runs(dim) for dim in indices])
 
 
 def is_first_holder(value: torch.Tensor, rank: int) -> bool:
-    """Whether this rank publishes a tensor's shard: of replicas only the first does.
+    """Return whether this rank publishes its shard of a tensor; only the first of several replicas does.
 
-    A tensor on a part of the mesh (a norm that TP leaves alone) is repeated on its other parts; the one with rank 0 counts.
+    A tensor on a submesh (a norm that TP does not shard) is replicated on the other submeshes. Only the submesh with rank 0
+    publishes it.
     """
     if not isinstance(value, DTensor):
         return rank == 0
     if 0 not in value.device_mesh.mesh:
         return False
     coordinate = value.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not part of the tensor's mesh"
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
     return not any(isinstance(placement, Replicate) and at for placement, at in zip(value.placements, coordinate, strict=True))
 
 
 def local_part(value: "torch.Tensor | PartOf") -> torch.Tensor:
-    """What this rank holds of a tensor, without a copy. `to_local()` would return the same, fifty times slower."""
+    """Return this rank's shard of a tensor without a copy, like `DTensor.to_local()` but without its autograd overhead."""
     if isinstance(value, PartOf):
         return value.local
     return value._local_tensor if isinstance(value, DTensor) else value
@@ -156,34 +158,34 @@ def local_part(value: "torch.Tensor | PartOf") -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """What a rank publishes: a layout, and for each of its entries where the bytes come from."""
+    """A rank's byte layout, and the source of each of its entries."""
 
     layout: ByteLayout
-    """What lies where."""
+    """Places of the entries in the rank's bytes."""
     sources: tuple[tuple[str, Box | None], ...]
-    """Tensor and block of its local part, for each entry; None is all of it."""
+    """Name and block of the local tensor for each entry; a block of None is the whole local tensor."""
 
     def targets(self, arena: torch.Tensor) -> list[torch.Tensor]:
-        """The entries as tensors inside a byte tensor."""
+        """Return the entries as views of a byte tensor."""
         return [entry_view(arena, entry) for entry in self.layout.entries]
 
     def local_blocks(self, parts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The blocks of a state dict's local parts that belong there."""
+        """Return the blocks of the local tensors that fill the entries."""
         with torch.no_grad():
             return [parts[name] if block is None else parts[name][block.slices] for name, block in self.sources]
 
 
 def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, keep: Collection[str] = ()) -> PackPlan:
-    """Plan what this rank publishes: replicas only from their first holder, tied tensors once, empty shards not at all.
+    """Plan the bytes of this rank: replicas from their first holder only, tied tensors once, and no empty shards.
 
     Args:
         state: the model's state dict.
         rank: this trainer rank.
-        dtype: what tensors are cast to.
-        keep: names of tensors that keep their type (buffers).
+        dtype: dtype that tensors are cast to.
+        keep: names of tensors that keep their dtype (buffers).
 
     Raises:
-        ValueError: a partial sum, or a placement that is not understood.
+        ValueError: a tensor is a partial sum or has an unsupported placement.
     """
     entries: list[ShardEntry] = []
     sources: list[tuple[str, Box | None]] = []
@@ -202,12 +204,16 @@ def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, 
 
 
 def first_names(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of a state dict without those of tensors that were there before (tied weights)."""
-    seen: set[tuple[int, torch.Size]] = set()
+    """Return the names of a state dict, each tied tensor under its first name only.
+
+    Tensors are tied if they have the same elements in the same order. Strides count: the transposed view of a square matrix
+    has its address and shape.
+    """
+    seen: set[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = set()
     names = []
     for name, value in state.items():
         local = local_part(value)
-        key = (local.data_ptr(), local.shape)
+        key = (local.data_ptr(), local.dtype, local.shape, local.stride())
         if local.numel() and key in seen:
             continue
         seen.add(key)
@@ -216,12 +222,12 @@ def first_names(state: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def local_parts(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What this rank holds of a state dict, without a copy."""
+    """Return this rank's shard of every tensor of a state dict, without a copy."""
     return {name: local_part(value) for name, value in state.items()}
 
 
 def entry_view(arena: torch.Tensor, entry: ShardEntry) -> torch.Tensor:
-    """The tensor that lies at an entry's place in a byte tensor."""
+    """Return an entry as a view of a byte tensor."""
     dtype = TORCH_DTYPES[entry.dtype]
     num_bytes = entry.box.numel * dtype.itemsize
     return arena[entry.byte_offset : entry.byte_offset + num_bytes].view(dtype).view(entry.box.shape)
@@ -230,4 +236,4 @@ def entry_view(arena: torch.Tensor, entry: ShardEntry) -> torch.Tensor:
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-"""torch's types by their text."""
+"""torch's dtypes by their `str`, such as `torch.bfloat16`."""

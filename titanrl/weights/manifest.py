@@ -1,18 +1,21 @@
-"""What was published: which box of which tensor lies where. Pure data, no tensors."""
+"""Records of published weights: boxes of tensors, byte layouts, manifests and commits. Pure data, no tensors."""
 
 import hashlib
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+VERSIONS_HELD = 2
+"""Versions that stay readable: while one is written, the previous one can be read."""
+
 
 class WeightMismatchError(Exception):
-    """Published weights are not what the reader expects; the text names the tensor or the version."""
+    """Published weights do not match the reader's expectation; the message names the tensor or the version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous block of a tensor, in global coordinates."""
+    """A contiguous block of a tensor, in coordinates of the whole tensor."""
 
     offset: tuple[int, ...]
     """First index of each dimension."""
@@ -21,11 +24,11 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """Number of elements."""
         return prod(self.shape)
 
     def intersection(self, other: "Box") -> "Box | None":
-        """The part common to both, or None if there is none."""
+        """Return the overlap of both boxes, or None if there is none."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
         if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -33,32 +36,32 @@ class Box:
         return Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
 
     def moved(self, origin: tuple[int, ...], to: tuple[int, ...]) -> "Box":
-        """This box in coordinates where `origin` lies at `to`."""
+        """Return this box in coordinates in which `origin` is at `to`."""
         return Box(tuple(a - o + t for a, o, t in zip(self.offset, origin, to, strict=True)), self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """This box as slices of the tensor it is a part of."""
+        """Slices that select this box from the whole tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
 
     def slices_within(self, outer: "Box") -> tuple[slice, ...]:
-        """This box as slices of a tensor that holds exactly `outer`."""
+        """Return the slices that select this box from a tensor that holds exactly `outer`."""
         return self.moved(outer.offset, (0,) * len(self.offset)).slices
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that covers a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of a whole tensor, and where it lies in the part that a process holds."""
+    """A block of a tensor, in coordinates of the whole tensor and of a process's local tensor."""
 
     box: Box
-    """In coordinates of the whole tensor."""
+    """The block in coordinates of the whole tensor."""
     local: Box
-    """In coordinates of the local one."""
+    """The same block in coordinates of the local tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +71,18 @@ class ShardEntry:
     name: str
     """Fully-qualified name in the trainer's state dict."""
     dtype: str
-    """Type of the bytes, such as `torch.bfloat16`."""
+    """Element type as text, such as `torch.bfloat16`."""
     global_shape: tuple[int, ...]
     """Shape of the whole tensor."""
     box: Box
-    """Which part of it this is."""
+    """Block of the whole tensor."""
     byte_offset: int
-    """Where it begins in the rank's bytes."""
+    """First byte of the box in the rank's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteLayout:
-    """What lies where in a rank's bytes. The same for every version as long as the weights are spread the same way."""
+    """Places of all boxes in a rank's bytes. It changes only with the sharding, not with the version."""
 
     rank: int
     """Trainer rank."""
@@ -88,29 +91,29 @@ class ByteLayout:
     num_bytes: int
     """Length of the rank's bytes."""
     layout_id: str
-    """Hash of the above: equal ids mean equal layouts."""
+    """Hash of the other fields; equal ids mean equal layouts."""
 
 
 def make_layout(rank: int, entries: tuple[ShardEntry, ...], num_bytes: int) -> ByteLayout:
-    """A layout and its id."""
+    """Build a layout with its id."""
     text = repr((rank, entries, num_bytes)).encode()
     return ByteLayout(rank, entries, num_bytes, hashlib.blake2b(text, digest_size=8).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """Where another process of this host finds an arena."""
+    """Address of an arena for other processes of its host."""
 
     host: str
-    """Boot and process namespace it lives in."""
+    """Boot id and process namespace of the owner."""
     pid: int
-    """Process that owns it."""
+    """Process that owns the arena."""
     started: int
-    """Start of that process in clock ticks since boot, so that a reused pid is not mistaken for it."""
+    """Start of that process in clock ticks since boot, which distinguishes it from a later process with the same pid."""
     fd: int
-    """Its file descriptor there."""
+    """File descriptor of the arena in the owner."""
     num_bytes: int
-    """Bytes it holds, header not counted."""
+    """Size of the contents, without the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +123,17 @@ class RdmaHandle:
     header: Any
     """`RDMABuffer` of the sequence number."""
     data: Any
-    """`RDMABuffer` of the bytes."""
+    """`RDMABuffer` of the contents."""
     num_bytes: int
-    """Bytes it holds."""
+    """Size of the contents."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreHandle:
-    """Bytes that torchstore holds, for readers on any host."""
+    """A tensor in torchstore, for readers on any host."""
 
     key: str
-    """Their key."""
+    """Key of the tensor."""
 
 
 TransportHandle = ArenaHandle | RdmaHandle | StoreHandle
@@ -141,33 +144,33 @@ class Digest:
     """A checksum of a rank's bytes; see `weights.digest`."""
 
     kind: str
-    """`full`, or `sampled` with the part that was looked at, which changes with the version."""
+    """`full`, or `sampled` and the number of the page that was read."""
     value: int
-    """The checksum."""
+    """The checksum itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Everything one rank published for one version."""
+    """The record of one rank's bytes of one version."""
 
     version: int
     """Policy version."""
     rank: int
     """Trainer rank."""
     layout_id: str
-    """What lies where; the layout itself is under `layout_key` in the store."""
+    """Id of the byte layout, which is in the store under `layout_key`."""
     num_bytes: int
     """Length of the rank's bytes."""
     digest: Digest | None
-    """Checksum of the bytes; None if they are not verified."""
+    """Checksum of the bytes; None with `verify: off`."""
     sequence: int
-    """What the arena's header says while it holds this version."""
+    """Sequence number of the arena while it holds this version."""
     handles: tuple[TransportHandle, ...]
-    """Ways to the bytes, the best first."""
+    """Handles of the bytes, one per transport, the preferred one first."""
 
 
 def overwritten(manifest: WeightManifest, found: int) -> WeightMismatchError:
-    """The error of a reader that came too late."""
+    """Build the error of a reader whose version was overwritten."""
     return WeightMismatchError(
         f"version {manifest.version} of rank {manifest.rank} was overwritten while it was read "
         f"(sequence {found}, published as {manifest.sequence})"
@@ -176,29 +179,29 @@ def overwritten(manifest: WeightManifest, found: int) -> WeightMismatchError:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Made by the controller once every rank has published: the version is whole from here on."""
+    """The record of a complete version, which the controller creates after every rank has published."""
 
     version: int
     """Policy version."""
     manifests: tuple[WeightManifest, ...]
-    """One per rank."""
+    """Manifests, one per rank."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all ranks."""
+        """Total size of all ranks' bytes."""
         return sum(manifest.num_bytes for manifest in self.manifests)
 
 
 def rank_key(run: str, version: int, rank: int) -> str:
-    """Store key of one rank's bytes, where the store carries them."""
+    """Return the store key of one rank's bytes for the `store` transport."""
     return f"{run}/v{version}/rank{rank}"
 
 
 def commits_key(run: str) -> str:
-    """Store key of the commit records of the versions that can be read, the newest last."""
+    """Return the store key of the commit records of all readable versions, which are ordered from oldest to newest."""
     return f"{run}/COMMITS"
 
 
 def layout_key(run: str, layout_id: str) -> str:
-    """Store key of a layout."""
+    """Return the store key of a byte layout."""
     return f"{run}/layout/{layout_id}"

@@ -1,4 +1,4 @@
-"""Pulling on a generator rank."""
+"""Reading of published weights by a generator rank."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -9,61 +9,66 @@ import torch
 from titanrl.weights.copying import Copies, copy_in, pin
 from titanrl.weights.digest import Verify, digest
 from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
-from titanrl.weights.manifest import ByteLayout, Commit, WeightManifest, WeightMismatchError, commits_key, layout_key
+from titanrl.weights.manifest import (
+    VERSIONS_HELD,
+    ByteLayout,
+    Commit,
+    WeightManifest,
+    WeightMismatchError,
+    commits_key,
+    layout_key,
+)
 from titanrl.weights.slice_copies import SliceCopy, Target, plan_copies
+from titanrl.weights.state import TensorFingerprint
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import Payload, Transport, make_transports
 
 Targets = Mapping[str, torch.Tensor | PartOf]
-"""Where each tensor of the trainer goes, by its name there."""
+"""Tensors to fill, by the trainer's names."""
 
 
 class CopyPlan:
-    """The slice copies from some layouts into some tensors, worked out once for each place of the bytes."""
+    """The slice copies from byte layouts into tensors, planned once and bound once to each address of the bytes."""
 
     def __init__(self, layouts: Sequence[ByteLayout], targets: Targets) -> None:
-        """Plan once; it is proved here that the layouts fill every target.
+        """Plan the copies and prove that they fill every target.
 
         Raises:
-            WeightMismatchError: they do not; the text names the tensor.
-            ValueError: a target whose placement is not understood.
+            WeightMismatchError: the layouts do not fill a target; the message names it.
+            ValueError: a target has an unsupported placement.
         """
         self.layout_ids = [layout.layout_id for layout in layouts]
-        self.targets = targets
-        self._slices: tuple[SliceCopy, ...] = plan_copies(layouts, {name: as_target(name, t) for name, t in targets.items()})
+        self._planned = TensorFingerprint(targets)
+        wanted = {name: Target(tuple(t.shape), str(t.dtype), held_pieces(name, t)) for name, t in targets.items()}
+        self._slices: tuple[SliceCopy, ...] = plan_copies(layouts, wanted)
         self._filled = [local_part(targets[part.name])[part.destination] for part in self._slices]
         self._copies: dict[tuple[int, ...], Copies] = {}
 
     def fits(self, layout_ids: Sequence[str], targets: Targets) -> bool:
-        """Whether this is the plan for these layouts and this very mapping."""
-        return self.targets is targets and self.layout_ids == layout_ids
+        """Return whether the plan is for these layouts, and for these targets in their present memory."""
+        return self.layout_ids == layout_ids and self._planned.matches(targets)
 
     def run(self, data: Mapping[int, torch.Tensor]) -> None:
         """Copy from the bytes of each rank."""
         where = tuple(data[rank].data_ptr() for rank in sorted(data))
         if where not in self._copies:
-            if len(self._copies) > 1:  # writers have two arenas by turns; other bytes do not come back
+            if len(self._copies) >= VERSIONS_HELD:  # publishers reuse that many arenas; other addresses are one-off
                 self._copies.clear()
             sources = [entry_view(data[part.rank], part.entry)[part.source] for part in self._slices]
             self._copies[where] = Copies(self._filled, sources)
         copy_in(self._copies[where])
 
 
-def as_target(name: str, value: torch.Tensor | PartOf) -> Target:
-    """What a tensor of the reader needs."""
-    return Target(tuple(value.shape), str(value.dtype), held_pieces(name, value))
-
-
 class WeightReader:
-    """Brings committed versions into tensors of this process. It can be sent to another process before its first use."""
+    """Copies committed versions into tensors of this process. It can be pickled before its first use."""
 
     def __init__(self, run: str, store: WeightStore, verify: Verify = "sampled") -> None:
-        """Read what is published under the name of a run.
+        """Read the versions published under the name of a run.
 
         Args:
             run: prefix of the store's keys.
-            store: where layouts and records are.
-            verify: `off` leaves digests unread; otherwise those that were published are checked.
+            store: store of layouts and commit records.
+            verify: `off` ignores published digests; any other value checks them.
         """
         self._run, self._store, self._verify = run, store, verify
         self._transports: list[Transport] = make_transports(("arena", "rdma", "store"), run, 0, store)
@@ -72,10 +77,10 @@ class WeightReader:
         self.plan: CopyPlan | None = None
 
     async def committed(self, version: int) -> Commit:
-        """The record of a version.
+        """Return the commit record of a version.
 
         Raises:
-            WeightMismatchError: there is none, or no longer.
+            WeightMismatchError: the store has no record of it, or no longer has.
         """
         try:
             commits: tuple[Commit, ...] = await self._store.get(commits_key(self._run))
@@ -84,14 +89,14 @@ class WeightReader:
         for commit in commits:
             if commit.version == version:
                 return commit
-        held = f"the store has versions {[commit.version for commit in commits]}" if commits else "none is"
-        raise WeightMismatchError(f"version {version} of the weights is not committed; {held}")
+        held = [commit.version for commit in commits]
+        raise WeightMismatchError(f"version {version} of the weights is not committed (the store has {held})")
 
     async def fetch(self, commit: Commit) -> "FetchedWeights":
-        """Get at all bytes of a version; those in arenas of this host are not copied.
+        """Get access to all bytes of a version, without a copy where they are in arenas of this host.
 
         Raises:
-            WeightMismatchError: they cannot be reached, are gone, or are of another version.
+            WeightMismatchError: the bytes are unreachable, gone, or of another version.
         """
         stale = [manifest.rank for manifest in commit.manifests if manifest.version != commit.version]
         if stale:
@@ -101,7 +106,7 @@ class WeightReader:
         return FetchedWeights(self, commit, layouts, payloads)
 
     def plan_for(self, layouts: Sequence[ByteLayout], targets: Targets) -> CopyPlan:
-        """The plan for some layouts and targets; kept until one of them is another."""
+        """Return the plan for these layouts and targets, which is kept until one of them changes."""
         if self.plan is None or not self.plan.fits([layout.layout_id for layout in layouts], targets):
             self.plan = CopyPlan(layouts, targets)
         return self.plan
@@ -110,27 +115,27 @@ class WeightReader:
         """Check length and digest of one rank's bytes.
 
         Raises:
-            WeightMismatchError: they are not what was published.
+            WeightMismatchError: they differ from what the rank published.
         """
-        what = f"the bytes of rank {manifest.rank}, version {manifest.version},"
+        bytes_of = f"version {manifest.version} of rank {manifest.rank}"
         if payload.data.numel() != manifest.num_bytes:
-            raise WeightMismatchError(f"{what} are {payload.data.numel()}, not {manifest.num_bytes}")
+            raise WeightMismatchError(f"{bytes_of} must have {manifest.num_bytes} bytes (got {payload.data.numel()})")
         if self._verify == "off" or manifest.digest is None:
             return
         kind: Verify = "full" if manifest.digest.kind == "full" else "sampled"
         found = digest(payload.data, kind, manifest.version)
-        payload.check(manifest)  # overwritten bytes are not damaged ones
+        payload.check(manifest)  # report overwritten bytes as such, not as damaged
         if found != manifest.digest:
-            raise WeightMismatchError(f"{what} are not what it published (digest {manifest.digest.kind})")
+            raise WeightMismatchError(f"{bytes_of} does not match its published digest ({manifest.digest.kind})")
 
     def pin(self, payload: Payload, device: torch.device) -> None:
-        """Make copies from shared memory to a device fast; once for each mapping."""
+        """Pin a mapping once, which makes copies from it to a device fast."""
         if payload.mapped is not None and payload.data.data_ptr() not in self._pinned:
             self._pinned.add(payload.data.data_ptr())
             pin(payload.data, device, read_only=True)
 
     async def _layout(self, layout_id: str) -> ByteLayout:
-        """A layout is asked for once; versions repeat its id only."""
+        """Return a layout, read from the store the first time."""
         if layout_id not in self._layouts:
             try:
                 self._layouts[layout_id] = await self._store.get(layout_key(self._run, layout_id))
@@ -139,7 +144,7 @@ class WeightReader:
         return self._layouts[layout_id]
 
     async def _payload(self, manifest: WeightManifest) -> Payload:
-        """The bytes by the first way that leads here."""
+        """Fetch a rank's bytes through the first offered transport that reaches this process."""
         for handle in manifest.handles:
             for transport in self._transports:
                 if transport.reaches(handle):
@@ -147,14 +152,14 @@ class WeightReader:
                     payload.check(manifest)
                     return payload
         raise WeightMismatchError(
-            f"no way leads from trainer rank {manifest.rank} to this host: the weights were offered through "
-            f"{[type(handle).__name__ for handle in manifest.handles]}; set weights.transport to auto"
+            f"weights.transport: no offered transport reaches this host from trainer rank {manifest.rank} "
+            f"(got {[type(handle).__name__ for handle in manifest.handles]}). Set it to auto"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedWeights:
-    """A whole version at hand, not yet copied."""
+    """A complete version whose bytes are accessible but not yet copied into a model."""
 
     reader: WeightReader
     commit: Commit
@@ -162,21 +167,22 @@ class FetchedWeights:
     payloads: Sequence[Payload] = field(repr=False)
 
     def copy_into(self, targets: Targets) -> None:
-        """Fill every target; all that can be checked before the first byte is written is.
+        """Fill every target, after all checks that are possible before the first write.
 
         Args:
-            targets: tensors, DTensors or parts by the trainer's names; pass the same mapping each time, and the plan is kept.
+            targets: tensors, DTensors or `PartOf` blocks by the trainer's names. The plan is reused while they are the same
+                objects in the same memory.
 
         Raises:
-            WeightMismatchError: a tensor is missing, extra, or of another shape or type; the bytes are not those that were
-                published; or they changed while they were copied, and the targets hold a mixture.
+            WeightMismatchError: a tensor is missing, extra, or of another shape or dtype; the bytes do not match their digest;
+                or the writer overwrote them during the copy, and the targets now hold a mixture.
         """
         plan = self.reader.plan_for(self.layouts, targets)
         for manifest, payload in self._ranks():
             self.reader.verify(manifest, payload)
-        where = next((local_part(target).device for target in targets.values()), torch.device("cpu"))
+        device = next((local_part(target).device for target in targets.values()), torch.device("cpu"))
         for _, payload in self._ranks():
-            self.reader.pin(payload, where)
+            self.reader.pin(payload, device)
         plan.run({manifest.rank: payload.data for manifest, payload in self._ranks()})
         for manifest, payload in self._ranks():
             payload.check(manifest)

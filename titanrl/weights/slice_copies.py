@@ -1,8 +1,9 @@
-"""Which bytes go where: a pure function from layouts and the reader's parameters to slice copies."""
+"""Planning of slice copies: a pure function of byte layouts and the reader's parameters."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -11,50 +12,51 @@ from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, WeightM
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter to be filled, or the part of it that this reader holds."""
+    """A parameter to fill, or the blocks of it that this reader holds."""
 
     global_shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dtype: str
-    """Type it is held in."""
+    """Element type, such as `torch.bfloat16`."""
     pieces: tuple[Piece, ...]
-    """Which parts of it are held, and where."""
+    """Blocks that this reader holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """Copy a part of a published box into a part of a target."""
+    """A copy of a part of a published box into a part of a target."""
 
     name: str
-    """The tensor."""
+    """Tensor name."""
     rank: int
-    """Whose bytes."""
+    """Trainer rank that published the box."""
     entry: ShardEntry
-    """The published box."""
+    """Published box."""
     source: tuple[slice, ...]
-    """Part of the published box."""
+    """Slices of the published box."""
     destination: tuple[slice, ...]
-    """Part of the target's local tensor."""
+    """Slices of the target's local tensor."""
 
 
 def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) -> tuple[SliceCopy, ...]:
-    """Copies that fill every target completely, each element once.
+    """Return copies that write each element of every target exactly once.
 
     Raises:
-        WeightMismatchError: a tensor is missing, extra, of another shape or type, or not covered exactly.
+        WeightMismatchError: a tensor is missing, extra, of another shape or dtype, or not covered exactly.
     """
     published: dict[str, list[tuple[int, ShardEntry]]] = defaultdict(list)
     for layout in layouts:
         for entry in layout.entries:
             published[entry.name].append((layout.rank, entry))
-    missing, extra = sorted(targets.keys() - published.keys()), sorted(published.keys() - targets.keys())
+    needed = {name for name, target in targets.items() if prod(target.global_shape)}  # empty tensors are not published
+    missing, extra = sorted(needed - published.keys()), sorted(published.keys() - targets.keys())
     if missing or extra:
         raise WeightMismatchError(f"tensors not published: {missing}; tensors published but not wanted: {extra}")
     return tuple(copy for name, target in targets.items() for copy in fill(name, target, published[name]))
 
 
 def fill(name: str, target: Target, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
-    """The copies that fill one target."""
+    """Return the copies that fill one target."""
     for _, entry in sources:
         if (entry.global_shape, entry.dtype) != (target.global_shape, target.dtype):
             raise WeightMismatchError(
@@ -65,7 +67,7 @@ def fill(name: str, target: Target, sources: Sequence[tuple[int, ShardEntry]]) -
 
 
 def fill_piece(name: str, piece: Piece, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
-    """The copies that fill one block of a target."""
+    """Return the copies that fill one block of a target."""
     copies: list[SliceCopy] = []
     covered: list[Box] = []
     for rank, entry in sources:
@@ -79,10 +81,10 @@ def fill_piece(name: str, piece: Piece, sources: Sequence[tuple[int, ShardEntry]
 
 
 def check_covered(name: str, wanted: Box, covered: Sequence[Box]) -> None:
-    """Prove that boxes inside another fill it exactly: they do not overlap, and their sizes add up.
+    """Prove that boxes inside another box fill it exactly: they do not overlap, and their sizes add up.
 
     Raises:
-        WeightMismatchError: they do not.
+        WeightMismatchError: some boxes overlap, or elements are missing.
     """
     if len(covered) > 1 and wanted.offset:
         low = np.array([box.offset for box in covered])

@@ -1,57 +1,64 @@
-"""A module's tensors by name, without the cost of `state_dict` at every look."""
+"""Change detection for a model's tensors, cheaper than calling `state_dict` for every version."""
 
 from collections.abc import Collection, Iterable, Mapping
 from operator import is_
+from typing import Any
 
 import torch
 from torch import nn
 
-from titanrl.weights.layout import local_part
+from titanrl.weights.layout import PartOf, local_part
 
 
 class LiveState:
-    """The tensors of `module.state_dict(keep_vars=True)`, made anew only when the module holds others than at the last look.
+    """The tensors of `module.state_dict(keep_vars=True)`, listed again only after the module replaced one of them.
 
-    Its modules stay the ones they are; its hooks may rename tensors, but make none.
+    The set of submodules must not change. State-dict hooks may rename tensors but not create them.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Nothing is read yet."""
+        """Keep the module; `tensors` reads it."""
         self._module = module
         self._slots = [slot for part in module.modules() for slot in (part._parameters, part._buffers)]
         self._held: list[torch.Tensor | None] = []
         self._tensors: Mapping[str, torch.Tensor] = {}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and persistent buffers: the module's own, to be read only."""
+        """Return the parameters and persistent buffers themselves, by name. Callers must not write to them."""
         held = [value for slot in self._slots for value in slot.values()]
         if not self._tensors or not identical(held, self._held):
             state = self._module.state_dict(keep_vars=True)
             self._tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-            assert {*map(id, self._tensors.values())} <= {*map(id, held)}, "state_dict() makes tensors that the module has not"
+            assert {*map(id, self._tensors.values())} <= {*map(id, held)}, "a state-dict hook created a tensor"
             self._held = held
         return self._tensors
 
 
-class Whereabouts:
-    """Which tensors a state dict held and where their local parts lay: while that is so, views of them stay right."""
+class TensorFingerprint:
+    """Identity and memory of named tensors. While it matches, views and addresses taken from the tensors stay valid."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Note what is there now."""
-        self._names, self._tensors = list(state), list(state.values())
-        self._addresses = addresses(self._tensors)
+    def __init__(self, tensors: Mapping[str, torch.Tensor | PartOf]) -> None:
+        """Record the tensors as they are now."""
+        self._names, self._tensors = list(tensors), list(tensors.values())
+        self._locals = [local_part(tensor) for tensor in self._tensors]
+        self._wrappers = [pair for pair in zip(self._tensors, self._locals, strict=True) if pair[0] is not pair[1]]
+        self._memory = memory_of(self._locals)
 
-    def are_those_of(self, state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a state dict holds these very tensors, in the same memory."""
-        tensors = state.values()
-        return list(state) == self._names and identical(tensors, self._tensors) and addresses(tensors) == self._addresses
+    def matches(self, tensors: Mapping[str, torch.Tensor | PartOf]) -> bool:
+        """Return whether these are the recorded tensors, with the same memory, shapes, strides and dtypes."""
+        return (
+            list(tensors) == self._names
+            and identical(tensors.values(), self._tensors)
+            and all(local_part(value) is local for value, local in self._wrappers)
+            and memory_of(self._locals) == self._memory
+        )
 
 
 def identical(some: Collection[object], others: Collection[object]) -> bool:
-    """Whether two collections hold the same objects in the same order."""
+    """Return whether two collections hold the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where the local part of each tensor begins."""
-    return [local_part(tensor).data_ptr() for tensor in tensors]
+def memory_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return address, dtype, shape and strides of each tensor."""
+    return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]

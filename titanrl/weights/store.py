@@ -1,9 +1,8 @@
-"""torchstore as the run's weight store: objects and byte tensors by key.
+"""The run's weight store: objects and byte tensors by key, in torchstore.
 
-torchstore 0.1.2 cannot start on torchmonarch 0.7.0, because its controller mixes sync and async endpoints; the subclass
-here makes them all async and changes nothing else. Only put, get and delete of plain keys are used, which newer
-torchstore versions share. Its private parts are used in this module alone; `tests/weights/test_transport.py` fails
-when they move.
+torchstore 0.1.2 cannot start on torchmonarch 0.7.0, because its controller mixes sync and async endpoints. `StoreController`
+makes all of them async and changes nothing else. Only put, get, exists and delete of plain keys are used, which later
+torchstore versions also have. No other module uses private parts of torchstore; `tests/weights/test_transport.py` covers them.
 """
 
 from dataclasses import dataclass
@@ -25,60 +24,62 @@ class StoreController(Actor):
 
     @endpoint
     async def init(self, strategy: TorchStoreStrategy, num_storage_volumes: int, storage_volumes: Any) -> None:
-        """Take up the storage volumes."""
+        """Register the storage volumes."""
         await Controller.init._method(self._index, strategy, num_storage_volumes, storage_volumes)
 
     @endpoint
     async def locate_volumes(self, key: str) -> Any:
-        """Where a key's value lies."""
+        """Return the volumes that hold a key."""
         return Controller.locate_volumes._method(self._index, key)
 
     @endpoint
     async def notify_put(self, key: str, request: Any, storage_volume_id: str) -> None:
-        """Note that a volume now holds a key."""
+        """Record that a volume now holds a key."""
         Controller.notify_put._method(self._index, key, request, storage_volume_id)
 
     @endpoint
     async def notify_delete(self, key: str, storage_volume_id: str) -> None:
-        """Note that a volume no longer holds a key."""
+        """Record that a volume no longer holds a key."""
         Controller.notify_delete._method(self._index, key, storage_volume_id)
 
 
 @dataclass(frozen=True)
 class WeightStore:
-    """A handle to the store that can be sent to any process."""
+    """A client of the store that can be pickled to any process."""
 
     controller: Any
+    """Actor mesh of the `StoreController`."""
     strategy: TorchStoreStrategy
+    """Assignment of keys to storage volumes."""
 
     async def put(self, key: str, value: object) -> None:
-        """Keep an object under a key, in the place of what was there, or a tensor under a new key."""
+        """Store an object under a key, replacing any previous one, or a tensor under a new key."""
         await self.client.put(key, value)
 
     async def get(self, key: str) -> Any:
-        """The object or tensor under a key.
+        """Return the object or tensor under a key.
 
         Raises:
-            KeyError: there is none.
+            KeyError: the store does not have the key.
         """
         return await self.client.get(key)
 
     async def exists(self, key: str) -> bool:
-        """Whether there is something under a key."""
+        """Return whether the store has a key."""
         return bool(await self.client.exists(key))
 
     async def delete(self, key: str) -> None:
-        """Forget a key."""
+        """Delete a key."""
         await self.client.delete(key)
 
     @property
     def client(self) -> LocalClient:
-        """torchstore's own client."""
+        """Client of torchstore itself."""
         return LocalClient(self.controller, self.strategy)
 
 
 async def spawn_store(procs: ProcMesh) -> WeightStore:
-    """Start the store on a mesh of one process."""
+    """Start a store on a mesh of one process."""
     strategy = SingletonStrategy()
     volumes = await StorageVolume.spawn(1, procs, id_func=strategy.get_volume_id)
     controller = procs.spawn("weight_store", StoreController)

@@ -1,4 +1,4 @@
-"""WeightSync: the order in which a new version reaches the generators."""
+"""The order in which a new version of the weights reaches the generators."""
 
 import asyncio
 import time
@@ -8,28 +8,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, commits_key
+from titanrl.weights.manifest import VERSIONS_HELD, Commit, StoreHandle, WeightManifest, commits_key
 from titanrl.weights.store import WeightStore
 
 T = TypeVar("T")
 
-VERSIONS_HELD = 2
-
 Pull = Callable[[Commit], Awaitable[None]]
-"""Bring a version into one generator replica."""
+"""Pull of a version by one generator replica."""
 
 
 class Leases:
-    """Who reads which version: what a reader holds is neither overwritten nor deleted."""
+    """Leases of readers on versions. A leased version is neither overwritten nor deleted."""
 
     def __init__(self) -> None:
-        """Start without readers."""
+        """Start without leases."""
         self._held: Counter[int] = Counter()
         self._returned = asyncio.Condition()
 
     @asynccontextmanager
     async def lease(self, version: int) -> AsyncIterator[None]:
-        """Hold a version for the body."""
+        """Hold a lease on a version in the body."""
         self._held[version] += 1
         try:
             yield
@@ -38,38 +36,41 @@ class Leases:
                 self._held[version] -= 1
                 self._returned.notify_all()
 
-    async def free(self, version: int) -> None:
-        """Wait until nobody reads a version; each reader has a deadline of its own."""
+    async def wait_unused(self, version: int) -> None:
+        """Wait until no reader holds a lease on a version; each reader has its own deadline."""
         async with self._returned:
             await self._returned.wait_for(lambda: not self._held[version])
 
 
 @dataclass(frozen=True, slots=True)
 class _Pushed:
-    """A version that has left the trainer, on its way into every replica."""
+    """A version that every trainer rank has pushed and the replicas are pulling."""
 
     commit: Commit
+    """Record of the version."""
     overwritten: Sequence[Commit]
-    """What was held in its place, and is read by nobody any more."""
+    """Records of the versions that it replaced; they have no readers."""
     pulls: Sequence["asyncio.Task[None]"]
-    """One for each replica, begun."""
+    """Running pulls, one per replica."""
     started: float
+    """Start of the push, in seconds of `time.perf_counter`."""
     ended: float
-    """Of the push, by the clock of `time.perf_counter`."""
+    """End of the push, on the same clock."""
 
 
 class WeightSync:
-    """Publishes versions one after another.
+    """Publishes versions one after another, each in five stages.
 
-    1. When nobody reads what the new version will overwrite, every trainer rank pushes its share; 2. the controller makes the
-    commit record; 3. each replica is sent it, pulls, and goes on by itself; 4. `then` runs (slots are freed) as soon as one
-    replica has pulled and the others let new requests wait until they have: what is generated from here on is fresh, and a
-    slow replica holds nobody up but itself; 5. the records of the versions held go into the store, for readers that come
-    later, in the place of those before, and bytes that the store has of an older version are deleted.
+    1. Wait until no replica reads the version that the new one overwrites, then let every trainer rank push its shards.
+    2. Create the commit record. From here on the trainer may change its weights, and `pushed()` returns.
+    3. Every replica pulls the version and continues by itself.
+    4. As soon as one replica has pulled and the others hold back new requests until they have, run `then`, which frees slots.
+       All later requests get the new weights, and a slow replica delays only itself.
+    5. Write the records of the held versions to the store for later readers, and delete bytes of older versions from it.
 
-    `pushed()` returns after 2.: weights may change. The next version can then be published while replicas still pull this one,
-    or drain before they do; it goes into other memory. `ready()` returns when all is done with every version. Both raise what
-    went wrong with any; after that nothing is published any more.
+    The next version can be published while replicas still pull this one, because it goes into the other arena. `ready()`
+    returns when all stages of all versions are done. Both waits raise the first error of any version; after an error nothing
+    more is published.
     """
 
     def __init__(
@@ -81,19 +82,19 @@ class WeightSync:
         expect: Callable[[int], Awaitable[None]],
         pulls: Sequence[Pull],
     ) -> None:
-        """Publish under the name of the run.
+        """Publish under the name of a run.
 
         Args:
             run: prefix of the store's keys.
-            store: where records are kept.
-            push: push a version on every trainer rank.
-            expect: let every generator hold new requests until it has pulled a version.
-            pulls: one for each generator replica.
+            store: store of the commit records.
+            push: callback that pushes a version on every trainer rank.
+            expect: callback that makes every generator hold new requests until it has pulled a version.
+            pulls: callbacks that pull a version, one per generator replica.
         """
         self._run, self._store = run, store
         self._push, self._expect, self._pulls = push, expect, pulls
         self._leases = Leases()
-        self._turns = [asyncio.Lock() for _ in pulls]
+        self._pull_locks = [asyncio.Lock() for _ in pulls]
         self._recording = asyncio.Lock()
         self._pushing: asyncio.Task[_Pushed] | None = None
         self._publishing: set[asyncio.Task[None]] = set()
@@ -103,29 +104,29 @@ class WeightSync:
         self._metrics: dict[str, float] = {}
 
     def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
-        """Start publishing a version; the caller has awaited `pushed()` for the one before."""
-        assert self._pushing is None or self._pushing.done(), "publish() before the last version was pushed()"
-        self._pushing = asyncio.create_task(self._push_out(version), name=f"push v{version}")
-        publishing = asyncio.create_task(self._bring(self._pushing, then), name=f"publish v{version}")
+        """Start to publish a version. The caller must have awaited `pushed()` for the previous one."""
+        assert self._pushing is None or self._pushing.done(), "publish() called before pushed() returned"
+        self._pushing = asyncio.create_task(self._push_and_commit(version), name=f"push v{version}")
+        publishing = asyncio.create_task(self._finish(self._pushing, then), name=f"publish v{version}")
         self._publishing.add(publishing)
-        publishing.add_done_callback(self._note_end)
+        publishing.add_done_callback(self._record_end)
 
     async def pushed(self) -> None:
-        """Wait until the last version has left the trainer. Any number may wait; who gives up does not end it."""
+        """Wait until every trainer rank has pushed the last version. Cancelling the wait does not cancel the push."""
         if self._pushing is not None:
             await asyncio.wait({self._pushing})
             self._pushing.result()
         self._raise_failure()
 
     async def ready(self) -> None:
-        """Wait until every version published is in use everywhere. Any number may wait; who gives up does not end it."""
+        """Wait until every replica uses the last version. Cancelling the wait does not cancel the publication."""
         while self._publishing:
             await asyncio.wait(self._publishing, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failure()
         self._raise_failure()
 
     async def unless_failed(self, awaited: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns; a version that goes wrong ends it, as slots stay taken then, and it may wait in vain."""
+        """Await a coroutine, but raise as soon as a publication fails: its slots are never freed, so the wait might not end."""
         waiting, failed = asyncio.create_task(awaited), asyncio.create_task(self._failed.wait())
         try:
             await asyncio.wait({waiting, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,39 +137,39 @@ class WeightSync:
             failed.cancel()
 
     def take_metrics(self) -> Mapping[str, float]:
-        """`sync/*` of the last version that has reached every replica since the last call: seconds, bytes and speed."""
+        """Return `sync/*` of the last version that reached every replica, once: seconds, bytes and bandwidth."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    async def _push_out(self, version: int) -> _Pushed:
-        """Push and commit, and let the replicas begin to pull."""
+    async def _push_and_commit(self, version: int) -> _Pushed:
+        """Push and commit a version, and start the pulls."""
         overwritten, self._held = self._held[: 1 - VERSIONS_HELD], self._held[1 - VERSIONS_HELD :]
         for commit in overwritten:
-            await self._leases.free(commit.version)
+            await self._leases.wait_unused(commit.version)
         started = time.perf_counter()
         commit = Commit(version, tuple(await self._push(version)))
         self._held.append(commit)
-        # Begun before anybody learns that the push has ended, so that their leases are there when it is published over.
+        # Start the pulls before pushed() returns, so that they hold their leases when the version after the next is pushed.
         pulls = [asyncio.create_task(self._pull(replica, commit)) for replica in range(len(self._pulls))]
         return _Pushed(commit, overwritten, pulls, started, time.perf_counter())
 
-    async def _bring(self, pushing: "asyncio.Task[_Pushed]", then: Callable[[], Awaitable[None]]) -> None:
-        """All that comes after the push."""
+    async def _finish(self, pushing: "asyncio.Task[_Pushed]", then: Callable[[], Awaitable[None]]) -> None:
+        """Run the stages after the push."""
         pushed = await pushing
-        await asyncio.gather(self._measure(pushed), self._free(pushed, then))
-        # On a small machine what the store does would slow the copies down, so it comes last, in one message to each of its two
-        # actors. A reader that finds the record of a version already overwritten learns so from the arena's header.
-        async with self._recording:  # in their order
+        await asyncio.gather(self._measure(pushed), self._free_slots(pushed, then))
+        # The store comes last, with one message to each of its two actors, because on a small machine it slows the copies down.
+        # A reader that gets the record of an overwritten version detects that from the arena's header.
+        async with self._recording:  # keeps the records in order
             await self._store.put(commits_key(self._run), tuple(self._held))
         await asyncio.gather(*map(self._delete, pushed.overwritten))
 
     async def _pull(self, replica: int, commit: Commit) -> None:
-        """Bring a version into a replica, after those before it."""
-        async with self._leases.lease(commit.version), self._turns[replica]:
+        """Pull a version into a replica, after earlier versions."""
+        async with self._leases.lease(commit.version), self._pull_locks[replica]:
             await self._pulls[replica](commit)
 
-    async def _free(self, pushed: _Pushed, then: Callable[[], Awaitable[None]]) -> None:
-        """Run `then` as soon as no request can be answered with an older version any more."""
+    async def _free_slots(self, pushed: _Pushed, then: Callable[[], Awaitable[None]]) -> None:
+        """Run `then` as soon as no new request can be served with an older version."""
         if len(pushed.pulls) > 1:
             await self._expect(pushed.commit.version)
         done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
@@ -186,12 +187,12 @@ class WeightSync:
         }
 
     async def _delete(self, commit: Commit) -> None:
-        """Delete what the store holds of a version; its commit record is gone, so nobody starts to read it."""
+        """Delete the bytes of a version from the store; its commit record is gone, so no reader starts on it."""
         for handle in (handle for manifest in commit.manifests for handle in manifest.handles):
             if isinstance(handle, StoreHandle):
                 await self._store.delete(handle.key)
 
-    def _note_end(self, publishing: "asyncio.Task[None]") -> None:
+    def _record_end(self, publishing: "asyncio.Task[None]") -> None:
         self._publishing.discard(publishing)
         error = None if publishing.cancelled() else publishing.exception()
         if error is not None and self._failure is None:

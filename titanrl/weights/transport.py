@@ -1,12 +1,14 @@
-"""The ways a rank's bytes reach a reader. The writer packs into an arena whatever the way, and offers it; the reader fetches.
+"""Transports for a rank's bytes. The writer always packs into an arena and offers it; the reader fetches the bytes.
 
 | | reader | cost |
 |---|---|---|
-| `arena` | on the writer's host | none: it maps the writer's memory |
+| `arena` | on the writer's host | none: the reader maps the writer's memory |
 | `rdma` | anywhere | one hop: InfiniBand or EFA where Monarch finds ibverbs, else TCP |
 | `store` | anywhere | two hops through torchstore's process |
 """
 
+import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -27,65 +29,65 @@ from titanrl.weights.manifest import (
 from titanrl.weights.store import WeightStore
 
 TransportName = Literal["arena", "rdma", "store"]
-"""Ways that `weights.transport` can force."""
+"""Transports that `weights.transport` can select."""
 
 _SLOWEST_BYTES_PER_S = 50e6
 _SHORTEST_TIMEOUT_S = 60
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Payload:
-    """One rank's bytes of one version at a reader."""
+    """One rank's bytes of one version in this process. Unless `mapped` is set, they stay unchanged while the payload exists."""
 
     data: torch.Tensor
     """The bytes."""
     mapped: MappedArena | None = None
-    """Set where they still belong to the writer, which may overwrite them."""
+    """Arena of the writer that holds the bytes and may overwrite them; None if this process holds them."""
 
     def check(self, manifest: WeightManifest) -> None:
-        """Make sure that the bytes are still those of the manifest.
+        """Check that the bytes are still those of the manifest.
 
         Raises:
-            WeightMismatchError: the writer has overwritten them.
+            WeightMismatchError: the writer has overwritten the bytes.
         """
         if self.mapped is not None and self.mapped.sequence != manifest.sequence:
             raise overwritten(manifest, self.mapped.sequence)
 
 
 class Transport(Protocol):
-    """One way from a writer to a reader."""
+    """A way for bytes from a writer to a reader. The writer calls `offer`; the reader calls `reaches` and `fetch`."""
 
     async def offer(self, version: int, arena: Arena) -> TransportHandle:
-        """Writer: let readers have what an arena holds; the handle travels with the manifest."""
+        """Make the contents of an arena available and return a handle, which travels with the manifest."""
 
     def reaches(self, handle: TransportHandle) -> bool:
-        """Reader: whether this way leads here."""
+        """Return whether this transport can fetch a handle's bytes in this process."""
 
     async def fetch(self, manifest: WeightManifest, handle: Any) -> Payload:
-        """Reader: get the bytes.
+        """Fetch the bytes.
 
         Raises:
-            WeightMismatchError: they are gone or overwritten.
+            WeightMismatchError: the bytes are gone or overwritten.
         """
 
 
 class ArenaTransport:
-    """Shared memory of one host; mappings are kept, because their first pages cost more than all copies after."""
+    """Shared memory of one host. Mappings are kept, because their first page faults cost more than all later copies."""
 
     def __init__(self) -> None:
         """Start without mappings."""
         self._mapped: dict[ArenaHandle, MappedArena] = {}
 
     async def offer(self, version: int, arena: Arena) -> ArenaHandle:
-        """The arena's own handle."""
+        """Return the arena's own handle."""
         return arena.handle
 
     def reaches(self, handle: TransportHandle) -> bool:
-        """Whether the arena is on this host."""
+        """Return whether the arena is on this host."""
         return isinstance(handle, ArenaHandle) and handle.host == host_id()
 
     async def fetch(self, manifest: WeightManifest, handle: ArenaHandle) -> Payload:
-        """Map the arena; nothing is copied."""
+        """Map the arena without a copy."""
         if handle not in self._mapped:
             self._mapped[handle] = MappedArena(handle)
         mapped = self._mapped[handle]
@@ -93,15 +95,15 @@ class ArenaTransport:
 
 
 class RdmaTransport:
-    """Monarch's one-sided reads. Arenas are registered once, receive buffers are kept."""
+    """One-sided reads by Monarch. Arenas are registered once; a receive buffer is reused once its payload is gone."""
 
     def __init__(self) -> None:
-        """Start with nothing registered."""
+        """Start without registered arenas and receive buffers."""
         self._registered: dict[int, RdmaHandle] = {}
-        self._received: dict[int, torch.Tensor] = {}
+        self._unused: defaultdict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
 
     async def offer(self, version: int, arena: Arena) -> RdmaHandle:
-        """Register the arena, the first time."""
+        """Register the arena, unless it is registered already."""
         from monarch.rdma import RDMABuffer
 
         if arena.handle.fd not in self._registered:
@@ -110,19 +112,21 @@ class RdmaTransport:
         return self._registered[arena.handle.fd]
 
     def reaches(self, handle: TransportHandle) -> bool:
-        """Monarch finds its way."""
+        """Return whether this is an RDMA handle; Monarch reaches any host."""
         return isinstance(handle, RdmaHandle)
 
     async def fetch(self, manifest: WeightManifest, handle: RdmaHandle) -> Payload:
-        """Read the bytes into memory of this process, between two looks at their sequence number."""
-        buffer = self._received.get(manifest.rank)
-        if buffer is None or buffer.numel() != handle.data.size():
-            self._received[manifest.rank] = buffer = torch.empty(handle.data.size(), dtype=torch.uint8)
-        timeout_s = _SHORTEST_TIMEOUT_S + int(buffer.numel() / _SLOWEST_BYTES_PER_S)
+        """Read the bytes into a buffer of this process, and check their sequence number before and after."""
+        size = handle.data.size()
+        timeout_s = _SHORTEST_TIMEOUT_S + int(size / _SLOWEST_BYTES_PER_S)
         await self._check(manifest, handle)
+        unused = self._unused[manifest.rank, size]
+        buffer = unused.pop() if unused else torch.empty(size, dtype=torch.uint8)
+        payload = Payload(buffer[: handle.num_bytes])
+        weakref.finalize(payload, unused.append, buffer)
         await handle.data.read_into(buffer, timeout=timeout_s)
         await self._check(manifest, handle)
-        return Payload(buffer[: handle.num_bytes])
+        return payload
 
     async def _check(self, manifest: WeightManifest, handle: RdmaHandle) -> None:
         header = torch.empty(handle.header.size(), dtype=torch.uint8)
@@ -133,34 +137,34 @@ class RdmaTransport:
 
 
 class StoreTransport:
-    """torchstore's own tensors, the last resort; a version is one tensor a rank, deleted by the controller."""
+    """Tensors in torchstore, the slowest transport: one per rank and version, which the controller deletes."""
 
     def __init__(self, run: str, rank: int, store: WeightStore) -> None:
-        """Offer under the name of a run; a reader's rank does not matter."""
+        """Offer under the name of a run; readers may pass any rank."""
         self._run, self._rank, self._store = run, rank, store
 
     async def offer(self, version: int, arena: Arena) -> StoreHandle:
-        """Copy the bytes to the store."""
+        """Copy the bytes into the store."""
         key = rank_key(self._run, version, self._rank)
         await self._store.put(key, arena.data)
         return StoreHandle(key)
 
     def reaches(self, handle: TransportHandle) -> bool:
-        """The store is reached from everywhere."""
+        """Return whether this is a store handle; every process reaches the store."""
         return isinstance(handle, StoreHandle)
 
     async def fetch(self, manifest: WeightManifest, handle: StoreHandle) -> Payload:
-        """Copy the bytes from the store; what lies there never changes."""
+        """Copy the bytes from the store, where they never change."""
         try:
             data = await self._store.get(handle.key)
         except KeyError:
-            raise WeightMismatchError(f"{handle.key} is not in the store: the version was deleted") from None
+            raise WeightMismatchError(f"{handle.key} is not in the store, because the version was deleted") from None
         assert isinstance(data, torch.Tensor), type(data)
         return Payload(data)
 
 
 def make_transports(names: Sequence[TransportName], run: str, rank: int, store: WeightStore) -> list[Transport]:
-    """The ways of these names, in their order."""
+    """Build the transports of these names, in their order."""
     made: dict[TransportName, Transport] = {
         "arena": ArenaTransport(),
         "rdma": RdmaTransport(),
