@@ -213,7 +213,8 @@ class GRPO:
             code: exit code of the run.
             cause: why it ended, if the code is not 0.
         """
-        self.console.done(last_lines(self.run_dir, summarize(self.run_dir, code=code, cause=cause)))
+        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=self.config.num_steps)
+        self.console.done(last_lines(self.run_dir, outcome))
 
     async def __aenter__(self) -> Self:
         """Start the run; stop it if the start fails."""
@@ -320,7 +321,13 @@ class GRPO:
     def _batch_metrics(self, batch: Batch, ages: Sequence[int]) -> Mapping[str, float]:
         """Return the metrics that depend on the batch alone."""
         return {
-            **metrics_of.rollout_metrics(batch.records, num_tried=batch.num_tried, num_without_signal=batch.num_without_signal),
+            **metrics_of.rollout_metrics(
+                batch.records,
+                num_tried=batch.num_tried,
+                num_without_signal=batch.num_without_signal,
+                num_tried_rollouts=batch.num_tried_rollouts,
+                num_errors=batch.num_errors,
+            ),
             **metrics_of.age_metrics(ages),
             **metrics_of.buffer_metrics(
                 num_in_flight=batch.num_in_flight,

@@ -180,14 +180,15 @@ def test_requests_submitted_together_run_as_if_each_were_awaited(lab: Lab) -> No
     assert all_equal(lab.do(together()), lab.do(one_by_one()))
 
 
-def test_a_step_sent_behind_a_pass_that_fails_is_refused_and_the_next_one_starts_clean(lab: Lab) -> None:
+def test_trainer_refuses_a_step_queued_behind_a_failed_pass(lab: Lab) -> None:
     nowhere = RowTable(np.array([((0, 0, 0), 0, 8, 1.0, 1.0, 0)], SEQUENCE), np.array([1]))  # this trainer has no shards
     before = logprobs(lab)
 
     async def both() -> tuple[Any, Any]:
         await lab.trainer.run_data(DATA, "ppo", {}, backward=True)
-        passing = lab.trainer.forward_backward(MicroBatch(rows=(nowhere, nowhere)))
-        return tuple(await asyncio.gather(passing, lab.trainer.optim_step(ADAM), return_exceptions=True))
+        passing = lab.trainer.forward_backward([MicroBatch(rows=(nowhere, nowhere))])
+        stepping = lab.trainer.supervisor.ask("optim_step", lab.trainer.mesh.optim_step.call(ADAM), 60)
+        return tuple(await asyncio.gather(passing, stepping, return_exceptions=True))
 
     failed, refused = lab.do(both())
     assert isinstance(failed, AttributeError)
@@ -310,7 +311,7 @@ def test_a_failed_request_stops_those_behind_it_until_the_caller_recovers(lab: L
             await behind
         await recovered
         for loss, config, text in (
-            ("nonsense", {}, "loss_fn=nonsense: must be one of"),
+            ("nonsense", {}, "loss_fn: unknown loss"),
             ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),
             ("tests.launch.losses:absent", {}, "has no attribute 'absent'"),
             ("tests.launch.losses:broken", {}, "the loss itself is broken"),
@@ -318,7 +319,7 @@ def test_a_failed_request_stops_those_behind_it_until_the_caller_recovers(lab: L
             with pytest.raises(Exception, match=text):
                 await lab.client.forward_backward(DATA, loss, config)
             await lab.client.recover()
-        with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs has no 'logprobs'"):
+        with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs: 'logprobs' is missing"):
             await lab.client.forward_backward(SUPERVISED, "ppo")
         await lab.client.recover()
         assert (await lab.client.optim_step(ADAM)).grad_norm == 0.0

@@ -1,33 +1,33 @@
-"""The environment variables of each role's processes, set before their interpreter starts."""
+"""Environment variables of each role's processes, set before the interpreter starts."""
 
 from collections.abc import Iterable
 
 from titanrl.config.schema import Config
 from titanrl.device import Device, num_threads
 
-# Tensors that come and go would otherwise be mapped and unmapped each time: about a thousand page faults in a tiny step.
+# Without these, glibc maps and unmaps short-lived tensors each time: about a thousand page faults in a tiny step.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-# Everything is on disk already; a library that asks a hub would only wait for a network.
+# All files are local; a library that queries a hub would wait for the network.
 _COMMON = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 def trainer_environment(config: Config, device: Device) -> dict[str, str]:
-    """For every trainer rank: all ranks of a host see the same devices, and `LOCAL_RANK` picks one."""
+    """Return the variables of a trainer rank. All ranks of a host see the same devices; `LOCAL_RANK` selects one."""
     ranks_per_host = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
-    # Generators, of one thread each, decode while the trainer trains, unless they take turns with it.
+    # Generators of one thread each decode while the trainer trains, except in synchronous training.
     decoding = config.generator.replicas * config.generator.tp if config.max_staleness and config.hosts.kind != "slurm" else 0
     threads = num_threads(ranks_per_host, num_taken=decoding) if device.kind == "cpu" else 1
-    # OpenMP threads that spin while they wait make a step tens of times slower as soon as a core is busy with anything else.
+    # OpenMP threads that spin while waiting make a step tens of times slower when another process uses a core.
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     return {**_COMMON, **_KEEP_MEMORY, **openmp, **visible(device, range(ranks_per_host))}
 
 
 def generator_environment(config: Config, device: Device, replica: int) -> dict[str, str]:
-    """For the ranks of one generator replica: they see its devices, `LOCAL_RANK` picks one, and vLLM runs in-process."""
+    """Return the variables of a replica's ranks. They see its devices, `LOCAL_RANK` selects one, and vLLM runs in-process."""
     environment = {
         **_COMMON,
         **_KEEP_MEMORY,
@@ -37,19 +37,19 @@ def generator_environment(config: Config, device: Device, replica: int) -> dict[
         "VLLM_NO_USAGE_STATS": "1",
     }
     if device.kind == "cpu":
-        # vLLM compiles a sampler helper at the first request even with enforce_eager: 10 s, for nothing at these sizes.
+        # Even with enforce_eager, vLLM compiles a sampler helper at the first request. It takes 10 s and gains nothing here.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     first, tp = generator_device(config, replica), config.generator.tp
     return environment | visible(device, range(first, first + tp))
 
 
 def worker_environment() -> dict[str, str]:
-    """For rollout workers, the buffer and the store: no device, one thread."""
+    """Return the variables of rollout workers, buffer and store: no device, one thread."""
     return {**_COMMON, "OMP_NUM_THREADS": "1"}
 
 
 def generator_device(config: Config, replica: int) -> int:
-    """Index of a replica's first device on its machine: after the trainer's devices, where the two are on one."""
+    """Return the index of a replica's first device on its host: behind the trainer's devices if both share the host."""
     hosts, tp = config.hosts, config.generator.tp
     if hosts.kind == "slurm":
         return replica // hosts.generator_hosts * tp
@@ -57,7 +57,7 @@ def generator_device(config: Config, replica: int) -> int:
 
 
 def visible(device: Device, indices: Iterable[int]) -> dict[str, str]:
-    """The variable that limits a process to some devices; nothing on CPU."""
+    """Return the variable that limits a process to some devices; none on CPU."""
     if device.visible_devices is None:
         return {}
     return {device.visible_devices: ",".join(map(str, indices))}

@@ -1,4 +1,4 @@
-"""The processes of a run: spawned with the environment their role needs, and stopped together."""
+"""The processes of a run, spawned with the environment of their role and stopped together."""
 
 import asyncio
 import socket
@@ -14,10 +14,15 @@ from titanrl.launch.supervision import Supervisor
 
 
 class Fleet:
-    """Process meshes, by the order they were spawned in."""
+    """All process meshes of a run."""
 
     def __init__(self, log_dir: Path, supervisor: Supervisor) -> None:
-        """Processes log to `log_dir`; the supervisor is told of those of this machine."""
+        """Start without processes.
+
+        Args:
+            log_dir: folder of the processes' logs and pid files.
+            supervisor: watches the processes.
+        """
         self._log_dir = log_dir
         self._supervisor = supervisor
         self._meshes: list[ProcMesh] = []
@@ -26,16 +31,16 @@ class Fleet:
     def spawn(
         self, role: str, host: HostMesh, num_procs: int, environment: Mapping[str, str], imports: Sequence[str]
     ) -> ProcMesh:
-        """Start processes on each host of a mesh; torchmonarch does so in the background.
+        """Start processes on each host of a mesh, in the background.
 
         Args:
-            role: what log files are named after.
-            host: where.
+            role: prefix of log and pid files.
+            host: hosts of the processes.
             num_procs: processes on each host.
-            environment: variables set before their interpreter starts.
-            imports: modules of the actors that will live there; see `set_up_process`.
+            environment: variables set before the interpreter starts.
+            imports: modules of the actors to be spawned there; see `set_up_process`.
         """
-        for stale in self._log_dir.glob(f"{role}_*.pid"):  # of a run in this directory that was killed
+        for stale in self._log_dir.glob(f"{role}_*.pid"):  # left by a killed run in this directory
             stale.unlink()
         mesh = host.spawn_procs(
             per_host={"procs": num_procs},
@@ -52,7 +57,7 @@ class Fleet:
         self._watch(role)
 
     def _watch(self, role: str) -> None:
-        """Have the supervisor watch a mesh's processes, as far as `set_up_process` has told who they are."""
+        """Watch the processes of a mesh that have written their pid file (`set_up_process`)."""
         for file in sorted(self._log_dir.glob(f"{role}_*.pid")):
             pid, host = file.read_text().split()
             if host == socket.gethostname():
@@ -61,11 +66,15 @@ class Fleet:
                 self._supervisor.trust_reports()
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop every process; torchmonarch kills those that do not end by themselves."""
+        """Stop every process; torchmonarch kills those that do not end.
+
+        Raises:
+            ExceptionGroup: processes did not stop in time.
+        """
         for role, watch in self._watches.items():
-            if watch.cancel():  # it was still starting; what there is of it must end, too
+            if watch.cancel():  # still starting; the processes it has must end, too
                 self._watch(role)
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)  # what failed there fails every call, too
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)  # a failed start has failed every call already
         meshes, self._meshes = self._meshes, []
         stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes]
         results = await asyncio.gather(*stops, return_exceptions=True)
@@ -73,11 +82,11 @@ class Fleet:
             file.unlink()
         failures = [result for result in results if isinstance(result, Exception)]
         if failures:
-            raise ExceptionGroup("processes did not stop in order; they end with the controller", failures)
+            raise ExceptionGroup("processes did not stop in time; they end with the controller", failures)
 
 
 async def join_process_group(procs: ProcMesh, *, one_machine: bool) -> None:
-    """Give every rank what torch.distributed needs to meet the others; on one machine only through loopback."""
+    """Set the variables by which torch.distributed ranks find each other; on one machine they use loopback only."""
     if one_machine:
         await setup_torch_elastic_env_async(procs, "127.0.0.1", free_port())
     else:
@@ -85,7 +94,7 @@ async def join_process_group(procs: ProcMesh, *, one_machine: bool) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """Return an unused TCP port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -27,7 +27,7 @@ from titanrl.types import (
 from titanrl.weights.manifest import Commit, WeightManifest
 
 if TYPE_CHECKING:
-    from titanrl.trainer.datums import DataAnswer
+    from titanrl.trainer.datums import DataResult
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def merge_losses(parts: Iterable[LossSums]) -> LossSums:
     return LossSums(sums=sums, maxima=maxima)
 
 
-def merge_outputs(num_data: int, replies: "Iterable[DataAnswer]") -> ForwardBackwardOutput:
+def merge_outputs(num_data: int, replies: "Iterable[DataResult]") -> ForwardBackwardOutput:
     """Merge the replies of all ranks in the caller's order; metrics end in `:sum`, `:mean` (over tokens) or `:max`."""
     replies = list(replies)
     logprobs = {index: values for reply in replies for index, values in reply.logprobs.items()}

@@ -1,4 +1,4 @@
-"""Where a run stands, next to each checkpoint, so that it can go on from there."""
+"""The controller's part of a checkpoint, and the choice of a run directory."""
 
 import json
 import re
@@ -10,18 +10,18 @@ STATE_FILE = "controller.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """The controller's part of a checkpoint."""
+    """The controller's state: how far a run has come."""
 
     step: int
     """Steps taken."""
     version: int
     """Policy version."""
     next_index: int
-    """First prompt of the stream that the run has not used yet."""
+    """First position of the prompt stream that no batch has passed."""
 
 
 def write_state(checkpoints: Path, state: RunState) -> None:
-    """Complete a checkpoint: it counts only once this file is in it, and the trainer's `.metadata`, which it writes last."""
+    """Complete a checkpoint: it is valid only with this file and the trainer's `.metadata`, which are written last."""
     path = checkpoint_dir(checkpoints, state.step) / STATE_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -30,19 +30,19 @@ def write_state(checkpoints: Path, state: RunState) -> None:
 
 
 def latest_state(checkpoints: Path) -> RunState | None:
-    """The state of the newest whole checkpoint, if there is one."""
-    whole = [path for path in checkpoints.glob(f"step-*/{STATE_FILE}") if path.with_name(".metadata").is_file()]
-    states = [RunState(**json.loads(path.read_text())) for path in whole]
+    """Return the state of the newest complete checkpoint, or None."""
+    complete = [path for path in checkpoints.glob(f"step-*/{STATE_FILE}") if path.with_name(".metadata").is_file()]
+    states = [RunState(**json.loads(path.read_text())) for path in complete]
     return max(states, key=lambda state: state.step, default=None)
 
 
 def checkpoint_dir(checkpoints: Path, step: int) -> Path:
-    """Folder of a step's checkpoint, as torchtitan's manager names it."""
+    """Return the folder of a step's checkpoint, as torchtitan's manager names it."""
     return checkpoints / f"step-{step}"
 
 
 def free_run_dir(wanted: Path) -> Path:
-    """`wanted`, or if a run is there already the first free of `wanted-2`, `wanted-3`, ...: nothing is overwritten."""
+    """Return `wanted`, or `wanted-<n>` with the next free number if it holds a run; no run is overwritten."""
     if not (wanted / "metrics.jsonl").exists():
         return wanted
     taken = [

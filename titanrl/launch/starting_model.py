@@ -1,4 +1,4 @@
-"""The model a run starts from: a given directory, or the recipe's tiny one, warm-started and cached."""
+"""The model a run starts from: a given directory, or a tiny model that is made, warm-started and cached."""
 
 import hashlib
 import json
@@ -8,12 +8,12 @@ from pathlib import Path
 from titanrl.config.schema import Config
 
 RECIPE_REVISION = 1
-"""Counts changes of the recipe or the demonstrations that make cached models outdated."""
+"""Number of times the recipe or the demonstrations changed; cached models of other revisions are not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartingModel:
-    """Where training starts."""
+    """Folders of the starting model."""
 
     initial: Path
     """Hugging Face directory before the warm start."""
@@ -22,12 +22,12 @@ class StartingModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the base is there already."""
+        """True if the base exists already."""
         return (self.base / "config.json").is_file()
 
 
 def prepare_starting_model(config: Config) -> StartingModel:
-    """Find the run's model; makes the recipe's random model if it is not cached."""
+    """Return the run's model; make the recipe's random model if it is not cached."""
     if config.model.path is not None:
         initial = config.model.path.resolve()
     else:
@@ -42,12 +42,12 @@ def prepare_starting_model(config: Config) -> StartingModel:
         "data": config.data.model_dump(mode="json"),
         "from": str(initial),
     }
-    # The row layout changes the order of sums, so a base is reused only where it would come out the same.
+    # The row layout changes the order of sums, so a base is reused only with the same trainer section.
     settings["trainer"] = config.trainer.model_dump()
     return StartingModel(initial, cached("base", config.cache_dir, settings, config.seed))
 
 
 def cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) -> Path:
-    """Folder of a model made with these settings."""
+    """Return the folder of a model made with these settings."""
     text = json.dumps([RECIPE_REVISION, seed, settings], sort_keys=True)
     return cache_dir.resolve() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"

@@ -1,7 +1,7 @@
-"""The trainer as Tinker's `TrainingClient`: the caller's own loop, data and losses, over the same actors.
+"""Tinker's `TrainingClient` on the trainer mesh: the caller's own loop, data and losses.
 
-Interface: https://tinker-docs.thinkingmachines.ai. Methods return at once with a task; tasks run in the order they were
-asked for, so `forward_backward` and `optim_step` can be asked for together and awaited later.
+Interface: https://tinker-docs.thinkingmachines.ai. Methods return a task at once. Tasks run in the order of their requests,
+so `forward_backward` and `optim_step` can be requested together and awaited later.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class PoisonedError(Exception):
-    """An earlier request failed, so gradients or weights may not be what the caller thinks; see `TrainingClient.recover`."""
+    """An earlier request failed, so gradients may be incomplete; see `TrainingClient.recover`."""
 
 
 class TrainingClient:
-    """Forward, backward, optimizer steps and states, in the order they are asked for.
+    """Forward and backward passes, optimizer steps and saved states, in the order of their requests.
 
     Example:
         loss = client.forward_backward(data, "ppo")
@@ -35,11 +35,11 @@ class TrainingClient:
     """
 
     def __init__(self, trainer: TrainerMesh, state_dir: Path) -> None:
-        """Drive a trainer that has loaded its model.
+        """Use a trainer that has loaded its model.
 
         Args:
             trainer: the mesh.
-            state_dir: where `save_state` makes its folders; absolute.
+            state_dir: absolute path under which `save_state` makes its folders.
         """
         self._trainer = trainer
         self._state_dir = state_dir
@@ -49,55 +49,55 @@ class TrainingClient:
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
-        """The loss and its metrics, without a gradient."""
+        """Compute the loss and its metrics without a gradient."""
         return self._submit(lambda: self._trainer.run_data(data, loss_fn, loss_fn_config or {}, backward=False))
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
-        """Add the gradient of the loss, summed over all tokens of the data, to what the next optimizer step uses.
+        """Accumulate the gradient of the loss, summed over all tokens of the data, for the next optimizer step.
 
         Args:
-            data: sequences; nothing about them depends on how they are packed or spread.
+            data: sequences; the result does not depend on packing or on the number of ranks.
             loss_fn: `cross_entropy`, `ppo`, or `package.module:function` of a loss that the trainer can import.
             loss_fn_config: options of the loss.
         """
         return self._submit(lambda: self._trainer.run_data(data, loss_fn, loss_fn_config or {}, backward=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: "CustomLoss") -> asyncio.Task[ForwardBackwardOutput]:
-        """The same for a loss that is computed here, over all data at once, from their log-probabilities.
+        """Accumulate the gradient of a loss that the caller computes from the log-probabilities of all data.
 
-        One pass fetches the log-probabilities; the gradient C of the loss with respect to them comes back as the linear loss
+        One pass fetches the log-probabilities. The gradient C of the loss with respect to them becomes the linear loss
         sum(C * logprobs), which has the same gradient and is reported as `surrogate_loss:sum`.
         """
         return self._submit(lambda: self._custom(data, loss))
 
     def compute_logprobs(self, data: Sequence[Datum], at_version: int | None = None) -> asyncio.Task[list[FloatArray]]:
-        """Log-probabilities of the targets, one array for each datum; `at_version`: of weights that `keep_weights` held."""
+        """Compute log-probabilities of the targets, one array per datum; `at_version` selects weights kept by `keep_weights`."""
         return self._submit(lambda: self._logprobs(data, at_version))
 
     def optim_step(self, adam_params: AdamParams) -> asyncio.Task[OptimUpdate]:
-        """Step with the gradient added since the last one, and clear it; all options are those of this step alone."""
+        """Take an optimizer step with the accumulated gradient and clear it; the options hold for this step only."""
         return self._submit(lambda: self._trainer.optim_step(adam_params))
 
     def keep_weights(self) -> asyncio.Task[int]:
-        """Hold a copy of the weights as they are; its version is the answer."""
+        """Keep a copy of the current weights; the task returns their version."""
         return self._submit(self._trainer.keep_weights)
 
     def save_state(self, name: str) -> asyncio.Task[Path]:
-        """Write model and optimizer under a name; both ways to load take the path that is the answer."""
+        """Write model and optimizer under a name; the task returns the path, which both ways to load take."""
         return self._submit(lambda: self._save(self._state_dir / name))
 
     def load_state(self, path: Path) -> asyncio.Task[int]:
-        """Take up the weights of a state and start the optimizer afresh; the answer is the version."""
+        """Load the weights of a state and reset the optimizer; the task returns the version."""
         return self._submit(lambda: self._trainer.load_state(path, with_optimizer=False))
 
     def load_state_with_optimizer(self, path: Path) -> asyncio.Task[int]:
-        """Take up a state as it was; the answer is the version."""
+        """Load weights and optimizer of a state; the task returns the version."""
         return self._submit(lambda: self._trainer.load_state(path, with_optimizer=True))
 
     def recover(self) -> asyncio.Task[None]:
-        """After a failed request: throw away the gradient added so far and accept requests again."""
+        """Discard the accumulated gradient after a failed request, and accept requests again."""
         return self._submit(self._trainer.zero_grad, recovers=True)
 
     def _submit(self, request: Callable[[], Awaitable[T]], *, recovers: bool = False) -> asyncio.Task[T]:
@@ -108,13 +108,13 @@ class TrainingClient:
     async def _in_order(self, previous: asyncio.Task[Any] | None, request: Callable[[], Awaitable[T]], *, recovers: bool) -> T:
         if previous is not None:
             await asyncio.wait({previous})
-        if recovers:  # only now: what was asked for before it still fails
+        if recovers:  # only now: requests made before it still fail
             self._failure = None
         if self._failure is not None:
-            raise PoisonedError(f"not done, because an earlier request failed: {self._failure!r}; call recover() first")
+            raise PoisonedError(f"request cancelled: an earlier one failed ({self._failure!r}). Call recover() first.")
         try:
             return await request()
-        except BaseException as error:  # whatever it is, a cancellation too, the gradient may be half of what was meant
+        except BaseException as error:  # a cancellation, too: the gradient may be incomplete
             self._failure = error
             raise
 

@@ -1,4 +1,4 @@
-"""Supervised training before RL, through the very path that RL data takes: worker, shard, plan, trainer."""
+"""Supervised training before RL, on the same path as RL data: worker, shard, plan, trainer."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,10 @@ SHOW_EVERY_STEPS = 10
 
 
 async def warm_start(parts: "Parts", config: Config, settings: WarmStartConfig, target: Path, console: Console) -> None:
-    """Train on demonstrations, export the result to `target`, and leave the trainer at version 0 with these weights."""
+    """Train on demonstrations, export the result to `target`, and reset the trainer to version 0 with these weights.
+
+    One batch is prepared and one is queued at the trainer while a third is trained on.
+    """
     upcoming = asyncio.create_task(parts.workers.demonstrate(demonstration_handle(0)))
     training: asyncio.Task[None] | None = None
     for step in range(settings.num_steps):
@@ -37,22 +40,21 @@ async def warm_start(parts: "Parts", config: Config, settings: WarmStartConfig, 
 async def _train(
     parts: "Parts", config: Config, settings: WarmStartConfig, step: int, record: GroupRecord, console: Console
 ) -> None:
-    """One optimizer step; all its calls are made at once, and the trainer answers them in this order."""
+    """Take one optimizer step; the trainer serves its requests in the order they are made."""
     microbatches = plan_demonstrations(
         record,
         row_tokens=config.trainer.row_tokens,
         rows_per_microbatch=config.trainer.rows_per_microbatch,
         dp_size=config.trainer.parallelism.dp_size,
     )
-    passes = asyncio.gather(*(parts.trainer.forward_backward(microbatch, "cross_entropy") for microbatch in microbatches))
+    passes = parts.trainer.forward_backward(microbatches, "cross_entropy")
     losses, _ = await asyncio.gather(passes, parts.trainer.optim_step(adam_params(settings, step)))
     if step % SHOW_EVERY_STEPS == 0 or step + 1 == settings.num_steps:
-        loss = sum(part.sums["loss/policy"] for part in losses)
-        console.progress("warm start", step + 1, settings.num_steps, f"loss {loss:.3f}")
+        console.progress("warm start", step + 1, settings.num_steps, f"loss {losses.sums['loss/policy']:.3f}")
 
 
 def adam_params(settings: WarmStartConfig, step: int) -> AdamParams:
-    """The optimizer's settings at a step of the warm start."""
+    """Return the optimizer's options at a step of the warm start."""
     rate = learning_rate(
         step,
         peak=settings.learning_rate,
@@ -64,8 +66,5 @@ def adam_params(settings: WarmStartConfig, step: int) -> AdamParams:
 
 
 def demonstration_handle(step: int) -> GroupHandle:
-    """Where a batch of demonstrations lies: outside the buffer's slots, and by turns in three places.
-
-    While one is trained on, the next waits at the trainer and the one after it is prepared.
-    """
+    """Return where to store the demonstrations of a step: outside the buffer's slots, in one of three places in turn."""
     return GroupHandle(shard=0, slot=-1 - step % 3, serial=step)
