@@ -1,7 +1,7 @@
-"""What do pool and actor cost on top of vLLM? `python -m benchmarks.generator --json FILE`.
+"""Measure the overhead of pool and actor over vLLM: `python -m benchmarks.generator --json FILE`.
 
-The same requests run through the bare engine in a process of its own and through pool, actor and engine, by turns, so that
-both see the same machine. The weights are random, and every completion has full length.
+The same requests run alternately through the bare engine in its own process and through pool, actor and engine, so that both
+see the same machine load. The weights are random, and every completion has full length.
 """
 
 import argparse
@@ -35,15 +35,15 @@ GROUP_SIZE = 8
 PROMPT_TOKENS = 14
 NEW_TOKENS = 64
 NUM_ROUNDS = 12
-"""Measured rounds of each side; as many more warm up."""
+"""Measured rounds of each side, after as many warm-up rounds."""
 
 
 class RandomGenerator(Generator):
-    """A generator that serves with the weights it was built with."""
+    """Generator that serves with its initial weights."""
 
     @endpoint
     async def trust_weights(self) -> None:
-        """Take the weights as they are for version 0."""
+        """Declare the initial weights to be version 0."""
         await self._loop.call(lambda engine: engine.update_weights(0, lambda model: None))
 
 
@@ -75,7 +75,7 @@ def main() -> None:
 async def measure(
     config: Config, model_dir: Path, folder: Path, batches: Sequence[int], overrides: Sequence[str]
 ) -> list[dict[str, float]]:
-    """Both sides by turns, for each batch size."""
+    """Measure both sides alternately, for each batch size."""
     supervisor = Supervisor()
     fleet = Fleet(folder, supervisor)
     environment = generator_environment(config, DEVICES["cpu"], 0)
@@ -103,7 +103,7 @@ async def measure(
 
 
 async def measure_batch(pool: GeneratorPool, bare: "Bare", num_requests: int) -> dict[str, float]:
-    """Tokens a second of both sides."""
+    """Measure the tokens per second of both sides."""
     pool_s, bare_s = [], []
     for _ in range(2 * NUM_ROUNDS):
         began = time.perf_counter()
@@ -122,7 +122,7 @@ async def measure_batch(pool: GeneratorPool, bare: "Bare", num_requests: int) ->
 
 
 def requests_of(start: int, count: int) -> list[GenerationRequest]:
-    """A group: one prompt, seeds of their own."""
+    """Return a group of requests with one prompt and different seeds."""
     prompt = tuple(2 + (7 * start + i) % 90 for i in range(PROMPT_TOKENS))
     return [
         GenerationRequest(
@@ -133,7 +133,7 @@ def requests_of(start: int, count: int) -> list[GenerationRequest]:
 
 
 class Bare:
-    """The bare engine's process: a line with a number of requests in, a line with seconds out."""
+    """Process of the bare engine: it reads lines with a number of requests and prints the seconds of each batch."""
 
     def __init__(self, model_dir: Path, environment: dict[str, str], overrides: Sequence[str]) -> None:
         command = [sys.executable, "-m", "benchmarks.generator", "--bare", str(model_dir)]
@@ -144,28 +144,28 @@ class Bare:
         )
 
     def wait_until_ready(self) -> None:
-        """Until the engine is built."""
-        self._answer()
+        """Wait until the engine is built."""
+        self._read_line()
 
     def round(self, num_requests: int) -> float:
-        """Seconds that a batch took."""
+        """Run a batch; return its seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{num_requests}\n")
         self._process.stdin.flush()
-        return float(self._answer())
+        return float(self._read_line())
 
     def stop(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
-    def _answer(self) -> str:
-        """The next line of ours; libraries print there too."""
+    def _read_line(self) -> str:
+        """Return the next line from `serve_bare`, skipping the output of libraries."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("bare "):
                 return line.removeprefix("bare ")
-        raise RuntimeError("the bare engine's process has ended")
+        raise RuntimeError("the bare engine's process has exited")
 
 
 def serve_bare(config: Config, model_dir: Path) -> None:
@@ -182,11 +182,11 @@ def serve_bare(config: Config, model_dir: Path) -> None:
     for line in sys.stdin:
         began = time.perf_counter()
         for start in range(0, int(line), GROUP_SIZE):
-            for place, request in enumerate(requests_of(start, GROUP_SIZE)):
+            for index, request in enumerate(requests_of(start, GROUP_SIZE)):
                 prompt: Any = {"prompt_token_ids": list(request.token_ids)}
                 params = sampling_params(request.sampling, ())
-                params.flat_logprobs, params.output_kind = True, RequestOutputKind.FINAL_ONLY  # what costs vLLM least
-                engine.add_request(f"{start + place}", prompt, params)
+                params.flat_logprobs, params.output_kind = True, RequestOutputKind.FINAL_ONLY  # vLLM's cheapest options
+                engine.add_request(f"{start + index}", prompt, params)
         while engine.has_unfinished_requests():
             engine.step()
         print(f"bare {time.perf_counter() - began}", flush=True)

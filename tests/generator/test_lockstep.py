@@ -1,4 +1,4 @@
-"""What reaches the other ranks of a replica, with engines that only write down what is done to them."""
+"""Rank 0's changes repeated on another rank, with engines that only log their calls."""
 
 from collections.abc import Iterable
 from multiprocessing import Pipe
@@ -15,8 +15,8 @@ from titanrl.weights.manifest import WeightMismatchError
 REQUEST = GenerationRequest(token_ids=(1,), sampling=SamplingParams(max_new_tokens=4, temperature=1.0, seed=None))
 
 
-class Noting:
-    """Stands for an engine: a request runs until it is aborted."""
+class LoggingEngine:
+    """Fake engine that logs its calls; a request runs until it is aborted."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -48,8 +48,8 @@ class Noting:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(["add", "abort", "restart", "step"]), max_size=30))
-def test_another_rank_does_what_was_done_to_rank_0_between_the_same_steps(actions: list[str]) -> None:
-    mine, theirs, (here, there) = Noting(), Noting(), Pipe()
+def test_other_rank_repeats_the_changes_of_rank_0_between_the_same_steps(actions: list[str]) -> None:
+    mine, theirs, (here, there) = LoggingEngine(), LoggingEngine(), Pipe()
     leader: Any = Leader(mine, [here])  # type: ignore[arg-type]
     follower = Follower(lambda: (theirs, there))  # type: ignore[arg-type,return-value]
     for action in [*actions, "step"]:
@@ -64,8 +64,8 @@ def test_another_rank_does_what_was_done_to_rank_0_between_the_same_steps(action
     assert theirs.log == mine.log
 
 
-def test_a_rank_that_counts_other_requests_than_rank_0_says_so_and_ends() -> None:
-    engine, (here, there) = Noting(), Pipe()
+def test_rank_with_another_number_of_requests_stops() -> None:
+    engine, (here, there) = LoggingEngine(), Pipe()
     follower = Follower(lambda: (engine, there))  # type: ignore[arg-type,return-value]
     here.send(Turn((REQUEST, REQUEST), num_running=1, version=None))
     with pytest.raises(DivergedError, match="2 requests are running on this rank, 1 on rank 0"):
@@ -74,7 +74,7 @@ def test_a_rank_that_counts_other_requests_than_rank_0_says_so_and_ends() -> Non
     repeat(engine, Turn((Abort((0,)),), num_running=1, version=None))  # type: ignore[arg-type]
 
 
-def test_a_rank_that_cannot_start_fails_whoever_waits_for_it() -> None:
+def test_rank_that_cannot_start_fails_all_waiters() -> None:
     def build() -> Any:
         raise RuntimeError("no such device")
 
@@ -84,9 +84,9 @@ def test_a_rank_that_cannot_start_fails_whoever_waits_for_it() -> None:
             waiting.result(timeout=10)
 
 
-def test_a_swap_that_rank_0_never_reached_fails_when_rank_0_ends() -> None:
+def test_swap_fails_when_rank_0_closes_before_it() -> None:
     here, there = Pipe()
-    follower = Follower(lambda: (Noting(), there))  # type: ignore[arg-type,return-value]
+    follower = Follower(lambda: (LoggingEngine(), there))  # type: ignore[arg-type,return-value]
     swap = follower.swap(lambda model: None)
     here.close()
     follower.ended.result(timeout=10)

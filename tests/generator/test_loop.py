@@ -1,4 +1,4 @@
-"""What the engine's thread does between steps, with an engine that only counts."""
+"""Commands and groups between the steps of an engine that only counts."""
 
 import asyncio
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class Finished:
 
 
 class CountingEngine:
-    """Stands for an engine: a request ends after `max_new_tokens` steps, marked with the version that ended it."""
+    """Fake engine whose requests finish after `max_new_tokens` steps with the current version."""
 
     def __init__(self) -> None:
         self.version: int | None = 1
@@ -65,13 +65,13 @@ class CountingEngine:
 def requests(*lengths: int, first: int = 0) -> list[GenerationRequest]:
     return [
         GenerationRequest(
-            token_ids=(first + place,), sampling=SamplingParams(max_new_tokens=length, temperature=1.0, seed=None)
+            token_ids=(first + index,), sampling=SamplingParams(max_new_tokens=length, temperature=1.0, seed=None)
         )
-        for place, length in enumerate(lengths)
+        for index, length in enumerate(lengths)
     ]
 
 
-async def answers(loop: EngineLoop, groups: list[list[GenerationRequest]], num_kept: list[int]) -> list[list[Completion]]:
+async def completed(loop: EngineLoop, groups: list[list[GenerationRequest]], num_kept: list[int]) -> list[list[Completion]]:
     results = await loop.submit(groups, num_kept)
     return [await asyncio.wrap_future(result) for result in results]
 
@@ -84,15 +84,15 @@ def set_version(version: int | None) -> Any:
     return run
 
 
-def test_a_draining_update_lets_requests_end_and_admits_those_that_come_later_afterwards() -> None:
+def test_draining_update_runs_between_earlier_and_later_requests() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        before = asyncio.create_task(answers(loop, [requests(2000)], [1]))
+        before = asyncio.create_task(completed(loop, [requests(2000)], [1]))
         await asyncio.sleep(0)
         update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
         await asyncio.sleep(0)
-        after = asyncio.create_task(answers(loop, [requests(3, first=10)], [1]))
+        after = asyncio.create_task(completed(loop, [requests(3, first=10)], [1]))
         assert await update == 0
         assert {completion.versions[-1] for (completion,) in await before} == {1}
         assert {completion.versions[-1] for (completion,) in await after} == {2}
@@ -101,12 +101,58 @@ def test_a_draining_update_lets_requests_end_and_admits_those_that_come_later_af
     asyncio.run(scenario())
 
 
-def test_spares_are_aborted_when_their_group_is_complete_and_other_groups_are_left_alone() -> None:
+def test_draining_command_holds_back_the_commands_behind_it() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        running = asyncio.create_task(completed(loop, [requests(2000)], [1]))
+        await asyncio.sleep(0)
+        ran: list[str] = []
+        drained = asyncio.create_task(loop.call(lambda _: ran.append("drained"), when_drained=True))
+        await asyncio.sleep(0)
+        behind = asyncio.create_task(loop.call(lambda _: ran.append("behind")))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(loop.call(lambda _: ran.append("second"), when_drained=True))
+        stats = loop.take_stats()  # waits for no command
+        assert (ran, running.done(), stats.num_tokens) == ([], False, 0)
+        await asyncio.gather(running, drained, behind, second)
+        assert ran == ["drained", "behind", "second"]
+        await loop.close()
+
+    asyncio.run(scenario())
+
+
+def test_draining_command_runs_at_once_without_valid_weights() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        running = asyncio.create_task(completed(loop, [requests(1000)], [1]))
+        await asyncio.sleep(0)
+        await loop.call(set_version(None))
+        assert await loop.call(set_version(2), when_drained=True) == 1
+        ((completion,),) = await running
+        assert completion.versions[-1] == 2
+        await loop.close()
+
+    asyncio.run(scenario())
+
+
+def test_command_after_the_thread_has_stopped_fails() -> None:
+    async def scenario() -> None:
+        loop = EngineLoop(CountingEngine)  # type: ignore[arg-type]
+        await loop.close()
+        with pytest.raises(EngineStoppedError, match="the engine was closed"):
+            await loop.call(lambda engine: None)
+
+    asyncio.run(scenario())
+
+
+def test_complete_group_aborts_its_spares_only() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
         groups = [requests(9, 2, 5000, 4), requests(6, 7, first=10)]
-        first, second = await answers(loop, groups, [3, 2])
+        first, second = await completed(loop, groups, [3, 2])
         assert [len(completion.token_ids) for completion in first] == [9, 2, 4]
         assert [len(completion.token_ids) for completion in second] == [6, 7]
         assert engine.aborted == [2]
@@ -116,11 +162,11 @@ def test_spares_are_aborted_when_their_group_is_complete_and_other_groups_are_le
     asyncio.run(scenario())
 
 
-def test_spares_that_end_in_the_same_step_as_the_last_one_wanted_are_dropped() -> None:
+def test_spare_that_finishes_at_the_step_of_the_last_kept_completion_is_discarded() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        ((*completions,),) = await answers(loop, [requests(4, 4, 4)], [2])
+        ((*completions,),) = await completed(loop, [requests(4, 4, 4)], [2])
         assert len(completions) == 2
         assert (engine.running, engine.aborted) == ({}, [])
         await loop.close()
@@ -128,11 +174,11 @@ def test_spares_that_end_in_the_same_step_as_the_last_one_wanted_are_dropped() -
     asyncio.run(scenario())
 
 
-def test_nothing_is_decoded_without_valid_weights_and_running_requests_go_on_with_the_next_ones() -> None:
+def test_decoding_pauses_without_valid_weights_and_resumes_with_the_next_ones() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        running = asyncio.create_task(answers(loop, [requests(100_000)], [1]))
+        running = asyncio.create_task(completed(loop, [requests(100_000)], [1]))
         await asyncio.sleep(0.01)
         await loop.call(set_version(None))
         num_steps = engine.num_steps
@@ -146,11 +192,11 @@ def test_nothing_is_decoded_without_valid_weights_and_running_requests_go_on_wit
     asyncio.run(scenario())
 
 
-def test_of_a_call_with_a_request_that_is_refused_nothing_is_left_and_others_go_on() -> None:
+def test_refused_request_removes_its_whole_call_and_no_other() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        other = asyncio.create_task(answers(loop, [requests(2000, first=20)], [1]))
+        other = asyncio.create_task(completed(loop, [requests(2000, first=20)], [1]))
         await asyncio.sleep(0)
         with pytest.raises(ValueError, match="refused"):
             await loop.submit([requests(5000, 5000), [*requests(5000, first=10), *requests(1, first=-1)]], [2, 2])
@@ -163,11 +209,11 @@ def test_of_a_call_with_a_request_that_is_refused_nothing_is_left_and_others_go_
     asyncio.run(scenario())
 
 
-def test_closing_fails_what_waits_for_a_drain() -> None:
+def test_close_fails_a_command_that_waits_for_a_drain() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        running = asyncio.create_task(answers(loop, [requests(2_000_000)], [1]))
+        running = asyncio.create_task(completed(loop, [requests(2_000_000)], [1]))
         await asyncio.sleep(0)
         update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Who attends to whom in packed rows."""
+"""Attention masks of packed rows."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 
 
-def test_a_token_sees_its_own_sequence_up_to_itself() -> None:
+def test_token_attends_to_its_own_sequence_up_to_itself() -> None:
     mask = packed_mask(torch.tensor([[0, 1, 2, 0, 1]]))[0, 0]
     assert mask.int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
 
 
-def test_packed_attention_equals_attention_over_each_sequence_alone() -> None:
+def test_packed_attention_equals_attention_per_sequence() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 5, heads, 8, generator=generator) for heads in (4, 2, 2))
     attend = PackedAttention(PackedAttention.Config())
@@ -24,8 +24,8 @@ def test_packed_attention_equals_attention_over_each_sequence_alone() -> None:
         torch.testing.assert_close(packed[:, part], alone)
 
 
-def test_a_sequence_that_starts_behind_a_shared_prompt_sees_the_prompt_instead_of_its_neighbour() -> None:
-    # A sequence of 4 tokens, of which the next two share the first 2; then a stranger, and the empty end of the row.
+def test_sequence_with_a_shared_prefix_attends_to_the_prefix() -> None:
+    # A sequence of 4 tokens, two sequences that share its first 2, an unrelated sequence, and padding.
     mask = packed_mask(torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0, 1, 0]]))[0, 0]
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
@@ -42,7 +42,7 @@ def test_a_sequence_that_starts_behind_a_shared_prompt_sees_the_prompt_instead_o
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_gets_the_same_rule() -> None:
+def test_block_mask_equals_the_dense_mask() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7, 5, 6]])
     q, k, v = torch.randn(3, 2, 4, 10, 8, generator=torch.Generator().manual_seed(0))
     block_mask = packed_block_mask(positions, 128)

@@ -1,4 +1,4 @@
-"""The private parts of torchtitan that we rely on are still where they were."""
+"""torchtitan's module-level device, which `prepare_torchtitan` sets, has not moved."""
 
 import subprocess
 import sys
@@ -15,9 +15,9 @@ assert parallel_dims.device_type == "cpu" and utils.device_module is torch.cpu
 """
 
 
-def test_torchtitan_is_the_version_our_shims_were_written_for() -> None:
+def test_torchtitan_has_the_version_of_our_patches() -> None:
     assert version("torchtitan") == "0.3.0"
 
 
-def test_torchtitan_takes_the_device_it_is_told() -> None:
+def test_torchtitan_uses_the_prepared_device() -> None:
     subprocess.run([sys.executable, "-c", TAKES_THE_DEVICE], check=True)  # torchtitan reads it once per process
