@@ -113,7 +113,7 @@ def test_what_a_stopped_part_cannot_answer_is_a_line_of_the_log_and_no_traceback
     assert is_stop(ActorError(StoppedError("the engine was closed"), "asked from elsewhere"))
     assert not is_stop(ActorError(ValueError("wrong"), "asked from elsewhere"))
     log = (tmp_path / "patient_0.log").read_text()
-    assert "give_up was not finished: StoppedError('the engine was closed')" in log
+    assert "give_up did not finish: StoppedError('the engine was closed')" in log
     assert "Traceback" not in log
 
 
