@@ -1,12 +1,12 @@
-"""What does RL cost over plain training? `python -m benchmarks.trainer_step --json FILE`.
+"""Cost of RL over plain training: `python -m benchmarks.trainer_step --json FILE`.
 
-Our `forward_backward` and `optim_step` on packed rollouts of uneven length, against a bare loop over the same torchtitan
-model with torch's cross-entropy on full rows; both counted in real tokens a second, their steps measured by turns. Beside it:
-how full the rows are, how much memory the loss takes, and how long reading the weights takes. On a CUDA device the models
-have the shapes of Qwen3-0.6B and 1.7B, and the share of the device's peak FLOPs (MFU) is given.
+The benchmark compares `forward_backward` and `optim_step` on packed rollouts of uneven length with a bare loop over the same
+torchtitan model, with torch's cross-entropy on full rows. Their steps alternate in one run, and both count real tokens per
+second. It also measures packing efficiency, memory of the loss, and the time to read the weights. On a CUDA device the models
+have the shapes of Qwen3-0.6B and 1.7B, and the result includes the share of the device's peak FLOPs (MFU).
 """
 
-# ruff: noqa: E402 - torchtitan must be told the device before it is imported
+# ruff: noqa: E402 - the device must be set before torchtitan is imported
 
 import argparse
 import json
@@ -26,7 +26,7 @@ from titanrl.device import DEVICES, missing_for
 from titanrl.models.titan import prepare_torchtitan
 
 DEVICE = DEVICES["cpu" if missing_for("cuda") else "cuda"]
-prepare_torchtitan(DEVICE)  # before anything else of torchtitan is imported
+prepare_torchtitan(DEVICE)  # before any other import of torchtitan
 
 import numpy as np
 import torch
@@ -57,9 +57,9 @@ class Case:
     shape: ModelShape
     trainer: TrainerConfig
     num_microbatches: int
-    """In each optimizer step."""
+    """Micro-batches of an optimizer step."""
     median_tokens: int
-    """Of a sequence; lengths are log-normal with a spread (sigma) of 0.8, cut at a row."""
+    """Median length of a sequence; lengths are log-normal with sigma 0.8, cut at the length of a row."""
 
 
 SMALL = ModelShape(
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def step_figures(case: Case, folder: Path, num_steps: int) -> dict[str, Any]:
-    """Tokens a second of both loops, and their ratio."""
+    """Measure tokens per second of both loops, and their ratio."""
     rows, num_tokens, efficiency = rl_batches(case)
     learner = Learner(model_of(case, folder), AlgorithmConfig(), temperature=1.0)
     bare = BareLoop(model_of(case, folder), case)
@@ -113,7 +113,7 @@ def step_figures(case: Case, folder: Path, num_steps: int) -> dict[str, Any]:
             learner.forward_backward(batch, "policy")
         learner.optim_step(ADAM)
 
-    seconds = by_turns({"rl": rl_step, "bare": bare.step}, num_steps)
+    seconds = alternate({"rl": rl_step, "bare": bare.step}, num_steps)
     full_tokens = case.num_microbatches * case.trainer.rows_per_microbatch * case.trainer.row_tokens
     rl_rate, bare_rate = num_tokens / seconds["rl"], full_tokens / seconds["bare"]
     figures = {
@@ -133,7 +133,7 @@ def step_figures(case: Case, folder: Path, num_steps: int) -> dict[str, Any]:
 
 
 class BareLoop:
-    """torchtitan's model, torch's cross-entropy, full rows of one sequence each."""
+    """A loop over torchtitan's model with torch's cross-entropy and full rows of one sequence each."""
 
     def __init__(self, model: PolicyModel, case: Case) -> None:
         self._model, self._case = model, case
@@ -144,7 +144,7 @@ class BareLoop:
         self._positions_BL = torch.arange(config.row_tokens, device=model.device).repeat(shape[0], 1)
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Take one optimizer step."""
         module, tokens_BL = self._model.module, self._tokens_BL
         num_tokens = self._case.num_microbatches * self._positions_BL.numel()
         for _ in range(self._case.num_microbatches):
@@ -163,7 +163,7 @@ class BareLoop:
 
 
 def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
-    """Micro-batches of made-up rollouts that fill a step's rows as well as packing can, and their real tokens."""
+    """Return micro-batches of random rollouts that fill a step's rows, their real tokens and the packing efficiency."""
     config = case.trainer
     num_rows = case.num_microbatches * config.rows_per_microbatch
     lengths = long_tailed(num_rows * config.row_tokens, case.median_tokens, config.row_tokens, seed=1)
@@ -193,7 +193,7 @@ def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
 
 
 def long_tailed(total: int, median: int, longest: int, seed: int) -> list[int]:
-    """Lengths that add up to about `total` tokens: log-normal, cut at the longest."""
+    """Draw log-normal lengths, cut at `longest`, that sum to about `total` tokens."""
     random = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < total:
@@ -202,7 +202,7 @@ def long_tailed(total: int, median: int, longest: int, seed: int) -> list[int]:
 
 
 def packing_figures() -> dict[str, Mapping[str, float]]:
-    """Share of the places of all rows that hold a token, for ours and for next-fit, by median length and row."""
+    """Compute the packing efficiency of `pack` and of next-fit, by median length and row."""
     figures: dict[str, Mapping[str, float]] = {}
     for median, row_tokens in ((300, 2048), (1000, 8192), (1500, 4096)):
         lengths = long_tailed(256 * median, median, row_tokens, seed=0)
@@ -214,7 +214,7 @@ def packing_figures() -> dict[str, Mapping[str, float]]:
 
 
 def next_fit(lengths: Sequence[int], row_tokens: int) -> int:
-    """Rows that are needed if each sequence goes into the last row or a new one."""
+    """Count the rows if each sequence goes into the last row or a new one."""
     rows, free = 0, 0
     for length in lengths:
         if length > free:
@@ -224,7 +224,7 @@ def next_fit(lengths: Sequence[int], row_tokens: int) -> int:
 
 
 def loss_figures() -> dict[str, float]:
-    """Peak bytes of output layer and loss, forward and backward, in chunks and at once."""
+    """Measure peak bytes of output layer and loss, forward and backward, in chunks and at once."""
     num_tokens, dim, vocab = 4096, 64, 32_768
     device = torch.device(DEVICE.kind)
     lm_head = torch.nn.Linear(dim, vocab, bias=False, device=device)
@@ -258,21 +258,21 @@ def loss_figures() -> dict[str, float]:
 
 
 def state_dict_figures(folder: Path) -> dict[str, float]:
-    """Time to read the weights of 28 sharded layers, by the model's own state_dict() and by torch's helper."""
+    """Measure the time to read the weights of 28 sharded layers, with the model's state_dict() and with torch's helper."""
     shape = ModelShape(
         hidden_size=64, num_layers=28, num_heads=2, num_kv_heads=2, head_dim=32, intermediate_size=96, vocab_size=256,
         tied_embeddings=True, max_positions=512,
     )  # fmt: skip
     trainer = TrainerConfig(compute_dtype="bfloat16")  # which brings FSDP even on one rank
     model = model_of(Case(shape=shape, trainer=trainer, num_microbatches=1, median_tokens=1), folder)
-    seconds = by_turns({"state_dict": model.weights, "get_model_state_dict": lambda: get_model_state_dict(model.module)}, 20)
+    seconds = alternate({"state_dict": model.weights, "get_model_state_dict": lambda: get_model_state_dict(model.module)}, 20)
     return {f"{name}_s": value for name, value in seconds.items()} | {
         "ratio": seconds["state_dict"] / seconds["get_model_state_dict"]
     }
 
 
 def model_of(case: Case, folder: Path) -> PolicyModel:
-    """A model of a shape, with random weights."""
+    """Build a model of a shape with random weights."""
     shape = case.shape
     hf = {
         "model_type": "qwen3", "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "head_dim": shape.head_dim,
@@ -285,8 +285,11 @@ def model_of(case: Case, folder: Path) -> PolicyModel:
     return build_model(qwen3_spec(folder, DEVICE), folder, case.trainer, DEVICE)
 
 
-def by_turns(works: Mapping[str, Callable[[], object]], num_times: int) -> dict[str, float]:
-    """Median seconds of each, after two turns that are not counted; taking turns lets them share what the machine does."""
+def alternate(works: Mapping[str, Callable[[], object]], num_times: int) -> dict[str, float]:
+    """Return the median seconds of each function, called in alternation after two warm-up rounds.
+
+    Alternation exposes all functions to the same load of the machine.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(num_times + 2):
         for name, work in works.items():

@@ -1,4 +1,4 @@
-"""Records of groups, as the controller gets them."""
+"""Factory of group records."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from titanrl.types import GroupHandle, GroupRecord
 def make_record(
     index: int, rewards: Sequence[float] = (0.0, 1.0), num_sampled: Sequence[int] = (), **others: Any
 ) -> GroupRecord:
-    """A group with these rewards and numbers of sampled tokens, by default two a completion; `others` are further fields."""
+    """Make the record of a group; by default every completion has two sampled tokens. `others` are further fields."""
     num_sampled = tuple(num_sampled) or (2,) * len(rewards)
     prompt_len = others.get("prompt_len", 2)
     fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Columns of many carriers, against the carriers one by one."""
+"""Tables compared with the carriers they are made of."""
 
 import pickle
 

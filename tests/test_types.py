@@ -1,4 +1,4 @@
-"""Carriers on their way between processes."""
+"""Pickling of carriers."""
 
 import pickle
 
@@ -35,7 +35,7 @@ def test_tokens_are_pickled_bit_for_bit_in_half_the_bytes(pickler: object) -> No
     whole = np.arange(4000)
     logprobs = np.linspace(-9.0, 0.0, 4000, dtype=np.float32)
     logprobs[[3, 5]] = -np.inf, np.nan
-    piece = slice(1, None, 2)  # no array of its own, and not in one piece
+    piece = slice(1, None, 2)  # a strided view
     sent = Rollout(
         token_ids=whole[piece],
         mask=(whole > 9)[piece],

@@ -1,4 +1,4 @@
-"""Records of groups, as the controller gets them."""
+"""Fixtures of the algorithm tests."""
 
 from collections.abc import Callable
 
@@ -10,5 +10,5 @@ from titanrl.types import GroupRecord
 
 @pytest.fixture(scope="session")
 def make_record() -> Callable[..., GroupRecord]:
-    """A group with the given rewards and numbers of sampled tokens."""
+    """Factory of group records."""
     return records.make_record

@@ -16,13 +16,13 @@ ALL = torch.ones(4, dtype=torch.bool)
 
 
 def divergence(logits: Tensor) -> Tensor:
-    """KL(policy, reference), exactly."""
+    """Compute KL(policy, reference) exactly."""
     logp = logits.log_softmax(0)
     return (logp.exp() * (logp - REFERENCE)).sum()
 
 
 def expectation(logits: Tensor, estimator: KLEstimator) -> Tensor:
-    """Mean of the estimate over the policy's samples, each as likely as it is; the samples' odds carry no gradient."""
+    """Compute the expected estimate under the policy; the probabilities of samples carry no gradient."""
     logp = logits.log_softmax(0)
     return (logp.detach().exp() * kl_estimate(logp, REFERENCE, estimator, mask=ALL)).sum()
 

@@ -12,13 +12,13 @@ from titanrl.algorithms.logprobs import logprobs_and_entropy
 
 
 def reference(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The definitions, in fp64."""
+    """Compute the definitions in fp64."""
     p_NV = torch.softmax(logits_NV.double() / temperature, dim=-1)
     return p_NV.log().gather(-1, labels_N[:, None])[:, 0], -(p_NV * p_NV.log()).sum(-1)
 
 
 def objective(logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
-    """Something nonlinear in both results."""
+    """Compute a function that is nonlinear in both results."""
     weights_N = torch.linspace(-1, 1, len(logprobs_N), dtype=logprobs_N.dtype)
     return (weights_N * logprobs_N.exp()).sum() - 0.3 * (weights_N * entropy_N**2).sum()
 
@@ -140,7 +140,7 @@ def test_no_tokens_give_empty_results() -> None:
 
 
 def run_rank(rank: int, world_size: int, store: str, folder: str) -> None:
-    """One rank of the vocabulary: the first gets 20 of the 37 entries, the second 17."""
+    """Run one of two ranks: the first holds 20 of the 37 vocabulary entries, the second 17."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     logits, labels = example()
     start, end = [0, 20, 37][rank : rank + 2]

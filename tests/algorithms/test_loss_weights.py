@@ -13,7 +13,7 @@ REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequ
 def objective(
     reduction: Reduction, losses: list[list[float]], prompt_of: list[int] | None = None, constant_length: int = 1
 ) -> float:
-    """sum_it w_i * l_it over the token losses of each sequence."""
+    """Compute sum_it w_i * l_it over the token losses of each sequence."""
     weights = sequence_weights(
         reduction,
         num_sampled=[len(tokens) for tokens in losses],

@@ -138,7 +138,7 @@ LOSSES: dict[str, TokenLoss] = {
 
 
 def example(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities now and before, advantages, mask; some ratios beyond every bound."""
+    """Return new and old log-probabilities, advantages and mask; some ratios are beyond every bound."""
     generator = torch.Generator().manual_seed(seed)
     old = -3.0 * torch.rand(TOKENS, generator=generator, dtype=torch.float64)
     logprobs = old + 0.6 * torch.randn(TOKENS, generator=generator, dtype=torch.float64)
@@ -149,7 +149,7 @@ def example(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def expected_losses(
     name: str, logprobs: list[float], old: list[float], advantages: list[float], mask: list[bool]
 ) -> list[float]:
-    """The definitions, one token after another."""
+    """Compute the definitions token by token."""
     losses = []
     for t, (now, before, a) in enumerate(zip(logprobs, old, advantages, strict=True)):
         r = math.exp(now - before)

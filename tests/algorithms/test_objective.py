@@ -1,4 +1,4 @@
-"""The parts together: plan, log-probabilities, loss and weights of a toy policy, against loops over the whole batch."""
+"""Plan, log-probabilities, loss and weights of a toy policy together, compared with loops over the whole batch."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def reference_table(table: Tensor) -> Tensor:
 def rows_objective(
     rows: Sequence[Row], payload: Payload, table: Tensor, reference: Tensor, algorithm: AlgorithmConfig
 ) -> Tensor:
-    """What the rows of one rank and micro-batch add to the objective."""
+    """Compute the share of one rank and micro-batch in the objective."""
     before, labels, old, advantages, weights, mask, ids = [], [], [], [], [], [], []
     for number, sequence in enumerate(sequence for row in rows for sequence in row):
         tokens, logprobs = payload[sequence.handle.slot, sequence.rollout]
@@ -95,7 +95,7 @@ def rows_objective(
 
 
 def gradient(plan: BatchPlan, payload: Payload, table: Tensor, reference: Tensor, name: str = "ppo") -> Tensor:
-    """Gradients of all micro-batches and ranks, added up."""
+    """Sum the gradients of all micro-batches and ranks."""
     table = table.clone().requires_grad_()
     for microbatch in plan.microbatches:
         for rank in filter(None, microbatch.rows):
@@ -106,7 +106,7 @@ def gradient(plan: BatchPlan, payload: Payload, table: Tensor, reference: Tensor
 def reference_gradient(
     records: list[GroupRecord], payload: Payload, table: Tensor, reference: Tensor, reduction: str, *, more_terms: bool
 ) -> Tensor:
-    """The objective by its definition, in fp64, over every token of every group, with or without signal."""
+    """Compute the gradient of the objective's definition, in fp64, over all tokens of all groups."""
     table = table.double().requires_grad_()
     logp, reference_logp = table.log_softmax(-1), reference.double().log_softmax(-1)
     sequences = []

@@ -37,7 +37,7 @@ def test_every_sequence_is_packed_once_and_no_row_overflows(lengths: list[int], 
 
 
 def best_fit_one_by_one(lengths: list[int], row_tokens: int) -> list[list[int]]:
-    """The definition: longest first, ties by index, each into the fullest row that holds it, of equal ones into the first."""
+    """Pack by the definition: longest first, ties by index, each into the first of the fullest rows with space."""
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         free = [row_tokens - sum(lengths[i] for i in row) for row in rows]
@@ -98,7 +98,7 @@ def test_shared_prompts_count_once_per_row(groups: list[tuple[int, list[int]]], 
     for row in rows:
         in_order = [of[index] for index in row]
         blocks = [group for before, group in zip([None, *in_order], in_order, strict=False) if group != before]
-        assert len(blocks) == len(set(blocks)), "a group's sequences must stand side by side"
+        assert len(blocks) == len(set(blocks)), "a group's sequences must be adjacent"
         assert sum(lengths[index] - shared[index] for index in row) + sum(groups[group][0] for group in blocks) <= row_tokens
 
 

@@ -1,4 +1,4 @@
-"""The parts of the objective together: correction, loss, divergence, entropy, metrics."""
+"""Correction, loss, divergence, entropy and metrics of the objective together."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def example(seed: int = 0, dtype: torch.dtype = torch.float64, drift: float = 0.3) -> LossInputs:
-    """Five sequences; policy, proximal, reference and generator all differ by about `drift`."""
+    """Return five sequences whose policy, proximal, reference and generator differ by about `drift`."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> Tensor:
@@ -57,7 +57,7 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float64, drift: float = 0.
 
 
 def part(inputs: LossInputs, place: slice) -> LossInputs:
-    """The tokens of some places; numbers of sequences start at 0 again."""
+    """Return a slice of the tokens, with sequence ids from 0."""
     cut = {
         field.name: value[place]
         for field in fields(inputs)
@@ -67,7 +67,7 @@ def part(inputs: LossInputs, place: slice) -> LossInputs:
 
 
 def gradients(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, and its gradients by log-probabilities and entropies."""
+    """Return the loss and its gradients by log-probabilities and entropies."""
     loss, _ = policy_loss(inputs, algorithm)
     by = torch.autograd.grad(loss, (inputs.logprobs_N, inputs.entropy_N), materialize_grads=True)
     return loss.detach(), *by
@@ -238,7 +238,7 @@ def test_tokens_without_finite_sampler_logprob_are_not_counted() -> None:
 
 
 def measured(pieces: list[LossInputs], algorithm: AlgorithmConfig) -> list[LossInputs]:
-    """The pieces, with what the correction does over all of them."""
+    """Return the pieces with the totals of the correction over all of them."""
     sums: dict[str, float] = {}
     for piece in pieces:
         for name, value in measure_correction(piece, algorithm).sums.items():
@@ -318,7 +318,7 @@ def test_every_preset_works_with_decoupled_ppo(preset: str) -> None:
 
 
 def small(ratios: list[float], mask: list[bool] | None = None, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """Tokens of one sequence with given ratios to the sampler, advantage 1, weight 0.5 and entropy 2."""
+    """Return one sequence with given ratios to the sampler, advantage 1, weight 0.5 and entropy 2."""
     ones = torch.ones(len(ratios), dtype=dtype)
     return LossInputs(
         logprobs_N=(torch.tensor(ratios, dtype=dtype).log() - 1.0).requires_grad_(),

@@ -1,4 +1,4 @@
-"""What ranks are asked to do. Every function runs on all ranks of a world; what it returns must survive pickling."""
+"""Functions that tests run on all ranks of a world. Their results must be picklable."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -42,12 +42,12 @@ def make_learner(model_dir: Path, *, seed: int = 0, **trainer: Any) -> Learner:
 
 @functools.cache
 def shared_learner(model_dir: Path, plan: tuple[tuple[str, int], ...]) -> Learner:
-    """A learner that nobody steps."""
+    """Return a learner for tests that take no optimizer step."""
     return make_learner(model_dir, parallelism=dict(plan))
 
 
 def made_up(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: int) -> Rollout:
-    """A prompt with a random completion."""
+    """Return a rollout of the prompt with a random completion."""
     mask = np.arange(len(prompt_ids) + num_sampled) >= len(prompt_ids)
     return Rollout(
         token_ids=np.concatenate([prompt_ids, random.integers(1, VOCAB, num_sampled)]),
@@ -62,7 +62,7 @@ def made_up(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: in
 
 @functools.cache
 def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[GroupHandle, Mapping[int, Rollout]]]:
-    """13 made-up rollouts of 3 to 24 tokens, with advantages of both signs and uneven loss weights."""
+    """Return 13 random rollouts of 3 to 24 tokens, with advantages of both signs and uneven loss weights."""
     random = np.random.default_rng(0)
     plans, payload = [], {}
     for index in range(13):
@@ -76,7 +76,7 @@ def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[GroupHandle, Mapping[
 
 
 def plan_rows(order: Sequence[SequencePlan], *, packed: bool) -> list[Row]:
-    """Rows of sequences, packed or one a row."""
+    """Return rows of sequences, packed or with one sequence per row."""
     if not packed:
         return [(sequence,) for sequence in order]
     return [tuple(order[i] for i in row) for row in pack([sequence.length for sequence in order], ROW_TOKENS)]
@@ -88,7 +88,7 @@ def microbatches(
     rows_per_microbatch: int,
     payload: Mapping[GroupHandle, Mapping[int, Rollout]] | None = None,
 ) -> list[PackedRows]:
-    """This rank's micro-batches, as many as on every other rank, of the rollouts of `sequences` if no others are given."""
+    """Return this rank's micro-batches, the same number on every rank; the default payload is that of `sequences`."""
     shares = balance([1.0] * len(rows), learner.model.dp_size)
     own = [rows[i] for i in shares[learner.model.dp_rank]]
     starts = range(0, max(map(len, shares)), rows_per_microbatch)
@@ -96,7 +96,7 @@ def microbatches(
 
 
 def everything(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
-    """A loss with a ratio, a KL and an entropy term."""
+    """Compute a loss with a ratio, a KL and an entropy term."""
     mask_N, old_N = rows.mask_BL.flatten(), rows.logprobs_BL.flatten()
     loss_N, _ = ppo_clip(logprobs_N, old_N, rows.advantages_BL.flatten(), clip_low=0.9, clip_high=50.0, mask=mask_N)
     kl_N = torch.where(mask_N, 0.5 * (logprobs_N - old_N) ** 2, 0.0)
@@ -105,7 +105,7 @@ def everything(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tens
 
 
 def gradients(learner: Learner) -> Arrays:
-    """The whole gradient by parameter, gathered; a collective."""
+    """Return the whole gradient by parameter. This is a collective."""
     learner.model.reshard()
     return {
         canonical_fqn(name): whole(parameter.grad)
@@ -115,13 +115,13 @@ def gradients(learner: Learner) -> Arrays:
 
 
 def parameters(learner: Learner) -> Arrays:
-    """The whole parameters, gathered; a collective."""
+    """Return the whole parameters. This is a collective."""
     learner.model.reshard()
     return {canonical_fqn(name): whole(parameter) for name, parameter in learner.model.module.named_parameters()}
 
 
 def local_bytes(learner: Learner) -> dict[str, bytes]:
-    """This rank's part of every parameter."""
+    """Return the bytes of this rank's shard of every parameter."""
     learner.model.reshard()
     return {
         name: (value.to_local() if isinstance(value, DTensor) else value).detach().numpy().tobytes()
@@ -130,7 +130,7 @@ def local_bytes(learner: Learner) -> dict[str, bytes]:
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor gathered from all ranks."""
+    """Gather a tensor from all ranks."""
     full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
     return full.float().numpy().copy()
 
@@ -138,7 +138,7 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 def gradient_of_groups(
     model_dir: Path, plan: tuple[tuple[str, int], ...], *, share_prompts: bool
 ) -> tuple[Arrays, float, int] | None:
-    """Gradient and loss of 3 made-up groups of 5 under a layout, and the rows they took; from rank 0."""
+    """Return gradient, loss and number of rows of 3 random groups of 5 under a layout, on rank 0."""
     learner = shared_learner(model_dir, plan)
     random = np.random.default_rng(1)
     sequences, payload, groups, prompt_lens = [], {}, [], []
@@ -172,7 +172,7 @@ def gradient_of(
     packed: bool,
     order: Sequence[int] | None = None,
 ) -> tuple[Arrays, float] | None:
-    """Gradient and loss of the made-up batch under a layout; from rank 0."""
+    """Return gradient and loss of the random batch under a layout, on rank 0."""
     learner = shared_learner(model_dir, plan)
     plans = sequences()[0]
     rows = plan_rows([plans[i] for i in order] if order else plans, packed=packed)

@@ -1,4 +1,4 @@
-"""Tiny models, made-up batches, and worlds of 1, 2 and 4 ranks that all tests of the folder share."""
+"""Tiny models, and worlds of 1, 2 and 4 ranks that all tests of the folder share."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def untied_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with an output layer of its own."""
+    """The same model with a separate output layer."""
     folder = tmp_path_factory.mktemp("models") / "untied"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())

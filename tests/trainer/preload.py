@@ -1,4 +1,4 @@
-"""What every rank needs, imported once before they are forked."""
+"""Imports of every rank, done once before ranks are forked."""
 
 import importlib
 import os

@@ -1,6 +1,6 @@
-"""Trainer ranks for tests: processes forked from one that has imported torchtitan, joined by gloo, asked to run functions.
+"""Trainer ranks for tests: processes that are forked after importing torchtitan, joined by gloo, and run functions.
 
-A world lives as long as the test session; many checks run in it, so that its start is paid for once.
+A world lives as long as the test session, so that its start-up time is paid only once.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ DEADLINE_S = 240
 
 
 class World:
-    """Some ranks that can be asked to call a function, each in its own process."""
+    """Ranks that call functions on request, each in its own process."""
 
     def __init__(self, size: int, folder: Path) -> None:
         """Start the ranks; they meet on a free port."""
@@ -38,16 +38,16 @@ class World:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What the function returns on each rank; it must be importable by name."""
+        """Call a function, importable by name, on all ranks and return their results."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = []
+        replies = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(DEADLINE_S), f"rank {rank} of {self.size} does not answer"
-            answers.append(pipe.recv())
-        for rank, (ok, value) in enumerate(answers):
+            assert pipe.poll(DEADLINE_S), f"rank {rank} of {self.size} does not reply"
+            replies.append(pipe.recv())
+        for rank, (ok, value) in enumerate(replies):
             assert ok, f"rank {rank} of {self.size}:\n{value}"
-        return [value for _, value in answers]
+        return [value for _, value in replies]
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +62,7 @@ class World:
 
 
 def serve(pipe: Connection, rank: int, size: int, port: int, folder: Path) -> None:
-    """Join the world and run what is asked for until there is nothing more."""
+    """Join the world and run the requested functions until the pipe sends None."""
     import torch
     from torchtitan.config import CommConfig
     from torchtitan.distributed.utils import init_distributed
@@ -81,6 +81,6 @@ def serve(pipe: Connection, rank: int, size: int, port: int, folder: Path) -> No
         function, args = request
         try:
             pipe.send((True, function(*args)))
-        except Exception:  # whatever it is, the test is to show it
+        except Exception:  # sent to the test, which shows it
             pipe.send((False, traceback.format_exc()))
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What ranks do with snapshots of the weights; see `checks`."""
+"""Functions on snapshots of the weights that tests run on all ranks; see `checks`."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def scores(learner: Learner, batches: list[checks.PackedRows]) -> list[bytes]:
 
 
 def swap_and_come_back(model_dir: Path, plan: Plan) -> bool:
-    """Log-probabilities of an old version are those it gave, the live weights return, and training takes no notice."""
+    """Check that an old version computes its old log-probabilities, and that training continues as if never interrupted."""
     learner, batches = make(model_dir, plan)
     learner.check_snapshots(checks.ROW_TOKENS)
     at_0 = scores(learner, batches)  # leaves parameters gathered
@@ -60,7 +60,7 @@ def swap_and_come_back(model_dir: Path, plan: Plan) -> bool:
 
 
 def what_is_refused(model_dir: Path, plan: Plan) -> bool:
-    """Every use that would mix versions is refused, and nothing is touched by the attempt."""
+    """Check that every use that would mix versions is refused and changes nothing."""
     learner, batches = make(model_dir, plan)
     learner.keep_weights()
     step(learner, batches)
@@ -70,7 +70,7 @@ def what_is_refused(model_dir: Path, plan: Plan) -> bool:
         assert checks.local_bytes(learner) == live
         assert learner.version_in_use == 1
 
-    with pytest.raises(KeyError, match=r"no snapshot of version 7; held are \[0\]"), learner.weights_at(7):
+    with pytest.raises(KeyError, match=r"no snapshot of version 7; there are snapshots of \[0\]"), learner.weights_at(7):
         pass
     untouched()
     with learner.weights_at(0):
@@ -82,7 +82,7 @@ def what_is_refused(model_dir: Path, plan: Plan) -> bool:
             learner.keep_weights,
             learner.start_over,
         ):
-            with pytest.raises(PhaseError, match="version 0 stands in"):
+            with pytest.raises(PhaseError, match="version 0 replaces the live weights"):
                 refused()
     untouched()
     with pytest.raises(RuntimeError, match="the caller's"), learner.weights_at(0):
@@ -99,7 +99,7 @@ def what_is_refused(model_dir: Path, plan: Plan) -> bool:
 
 
 def a_changed_snapshot_is_refused(model_dir: Path, plan: Plan) -> bool:
-    """Another type, shape, placement or set of names: nothing is written, the tensor is named."""
+    """Check that a snapshot with another dtype or other names is refused by tensor name before any write."""
     learner, _ = make(model_dir, plan)
     learner.keep_weights()
     entries = dict(learner.snapshots._held[0])
@@ -119,7 +119,7 @@ def a_changed_snapshot_is_refused(model_dir: Path, plan: Plan) -> bool:
 
 
 def a_gathered_parameter_is_named(model_dir: Path) -> bool:
-    """After a forward pass the last norm is gathered; whoever would copy it without resharding is told."""
+    """Check the error of a copy without resharding: after a forward pass the last norm is gathered."""
     learner, batches = make(model_dir, {"dp_shard": 2})
     learner.logprobs(batches[0])
     with pytest.raises(GatheredParameterError, match=r"norm\.weight is gathered, with shape \(64,\)"):
@@ -130,20 +130,20 @@ def a_gathered_parameter_is_named(model_dir: Path) -> bool:
 
 
 def a_torch_that_does_not_reshard_is_found_out(model_dir: Path) -> bool:
-    """If parameters lie elsewhere after a forward pass, set-up fails and names one."""
+    """Check that set-up names a parameter that has new memory after a forward pass."""
     learner, _ = make(model_dir, {"dp_shard": 2})
     norm = learner.model.module.norm
 
     def forward() -> None:
         norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
 
-    with pytest.raises(RuntimeError, match=rf"norm\.weight .* torch {torch.__version__.split('+')[0]}"):
+    with pytest.raises(RuntimeError, match=rf"norm\.weight .*torch {torch.__version__.split('+')[0]}"):
         check_recoverable(learner.model.module, forward)
     return True
 
 
 def proximal_logprobs_of_an_interval(model_dir: Path, plan: Plan) -> bool:
-    """With three steps an interval, each batch's log-probabilities at its start are those computed before the first step."""
+    """Check over an interval of three steps that log-probabilities at its start do not change."""
     learner, batches = make(model_dir, plan)
     plans, payload = checks.sequences()
     rows = [checks.collate([row], payload, checks.ROW_TOKENS) for row in checks.plan_rows(plans[:3], packed=False)]

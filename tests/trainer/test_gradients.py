@@ -1,4 +1,4 @@
-"""Loss and gradient do not depend on how the batch is cut, packed, ordered or spread over ranks."""
+"""Loss and gradient do not depend on micro-batches, packing, order or layout."""
 
 from collections.abc import Callable
 from functools import partial

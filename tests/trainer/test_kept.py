@@ -1,4 +1,4 @@
-"""Log-probabilities that a rank keeps for a loss to come."""
+"""Log-probabilities that a rank keeps for a later loss."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Computing with other versions of the weights, and coming back bit for bit."""
+"""Computing with other versions of the weights and restoring the live ones bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path

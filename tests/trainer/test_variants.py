@@ -1,4 +1,4 @@
-"""Models of every kind on every layout: against transformers, through files, with adapters, and when losses go wrong."""
+"""Models on every layout: compared with transformers, exported, with adapters, and with losses that are not finite."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Path, untied_model: Path) 
 
 @functools.cache
 def expected_logprobs(model: Path) -> list[np.ndarray]:
-    """By transformers, one sequence at a time."""
+    """Compute log-probabilities with transformers, one sequence at a time."""
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     plans, payload = checks.sequences()
     found = []
@@ -183,7 +183,7 @@ def test_resume_is_bit_for_bit_and_works_on_other_layouts(
     uninterrupted = world(2).run(variants.save_and_go_on, tiny_model, FSDP, folder, in_background)
     kept = sorted(path.name for path in folder.iterdir())
     assert kept[-2:] == ["step-2", "step-3"]
-    # What is written in the background may fail yet, so one more may be kept until the next one.
+    # A write in the background can still fail, so the oldest checkpoint may be kept until the next one.
     assert len(kept) <= (3 if in_background else 2)
     resumed = world(2).run(variants.load_and_go_on, tiny_model, FSDP, folder, 3)
     assert [version for version, _, _ in resumed] == [3, 3]

@@ -1,4 +1,4 @@
-"""What ranks do with models of several kinds, with checkpoints and with losses that go wrong; see `checks`."""
+"""Functions on models, checkpoints and losses that tests run on all ranks; see `checks`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def train(learner: Learner, num_steps: int = 1) -> None:
 
 
 def gradient_and_loss(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, float] | None:
-    """Gradient and loss of the made-up batch with any trainer section; from rank 0."""
+    """Return gradient and loss of the random batch with any trainer section, on rank 0."""
     learner = checks.make_learner(model_dir, **trainer)
     loss = torch.zeros((), dtype=torch.float64)
     for batch in batches_of(learner):
@@ -44,7 +44,7 @@ def gradient_and_loss(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, fl
 
 
 def logprobs_one_by_one(model_dir: Path, trainer: Plan) -> list[np.ndarray]:
-    """Log-probabilities of each sequence's tokens but the first, packed with the others."""
+    """Return the log-probabilities of each sequence after its first token, computed in packed rows."""
     learner = checks.make_learner(model_dir, **trainer)
     return scores(learner)
 
@@ -63,7 +63,7 @@ def scores(learner: Learner) -> list[np.ndarray]:
 
 
 def export(model_dir: Path, trainer: Plan, target: Path, num_steps: int) -> tuple[list[np.ndarray], dict[str, bytes]]:
-    """Train a little and write the result; log-probabilities and local bytes it had."""
+    """Train some steps and export the result; return its log-probabilities and local bytes."""
     learner = checks.make_learner(model_dir, **trainer)
     train(learner, num_steps)
     export_hf(learner.model, model_dir, target)
@@ -75,13 +75,13 @@ def loaded_bytes(model_dir: Path, trainer: Plan) -> dict[str, bytes]:
 
 
 def adapters_at_start(model_dir: Path, trainer: Plan, seed: int) -> checks.Arrays:
-    """Return the A matrices of new adapters, gathered; a collective."""
+    """Return the A matrices of new adapters. This is a collective."""
     parameters = checks.parameters(checks.make_learner(model_dir, seed=seed, **trainer))
     return {name: value for name, value in parameters.items() if name.endswith("lora_a.weight")}
 
 
 def train_adapters(model_dir: Path, trainer: Plan) -> dict[str, checks.Arrays]:
-    """Whole parameters before and after two steps; with LoRA a snapshot holds what was trained and nothing else."""
+    """Return whole parameters before and after two steps, and check that a snapshot holds only adapters."""
     learner = checks.make_learner(model_dir, **trainer)
     before = checks.parameters(learner)
     learner.keep_weights()
@@ -95,7 +95,7 @@ def train_adapters(model_dir: Path, trainer: Plan) -> dict[str, checks.Arrays]:
 
 
 def chunks_change_nothing(model_dir: Path, trainer: Plan) -> bool:
-    """Scoring a few tokens at a time gives the same gradient as all at once."""
+    """Check that scoring a few tokens at a time has the same gradient as scoring all at once."""
     learner = checks.make_learner(model_dir, **trainer)
     batch = batches_of(learner, 8)[0]
     learner.run(batch, checks.everything)
@@ -111,7 +111,7 @@ def chunks_change_nothing(model_dir: Path, trainer: Plan) -> bool:
 
 
 def one_bad_loss_stops_all(model_dir: Path, plan: Plan) -> list[tuple[int, bool]]:
-    """The last rank's loss is not a number, its gradient is zero; then a good step."""
+    """Run a step with NaN as the last rank's loss and a gradient of zero, then a good step."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     live = checks.local_bytes(learner)
 
@@ -127,7 +127,7 @@ def one_bad_loss_stops_all(model_dir: Path, plan: Plan) -> list[tuple[int, bool]
 
 
 def one_bad_gradient_stops_all(model_dir: Path, plan: Plan) -> tuple[int, bool]:
-    """The last rank's gradient is infinite."""
+    """Run a step with an infinite gradient on the last rank."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     live = checks.local_bytes(learner)
 
@@ -143,7 +143,7 @@ def one_bad_gradient_stops_all(model_dir: Path, plan: Plan) -> tuple[int, bool]:
 
 
 def nothing_to_learn(model_dir: Path, plan: Plan) -> float:
-    """A step in which no rank has a token that counts; the norm of its gradient."""
+    """Return the gradient norm of a step in which no rank has a token that counts."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     result = learner.run(empty_rows(2, checks.ROW_TOKENS), checks.everything)
     assert result.sums.sums.get("loss/policy", 0.0) == 0.0
@@ -151,7 +151,7 @@ def nothing_to_learn(model_dir: Path, plan: Plan) -> float:
 
 
 def a_forward_in_between_changes_nothing(model_dir: Path, plan: Plan) -> bool:
-    """Log-probabilities asked for between backward and step leave the step as it would have been."""
+    """Return True if a step is the same with a forward pass between backward and step."""
     plain = checks.make_learner(model_dir, parallelism=plan)
     train(plain)
     learner = checks.make_learner(model_dir, parallelism=plan)
@@ -170,7 +170,7 @@ def norm_of_the_gradient(model_dir: Path, plan: Plan, rows_per_microbatch: int) 
 
 
 def save_and_go_on(model_dir: Path, plan: Plan, folder: Path, in_background: bool) -> dict[str, bytes]:
-    """Two steps, a checkpoint at each, then three more; local bytes at the end."""
+    """Save a checkpoint at each of three steps, then take three more; return the local bytes."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     checkpoints = Checkpoints(learner, folder, 2, in_background=in_background)
     for step in (1, 2, 3):
@@ -182,9 +182,9 @@ def save_and_go_on(model_dir: Path, plan: Plan, folder: Path, in_background: boo
 
 
 def load_and_go_on(model_dir: Path, plan: Plan, folder: Path, step: int) -> tuple[int, dict[str, bytes], checks.Arrays]:
-    """Take up a checkpoint and do three steps; version before, local bytes and whole parameters after."""
+    """Load a checkpoint and take three steps; return the loaded version, then local bytes and whole parameters."""
     learner = checks.make_learner(model_dir, parallelism=plan)
-    torch.rand(3)  # random numbers drawn here must not matter
+    torch.rand(3)  # loading restores the random state
     checkpoints = Checkpoints(learner, folder, 2)
     checkpoints.load(step)
     version = learner.version
@@ -194,7 +194,7 @@ def load_and_go_on(model_dir: Path, plan: Plan, folder: Path, step: int) -> tupl
 
 
 def divergence_from_the_start(model_dir: Path, plan: Plan) -> list[float]:
-    """The divergence term before and after a step, with the reference held as a snapshot; from rank 0."""
+    """Return the KL term before and after a step, with the reference in a snapshot, on rank 0."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     learner = Learner(learner.model, AlgorithmConfig(kl=KLConfig(coef=0.5)), temperature=1.0)
     learner.keep_weights()

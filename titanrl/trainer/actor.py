@@ -1,4 +1,4 @@
-"""The policy trainer's actor: one rank of the mesh. It fetches what the plan names, calls the learner, answers with numbers."""
+"""The policy trainer's actor, one rank of the mesh: it fetches the planned rollouts, runs the learner and returns metrics."""
 
 import asyncio
 import os
@@ -22,57 +22,57 @@ from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from titanrl.trainer.collate import PackedRows
-    from titanrl.trainer.datums import DataAnswer
+    from titanrl.trainer.datums import DataResult
     from titanrl.trainer.learner import LossName
     from titanrl.weights.digest import Verify
     from titanrl.weights.transport import TransportName
 
 ROW_MULTIPLE = 8
-"""Where lengths are free, rows have a multiple of so many tokens on each tensor-parallel rank."""
+"""Divisor of the length of rows on each tensor-parallel rank, if rows may have any length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """What a trainer rank needs to start."""
+    """Settings of a trainer rank."""
 
     run: str
-    """Name of the run, the prefix of its weight keys."""
+    """Name of the run and prefix of its weight keys."""
     seed: int
     """Seed of every random number the trainer draws."""
     config: TrainerConfig
-    """Parallel plan, dtypes, row size."""
+    """Parallel plan, dtypes and row size."""
     algorithm: AlgorithmConfig
-    """What the loss is."""
+    """Definition of the loss."""
     temperature: float
-    """The sampler's temperature."""
+    """Sampling temperature."""
     generator_dtype: str
-    """Type that weights are published in."""
+    """Dtype of published weights."""
     transports: "Sequence[TransportName]"
-    """Ways by which their bytes may reach the generators, the best first."""
+    """Allowed transports of published weights, in order of preference."""
     verify: "Verify"
-    """What the digest of their bytes covers."""
+    """Coverage of the digest of published weights."""
     device: Device
-    """Where it runs."""
+    """Device of the trainer."""
     checkpoint_dir: Path
     """Folder of checkpoints."""
     keep_checkpoints: int
-    """Checkpoints kept."""
+    """Number of checkpoints to keep."""
     store: WeightStore
-    """Where weights go."""
+    """Store of published weights."""
     shards: Any
-    """Storage shards, an actor mesh."""
+    """Actor mesh of the storage shards."""
 
 
 class PolicyTrainer(Actor):
-    """One rank of the trainer. The controller calls every endpoint on all ranks, in one order."""
+    """One rank of the trainer. The controller calls every endpoint on all ranks, in the same order."""
 
     def __init__(self, setup: TrainerSetup) -> None:
-        """Keep the set-up; `start` loads."""
+        """Store the settings; `start` and `load_model` do the work."""
         self._setup = setup
         self._shards = Shards(setup.shards)
         self._closing: list[Callable[[], None]] = []
         self._busy_s = 0.0
-        # A push copies the weights while other endpoints go on; those that put another version in their place wait for it.
+        # A push copies the weights while other endpoints run. Endpoints that replace the live weights acquire this lock.
         self._reading = asyncio.Lock()
 
     @endpoint
@@ -113,7 +113,7 @@ class PolicyTrainer(Actor):
         self._learner = Learner(model, setup.algorithm, setup.temperature, snapshots_on_device=setup.config.snapshots_on_device)
         self._learner.check_snapshots(setup.config.row_tokens)
         self._kept = KeptLogprobs()
-        # Compiled code, FlexAttention's too, is compiled anew for every other length.
+        # Compiled code, including FlexAttention, would be recompiled for every new length.
         fixed = setup.config.compile or setup.device.attention == "flex"
         self._row_multiple = setup.config.row_tokens if fixed else ROW_MULTIPLE * setup.config.parallelism.tp
         self._checkpoints = Checkpoints(
@@ -123,10 +123,10 @@ class PolicyTrainer(Actor):
         self._publisher = WeightPublisher(
             setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
         )
-        # All memory for publishing now: page faults would make the first pushes ten times slower.
+        # Allocate all memory for publishing now: page faults would make the first pushes ten times slower.
         await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
 
-    # The loop's own data: rows that name payloads
+    # Rows of the plan, which refer to rollouts in the storage shards
 
     @endpoint
     async def forward_backward(
@@ -136,9 +136,9 @@ class PolicyTrainer(Actor):
         proximal_version: int | None = None,
         reference_version: int | None = None,
     ) -> LossSums:
-        """Add the gradient of this rank's rows of a micro-batch; returns the sums of its metrics.
+        """Add the gradient of this rank's rows of a micro-batch; return the sums of its metrics.
 
-        The loss is given the log-probabilities that `compute_logprobs` kept for the versions named.
+        With versions, the loss also gets the log-probabilities that `compute_logprobs` kept for them.
         """
         with self._learner.whole_pass():
             rows, packed = await self._rows(microbatch)
@@ -151,7 +151,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> LossSums:
-        """What the off-policy correction does over this rank's rows of a micro-batch; changes nothing."""
+        """Run a forward pass and return the sums of the off-policy correction over this rank's rows of a micro-batch."""
         rows, packed = await self._rows(microbatch)
         if proximal_version is not None:
             packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
@@ -160,34 +160,34 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
-        """Compute log-probabilities with the weights of a version and keep them here, for a loss to come."""
+        """Compute log-probabilities with the weights of a version and keep them on this rank for a later loss."""
         rows, packed = await self._rows(microbatch)
         async with self._reading:
             with self._computing(), self._learner.weights_at(at_version):
                 logprobs_BL = self._learner.logprobs(packed).cpu()
         self._kept.put(at_version, rows, logprobs_BL)
 
-    # A caller's data, as Tinker has it
+    # The user's data, in Tinker's format
 
     @endpoint
     async def run_data(
         self, data: Sequence[Datum], loss_fn: str | None, loss_fn_config: Mapping[str, float], *, backward: bool
-    ) -> "DataAnswer":
-        """Run this rank's share of the data under a loss, or without one for the log-probabilities alone."""
+    ) -> "DataResult":
+        """Run this rank's share of the data with a loss; without a loss, only compute log-probabilities."""
         return self._run_data(data, loss_fn, loss_fn_config, backward=backward)
 
     @endpoint
-    async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataAnswer":
-        """Log-probabilities of this rank's share of the data with the weights of a version."""
+    async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataResult":
+        """Compute log-probabilities of this rank's share of the data with the weights of a version."""
         async with self._reading:
             with self._learner.weights_at(at_version):
                 return self._run_data(data, None, {}, backward=False)
 
-    # Optimizer, versions
+    # Optimizer, versions and checkpoints
 
     @endpoint
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
-        """Take one optimizer step with the gradient gathered so far."""
+        """Take one optimizer step with the accumulated gradient."""
         with self._computing():
             update = self._learner.optim_step(params)
         busy_s, self._busy_s = self._busy_s, 0.0
@@ -195,25 +195,26 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def zero_grad(self) -> None:
-        """Throw away the gradient gathered so far."""
+        """Discard the accumulated gradient."""
         self._learner.zero_grad()
 
     @endpoint
     async def keep_weights(self) -> int:
-        """Hold a copy of the weights as they are; returns their version, which `compute_logprobs` can then name."""
+        """Keep a copy of the current weights and return their version, for `compute_logprobs`."""
         return self._learner.keep_weights()
 
     @endpoint
     async def drop_weights(self, version: int) -> None:
-        """Forget a held version and the log-probabilities computed with it."""
+        """Drop the copy of a version and the log-probabilities computed with it."""
         self._learner.snapshots.drop(version)
         self._kept.drop(version)
 
     @concurrent_endpoint
     async def push_weights(self, version: int) -> WeightManifest:
-        """Publish this rank's share of the weights as a version; they may change as soon as this returns.
+        """Publish this rank's shards of the weights as a version; weights may change after this returns.
 
-        Forward and backward passes may run meanwhile: they change no weight, and `optim_step` is called after this returned.
+        Forward and backward passes may run at the same time, because they do not change weights. The controller calls
+        `optim_step` only after this has returned.
         """
         assert version == self._learner.version, f"asked to push v{version}, weights are v{self._learner.version}"
         async with self._reading:
@@ -221,28 +222,28 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def start_over(self) -> None:
-        """Keep the weights, forget optimizer state and version."""
+        """Keep the weights; reset optimizer state and version."""
         self._learner.start_over()
 
     @endpoint
     async def save_checkpoint(self, step: int) -> None:
-        """Write model, optimizer and version so that a later run can go on from here."""
+        """Write model, optimizer and version, for a later run to resume from."""
         self._checkpoints.save(step)
 
     @endpoint
     async def load_checkpoint(self, step: int) -> int:
-        """Go back to a checkpoint; returns its version."""
+        """Restore a checkpoint and return its version."""
         self._checkpoints.load(step)
         return self._learner.version
 
     @endpoint
     async def save_state(self, folder: Path) -> None:
-        """Write model, optimizer and version into a folder of their own."""
+        """Write model, optimizer and version into a separate folder."""
         self._checkpoints.save_state(folder)
 
     @endpoint
     async def load_state(self, folder: Path, *, with_optimizer: bool) -> int:
-        """Take up what `save_state` wrote; returns its version."""
+        """Restore a state that `save_state` wrote and return its version."""
         self._checkpoints.load_state(folder, with_optimizer=with_optimizer)
         return self._learner.version
 
@@ -256,7 +257,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def close(self) -> None:
-        """Finish what is being written, and leave the process group."""
+        """Finish pending writes and leave the process group."""
         import torch
 
         for finish in self._closing:
@@ -274,7 +275,7 @@ class PolicyTrainer(Actor):
             self._busy_s += time.perf_counter() - started
 
     async def _rows(self, microbatch: MicroBatch) -> "tuple[tuple[Row, ...], PackedRows]":
-        """This rank's rows of a micro-batch, as planned and as tensors."""
+        """Return this rank's rows of a micro-batch, as planned and as tensors."""
         from titanrl.trainer.collate import collate, row_length
 
         rows = tuple(microbatch.rows[self._learner.model.dp_rank])
@@ -284,7 +285,7 @@ class PolicyTrainer(Actor):
 
     def _run_data(
         self, data: Sequence[Datum], loss_fn: str | None, loss_fn_config: Mapping[str, float], *, backward: bool
-    ) -> "DataAnswer":
+    ) -> "DataResult":
         from titanrl.trainer.datums import RowSizes, run_data
 
         config = self._setup.config
@@ -295,13 +296,13 @@ class PolicyTrainer(Actor):
             return run_data(self._learner, data, sizes, loss_fn, loss_fn_config, backward=backward)
 
     async def _fetch(self, rows: Sequence[Row]) -> Mapping[GroupHandle, Mapping[int, Rollout]]:
-        """The rollouts of some rows, straight from their shards."""
+        """Fetch the rollouts of some rows from their storage shards."""
         wanted: dict[int, list[tuple[GroupHandle, int]]] = defaultdict(list)
         for sequence in (sequence for row in rows for sequence in row):
             wanted[sequence.handle.shard].append((sequence.handle, sequence.rollout))
-        answers = await asyncio.gather(*(fetch(self._shards[shard], keys) for shard, keys in wanted.items()))
+        replies = await asyncio.gather(*(fetch(self._shards[shard], keys) for shard, keys in wanted.items()))
         payload: dict[GroupHandle, dict[int, Rollout]] = defaultdict(dict)
-        for keys, rollouts in zip(wanted.values(), answers, strict=True):
-            for (handle, place), rollout in zip(keys, rollouts, strict=True):
-                payload[handle][place] = rollout
+        for keys, rollouts in zip(wanted.values(), replies, strict=True):
+            for (handle, index), rollout in zip(keys, rollouts, strict=True):
+                payload[handle][index] = rollout
         return payload

@@ -1,6 +1,6 @@
-"""States to go on from, by torch's distributed checkpoints (DCP): model, optimizer, version and random numbers.
+"""Checkpoints of model, optimizer, version and random state, written by torch's distributed checkpointing (DCP).
 
-They are sharded as the trainer is, and can be loaded into any other layout.
+Each rank writes its own shards. A checkpoint can be loaded into any other layout.
 """
 
 from pathlib import Path
@@ -15,13 +15,13 @@ from titanrl.trainer.learner import Learner
 
 
 class _Progress(Stateful):
-    """Everything of the learner that is neither model nor optimizer."""
+    """The state of a learner besides model and optimizer."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
 
     def state_dict(self) -> dict[str, Any]:
-        """Version and state of the random generators."""
+        """Return the version and the state of the random generators."""
         random = {"cpu": torch.get_rng_state()}
         kind = self._learner.model.device.type
         if kind != "cpu":
@@ -29,7 +29,7 @@ class _Progress(Stateful):
         return {"version": self._learner.version, "random": random}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them up. Held versions belong to another past, all but version 0: what a run begins with is the same in both."""
+        """Restore them, and drop the snapshots of all versions but 0, the only one that is the same in every run."""
         self._learner.version = state_dict["version"]
         self._learner.drop_snapshots(keep_first=True)
         for kind, state in state_dict["random"].items():
@@ -37,16 +37,19 @@ class _Progress(Stateful):
 
 
 class Checkpoints:
-    """A run's `step-<n>` folders, of which the last few are kept, and states under names. Every rank calls it alike."""
+    """The checkpoints of a run: `step-<n>` folders, of which the last few are kept, and named states.
+
+    Every method is a collective.
+    """
 
     def __init__(self, learner: Learner, folder: Path, keep_last: int, *, in_background: bool = False) -> None:
-        """Save into and load from `folder`, an absolute path.
+        """Set up checkpoints below a folder.
 
         Args:
-            learner: what is saved.
-            folder: where the `step-<n>` folders are.
-            keep_last: how many of them stay.
-            in_background: `save` returns when the state is copied, and the disk is written while training goes on.
+            learner: Learner to save and restore.
+            folder: Absolute path of the parent of the `step-<n>` folders.
+            keep_last: Number of `step-<n>` folders to keep.
+            in_background: Return from `save` after copying the state, and write to disk while training continues.
         """
         self._learner, self._folder = learner, folder
         config = CheckpointManager.Config(
@@ -68,10 +71,10 @@ class Checkpoints:
         )
 
     def save(self, step: int) -> None:
-        """Write the state of this step; `.metadata` appears in its folder when it is whole.
+        """Write the state of this step. `.metadata` appears in its folder when the checkpoint is complete.
 
         Raises:
-            PhaseError: gradients are pending, or a snapshot stands in for the live weights.
+            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         self._prepare("save_checkpoint")
         self._manager.save(step)
@@ -80,41 +83,41 @@ class Checkpoints:
         """Restore the state of a step.
 
         Raises:
-            ValueError: there is no such checkpoint.
-            PhaseError: gradients are pending, or a snapshot stands in for the live weights.
+            ValueError: There is no such checkpoint.
+            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         self._prepare("load_checkpoint")
         self._manager.maybe_wait_for_saving()
         if not self._manager.load(step):
-            raise ValueError(f"no checkpoint of step {step} in {self._folder}")
-        self._learner.weights_changed()
+            raise ValueError(f"step: there is no such checkpoint in {self._folder} (got {step}). Choose one of its folders.")
+        self._learner.refresh_merged_weights()
 
     def save_state(self, folder: Path) -> None:
-        """Write the state into a folder of its own.
+        """Write the state into a separate folder.
 
         Raises:
-            PhaseError: gradients are pending, or a snapshot stands in for the live weights.
+            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         self._prepare("save_state")
-        dcp.save(self._parts(with_optimizer=True), checkpoint_id=str(folder))
+        dcp.save(self._components(with_optimizer=True), checkpoint_id=str(folder))
 
     def load_state(self, folder: Path, *, with_optimizer: bool) -> None:
-        """Restore what `save_state` wrote; without the optimizer's state that one starts afresh.
+        """Restore a state that `save_state` wrote. Without the optimizer's state, the optimizer is reset.
 
         Raises:
-            ValueError: there is no whole state in the folder.
-            PhaseError: gradients are pending, or a snapshot stands in for the live weights.
+            ValueError: The folder has no complete state.
+            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         if not (folder / ".metadata").is_file():
-            raise ValueError(f"load_state: there is no whole state in {folder}; give the path that save_state returned")
+            raise ValueError(f"load_state: no complete state in this folder (got {folder}). Give the path from save_state.")
         self._prepare("load_state")
-        dcp.load(self._parts(with_optimizer=with_optimizer), checkpoint_id=str(folder))
+        dcp.load(self._components(with_optimizer=with_optimizer), checkpoint_id=str(folder))
         if not with_optimizer:
             self._learner.reset_optimizer()
-        self._learner.weights_changed()
+        self._learner.refresh_merged_weights()
 
     def close(self) -> None:
-        """Wait until everything is on disk."""
+        """Wait until all checkpoints are on disk."""
         self._manager.maybe_wait_for_saving()
         self._manager.close()
 
@@ -123,7 +126,7 @@ class Checkpoints:
         self._learner.model.reshard()
         self._learner.materialize_optimizer()
 
-    def _parts(self, *, with_optimizer: bool) -> dict[str, Any]:
+    def _components(self, *, with_optimizer: bool) -> dict[str, Any]:
         learner = self._learner
         optimizer = {"optimizer": learner.optimizers} if with_optimizer else {}
         return {"model": ModelWrapper(learner.model.module), "train_state": self._progress, **optimizer}

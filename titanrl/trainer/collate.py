@@ -1,7 +1,7 @@
 """Packed rows as tensors.
 
-Shapes: B rows, L tokens of a row, N = B * L, S tokens of a sequence. The model's output at place t predicts the token at
-t + 1, so everything about a token stands at the place that predicts it.
+Shapes: B rows, L tokens of a row, N = B * L, S tokens of a sequence. The model's output at position t predicts the token at
+t + 1, so the values of a token are stored at the position before it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,19 +17,19 @@ from titanrl.types import GroupHandle, Rollout, Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """The rows one rank runs at once."""
+    """Rows that one rank runs at once."""
 
     tokens_BL: torch.Tensor
-    """Input tokens, 0 where a row is empty."""
+    """Input tokens, 0 in the empty end of a row."""
     positions_BL: torch.Tensor
-    """Place of the token in its sequence. A sequence starts at 0, or behind the tokens that it shares with one before it in
-    the row (`SequencePlan.num_shared`). The empty end of a row counts as one more."""
+    """Position of the token in its sequence. A sequence starts at 0, or after the tokens that it shares with an earlier one of
+    the row (`SequencePlan.num_shared`). The empty end of a row counts as one more sequence."""
     targets_BL: torch.Tensor
-    """The token each place predicts."""
+    """Token that each position predicts."""
     mask_BL: torch.Tensor
-    """True where that token was sampled by the policy, with a finite log-probability."""
+    """True where the policy sampled that token, with a finite log-probability."""
     logprobs_BL: torch.Tensor
-    """The generator's log-probability of the target."""
+    """Log-probability of the target, from the generator."""
     versions_BL: torch.Tensor
     """Policy version that sampled the target; 0 outside the mask."""
     advantages_BL: torch.Tensor
@@ -37,11 +37,11 @@ class PackedRows:
     weights_BL: torch.Tensor
     """Loss weight of the target, 0 outside the mask."""
     proximal_BL: torch.Tensor | None = None
-    """The target's log-probability under the proximal policy, where a loss was given one."""
+    """Log-probability of the target under the proximal policy, if the loss needs it."""
     reference_BL: torch.Tensor | None = None
-    """The target's log-probability under the reference policy, where a loss was given one."""
+    """Log-probability of the target under the reference policy, if the loss needs it."""
     shares_prompts: bool = False
-    """Whether a sequence shares its start with another."""
+    """True if a sequence shares its start with another one."""
 
     @property
     def length(self) -> int:
@@ -50,11 +50,11 @@ class PackedRows:
 
     @property
     def sequence_N(self) -> torch.Tensor:
-        """Number of each place's sequence among those of these rows, from 0; the empty end of a row counts as one more."""
+        """Id of each position's sequence, from 0; the empty end of a row counts as one more sequence."""
         return sequence_starts(self.positions_BL).flatten().cumsum(0) - 1
 
     def to(self, device: torch.device) -> Self:
-        """The same rows on a device; themselves if they are there already."""
+        """Copy the rows to a device; return `self` if they are already there."""
         if self.tokens_BL.device == device:
             return self
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -63,20 +63,20 @@ class PackedRows:
 
 
 def row_length(used: Iterable[int], row_tokens: int, multiple: int) -> int:
-    """How long rows need to be that use so many tokens each: the longest, rounded up to a multiple, at most `row_tokens`.
+    """Return the length of rows that use so many tokens each: the maximum, rounded up to a multiple, at most `row_tokens`.
 
-    Nothing is computed for the end that no row of a micro-batch uses. Ranks may run rows of different length.
+    Shorter rows avoid computing the end that no row of a micro-batch uses. Ranks may run rows of different length.
     """
     return min(row_tokens, -(-max(used, default=1) // multiple) * multiple)
 
 
 def empty_rows(num_rows: int, row_tokens: int) -> PackedRows:
-    """Rows without a sequence: token 0 everywhere, and nothing that counts."""
+    """Return rows without a sequence: token 0 everywhere, and an empty mask."""
     return collate([()] * num_rows, {}, row_tokens)
 
 
 def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Rollout]], row_tokens: int) -> PackedRows:
-    """Lay sequences one after another into rows of `row_tokens`; no rows give one empty row, so that every rank has work."""
+    """Build rows of `row_tokens` from their sequences. Without rows, return one empty row: every rank must run the model."""
     num_rows = max(1, len(rows))
     tokens = np.zeros((num_rows, row_tokens), np.int64)
     positions = np.zeros((num_rows, row_tokens), np.int64)

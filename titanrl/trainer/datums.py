@@ -1,6 +1,6 @@
-"""A caller's own data through the trainer: laid out in packed rows, run, and answered in the caller's order.
+"""Passes over the user's data: packing into rows, running, and results in the order of the data.
 
-Every rank is given all data and plans alike, so nothing needs to be agreed on. Shapes: L tokens of a row, S tokens of a
+Every rank receives all data and computes the same plan, so no communication is needed. Shapes: L tokens of a row, S tokens of a
 sequence, N tokens of a micro-batch.
 """
 
@@ -19,24 +19,25 @@ from titanrl.trainer.learner import Learner, Objective, named_objective
 from titanrl.types import Datum, FloatArray, LossSums
 
 CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
-"""From data and the log-probabilities of their targets, `[S]` each, to a loss that is a sum over the data, and metrics."""
+"""A function of data and the log-probabilities of their targets, `[S]` each. It returns a loss, summed over the data, and
+metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a datum lies in a micro-batch."""
+    """Location of a datum in a micro-batch."""
 
     index: int
-    """Which of the caller's data."""
+    """Index in the user's data."""
     row: int
     """Row of the micro-batch."""
     tokens: slice
-    """Its tokens in the row."""
+    """Tokens of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataAnswer:
-    """What one rank answers: the data it ran; nothing from the other ranks of its tensor-parallel group."""
+class DataResult:
+    """Results of the data that one rank ran; empty on all but the first rank of a tensor-parallel group."""
 
     logprobs: Mapping[int, FloatArray]
     """Log-probabilities of the targets by index of the datum, `[S]`."""
@@ -48,28 +49,31 @@ class DataAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSizes:
-    """How data are cut into micro-batches."""
+    """Sizes of rows and micro-batches."""
 
     row_tokens: int
     """Length of a row."""
     rows_per_microbatch: int
     """Rows that run at once."""
     multiple: int
-    """What the length of rows is a multiple of, where they are not full."""
+    """Divisor of the length of rows that are not full."""
 
 
 def run_data(
     learner: Learner, data: Sequence[Datum], sizes: RowSizes, loss: str | None, config: Mapping[str, float], *, backward: bool
-) -> DataAnswer:
-    """Run this rank's share of the data under a loss, or without one only for the log-probabilities.
+) -> DataResult:
+    """Run this rank's share of the data.
 
     Args:
-        loss: name of a loss, or `package.module:function` of a `CustomLoss`.
-        config: the loss's options, see `named_objective`.
-        backward: also add the gradient.
+        learner: Model and optimizer of this rank.
+        data: All data, the same on every rank.
+        sizes: Sizes of rows and micro-batches.
+        loss: Name of a loss, or `package.module:function` of a `CustomLoss`; None only computes log-probabilities.
+        config: Options of the loss, see `named_objective`.
+        backward: Add the gradient of the loss.
 
     Raises:
-        ValueError: a datum is longer than a row or lacks what the loss needs; the loss or an option of it is not known.
+        ValueError: A datum is too long or lacks an input of the loss, or the loss or one of its options is not known.
     """
     check_data(data, sizes, loss)
     named = named_objective(loss, config) if loss is not None and ":" not in loss else None
@@ -89,11 +93,11 @@ def run_data(
         logprobs |= {place.index: values_BL[place.row, place.tokens] for place in places}
     if learner.model.tp_rank != 0:
         logprobs = {}
-    return DataAnswer(logprobs=logprobs, sums=tuple(sums), version=learner.version_in_use)
+    return DataResult(logprobs=logprobs, sums=tuple(sums), version=learner.version_in_use)
 
 
 def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: int) -> Iterator[list[Place]]:
-    """The micro-batches of one rank, as many as on every other; those without data run one empty row."""
+    """Yield the micro-batches of one rank, the same number on every rank; those without data run one empty row."""
     rows = pack(lengths, sizes.row_tokens)
     shares = balance(row_costs(np.asarray(lengths), np.zeros(len(lengths), np.int64), rows), dp_size)
     per_microbatch = sizes.rows_per_microbatch
@@ -109,28 +113,31 @@ def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: in
 
 
 def check_data(data: Sequence[Datum], sizes: RowSizes, loss: str | None) -> None:
-    """Look at all data before anything runs: were one rank alone to find a mistake, the others would wait for it.
+    """Check all data on every rank before running any: if only one rank found an error, the others would wait for it.
 
     Raises:
-        ValueError: a datum is empty or longer than a row, lacks what the loss needs, or an array has another length.
+        ValueError: A datum is empty, longer than a row, or lacks an input of the loss; or an array has the wrong length.
     """
     ratio = loss not in (None, "cross_entropy") and ":" not in str(loss)
     needed = ("target_tokens", "logprobs", "advantages") if ratio else ("target_tokens",)
     for index, datum in enumerate(data):
         length = len(datum.model_input)
         if not 0 < length <= sizes.row_tokens:
-            rule = f"must be 1 to trainer.row_tokens={sizes.row_tokens}"
-            raise ValueError(f"data[{index}].model_input has {length} tokens: {rule}")
+            fix = f"Cut it to 1 to {sizes.row_tokens} tokens, or change trainer.row_tokens."
+            raise ValueError(f"data[{index}].model_input: does not fit a row (got {length} tokens). {fix}")
+        inputs = f"data[{index}].loss_fn_inputs"
         for name in needed:
             if name not in datum.loss_fn_inputs:
-                raise ValueError(f"data[{index}].loss_fn_inputs has no {name!r}, which the loss needs")
+                names = sorted(datum.loss_fn_inputs)
+                raise ValueError(f"{inputs}: {name!r} is missing (got {names}). Add it: loss {loss!r} needs it.")
         for name, values in datum.loss_fn_inputs.items():
             if np.shape(values) != (length,):
-                raise ValueError(f"data[{index}].loss_fn_inputs[{name!r}] has shape {np.shape(values)}, its input ({length},)")
+                fix = f"Give one value per input token: ({length},)."
+                raise ValueError(f"{inputs}[{name!r}]: wrong shape (got {np.shape(values)}). {fix}")
 
 
 def lay_out(data: Sequence[Datum], places: Sequence[Place], sizes: RowSizes) -> PackedRows:
-    """The data of one micro-batch as packed rows."""
+    """Build the packed rows of one micro-batch."""
     length = row_length((place.tokens.stop for place in places), sizes.row_tokens, sizes.multiple)
     rows = empty_rows(1 + max((place.row for place in places), default=0), length)
     for place in places:
@@ -148,14 +155,14 @@ def lay_out(data: Sequence[Datum], places: Sequence[Place], sizes: RowSizes) -> 
 
 
 def _input(datum: Datum, name: str, default: float) -> Tensor:
-    """One array of a datum as a tensor of its input's length."""
+    """Return one array of a datum as a tensor, filled with the default if it is missing."""
     if name not in datum.loss_fn_inputs:
         return torch.full((len(datum.model_input),), default)
     return torch.from_numpy(np.asarray(datum.loss_fn_inputs[name]))
 
 
 def _custom_objective(function: CustomLoss, data: Sequence[Datum], places: Sequence[Place]) -> Objective:
-    """A caller's loss over the data of a micro-batch."""
+    """Wrap the user's loss as an objective over the data of a micro-batch."""
 
     def objective(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
         logprobs_BL = logprobs_N.view(rows.tokens_BL.shape)
@@ -167,7 +174,7 @@ def _custom_objective(function: CustomLoss, data: Sequence[Datum], places: Seque
                 loss, metrics = function(
                     [data[place.index] for place in places], [logprobs_BL[place.row, place.tokens] for place in places]
                 )
-            except Exception as error:  # the caller's code may raise anything, and other ranks wait in backward for this one
+            except Exception as error:  # the user's code may raise anything, and other ranks wait for this one in backward
                 failure = error
         _fail_together(failure)
         sums = {name: torch.tensor(float(value)) for name, value in metrics.items()}
@@ -177,11 +184,11 @@ def _custom_objective(function: CustomLoss, data: Sequence[Datum], places: Seque
 
 
 def _fail_together(failure: Exception | None) -> None:
-    """Raise on all ranks if there is a failure on any, each its own; a collective."""
+    """Raise on all ranks if any rank has a failure; each rank raises its own if it has one. This is a collective."""
     failures: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(failures, None if failure is None else repr(failure))
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):
         if text is not None:
-            raise RuntimeError(f"the loss failed on trainer rank {rank}: {text}")
+            raise RuntimeError(f"loss_fn: the loss raised on trainer rank {rank} (got {text}). Correct the loss.")

@@ -1,4 +1,4 @@
-"""The output layer as a scorer: log-probabilities straight from hidden states, so that all logits never exist at once.
+"""The output layer as a scorer: log-probabilities computed from hidden states, without holding all logits at once.
 
 Shapes: B rows, L tokens of a row, C tokens of a chunk, D width of the model, V vocabulary entries on this rank, N tokens.
 """
@@ -15,19 +15,19 @@ from torch.utils.checkpoint import checkpoint
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 
 LOGITS_AT_ONCE = 1 << 27
-"""Logits that may exist at a time (256 MiB in bfloat16, and their gradient again); 883 tokens of Qwen3's vocabulary."""
+"""Largest number of logits held at once: 256 MiB in bfloat16, and as much for their gradient; 883 tokens with Qwen3's
+vocabulary."""
 
 
 class ScoringHead:
-    """Takes the place of `lm_head.forward`, inside torchtitan's model: FSDP's and TP's hooks see one call as ever.
+    """A replacement of `lm_head.forward` inside torchtitan's model; hooks of FSDP and TP still see one call.
 
-    While it is given targets, the model returns their log-probabilities and the entropies, `[B, L]` each, instead of logits.
-    Rows longer than a chunk are scored chunk by chunk; the backward pass computes each chunk's logits again instead of
-    keeping them. Only the log-probabilities are asked for gradients where an entropy term has no weight.
+    Inside `scoring`, the model returns the log-probabilities of given targets and the entropies, `[B, L]` each, instead of
+    logits. Rows longer than a chunk are scored chunk by chunk; the backward pass recomputes the logits of each chunk.
     """
 
     def __init__(self, lm_head: nn.Module, vocab_size: int) -> None:
-        """Wrap the forward pass that the head has now, tensor parallelism included."""
+        """Wrap the current forward pass of the head, including tensor parallelism."""
         self._logits: Callable[[Tensor], Tensor] = lm_head.forward
         self._vocab_size = vocab_size
         self._targets_BL: Tensor | None = None
@@ -36,7 +36,7 @@ class ScoringHead:
 
     @contextmanager
     def scoring(self, targets_BL: Tensor, temperature: float) -> Iterator[None]:
-        """Score these targets instead of returning logits, as long as the context lasts."""
+        """Score these targets inside the context instead of returning logits."""
         self._targets_BL, self._temperature = targets_BL, temperature
         try:
             yield
@@ -44,7 +44,7 @@ class ScoringHead:
             self._targets_BL = None
 
     def __call__(self, hidden_BLD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits `[B, L, V]`, or while scoring two times `[B, L]`."""
+        """Return logits `[B, L, V]`; inside `scoring` log-probabilities and entropies, `[B, L]` each."""
         if self._targets_BL is None:
             return self._logits(hidden_BLD)
         targets_BL, temperature = self._targets_BL, self._temperature
@@ -75,7 +75,7 @@ class ScoringHead:
 
 
 def local_logits(logits_BLV: Tensor, vocab_size: int) -> tuple[Tensor, int, Any]:
-    """This rank's columns of the logits, the first vocabulary id they stand for, and the group that holds the rest."""
+    """Return this rank's columns of the logits, the vocabulary id of the first one, and the group with the other columns."""
     if not isinstance(logits_BLV, DTensor):
         return logits_BLV, 0, None
     mesh = logits_BLV.device_mesh

@@ -12,10 +12,10 @@ from titanrl.trainer.model import PolicyModel
 
 
 def load_hf(model: PolicyModel, model_dir: Path) -> None:
-    """Read the safetensors of a directory into the parameters; each rank reads only its shards. Adapters stay as they are.
+    """Read the safetensors of a directory into the parameters. Each rank reads only its shards; adapters are not changed.
 
     Raises:
-        ValueError: the checkpoint and the model do not have the same tensors.
+        ValueError: The checkpoint and the model do not have the same tensors.
     """
     model.reshard()
     state = {name: value for name, value in model.module.state_dict().items() if not is_adapter(name)}
@@ -24,18 +24,19 @@ def load_hf(model: PolicyModel, model_dir: Path) -> None:
     stored = set(reader.read_metadata().state_dict_metadata)
     missing = sorted(set(hf_state) - stored)
     if missing:
-        raise ValueError(f"model.path={model_dir}: the checkpoint has no tensor {missing[0]!r} ({len(missing)} missing)")
+        fix = "Give a directory whose config.json and safetensors belong together."
+        raise ValueError(f"model.path: {len(missing)} tensors are missing, such as {missing[0]} (got {model_dir}). {fix}")
     dcp.load(hf_state, storage_reader=reader)
     loaded = model.adapter.from_hf(hf_state)
-    untied = {name for name in state if name not in loaded}
-    assert untied <= {"lm_head.weight", "tok_embeddings.weight"}, f"not loaded: {untied}"
+    tied = {name for name in state if name not in loaded}
+    assert tied <= {"lm_head.weight", "tok_embeddings.weight"}, f"not loaded: {tied}"
     model.module.load_state_dict(loaded, strict=False)
 
 
 def export_hf(model: PolicyModel, model_dir: Path, target: Path) -> None:
     """Write the policy as a Hugging Face directory: safetensors, adapters merged, config and tokenizer of `model_dir`.
 
-    A collective: every rank calls it. The directory appears under its name only when it is whole.
+    This is a collective. `target` appears only when it is complete.
     """
     partial = target.with_name(target.name + ".partial")
     writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)

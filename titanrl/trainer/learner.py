@@ -1,4 +1,4 @@
-"""Forward, backward and optimizer step on one rank. Gradients add up until `optim_step`; nothing here rescales a loss.
+"""Forward, backward and optimizer step on one rank. Gradients accumulate until `optim_step`; nothing here rescales a loss.
 
 Shapes: B rows, L tokens of a row, N = B * L.
 """
@@ -32,19 +32,20 @@ from titanrl.weights.state import LiveState
 
 LossName = Literal["policy", "cross_entropy"]
 Objective = Callable[[PackedRows, Tensor, Tensor], tuple[Tensor, LossMetrics]]
-"""From rows, log-probabilities `[N]` and entropies `[N]` to a share of the objective, 0-dim, and its metrics."""
+"""A function of rows, log-probabilities `[N]` and entropies `[N]`. It returns a share of the objective, 0-dim, and its
+metrics."""
 
 
 class PhaseError(Exception):
-    """A call that would mix up weights or gradients at this moment; nothing was done."""
+    """A call that would mix weights or gradients of different versions. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsResult:
-    """What running some rows gives."""
+    """Result of running some rows."""
 
     logprobs_BL: Tensor
-    """Log-probability of each place's target, without gradient."""
+    """Log-probability of each position's target, without gradient."""
     sums: LossSums
     """Metrics of these rows."""
 
@@ -58,10 +59,10 @@ class Learner:
         """Start at version 0 with empty optimizer state.
 
         Args:
-            model: the policy of this rank.
-            algorithm: what the `policy` loss is.
-            temperature: what the sampler divides logits by, and so this does too.
-            snapshots_on_device: hold other versions of the weights where the live ones are, not in host memory.
+            model: Policy on this rank.
+            algorithm: Definition of the `policy` loss.
+            temperature: Divisor of the logits, the same as the sampler's.
+            snapshots_on_device: Keep snapshots of the weights on the device instead of in host memory.
         """
         self.model = model
         self.optimizers = new_optimizer(model)
@@ -75,25 +76,25 @@ class Learner:
         self._num_pending = 0
         self._failed_pass = False
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
-        self.weights_changed()
+        self.refresh_merged_weights()
 
     @property
     def version_in_use(self) -> int:
-        """Version of the weights that a forward pass computes with now."""
+        """Version of the weights that a forward pass uses at the moment."""
         return self.version if self.snapshots.current is None else self.snapshots.current
 
     @property
     def has_pending_gradients(self) -> bool:
-        """Whether gradients have been added since the last optimizer step."""
+        """True if gradients were added since the last optimizer step."""
         return self._num_pending > 0
 
     def forward_backward(self, rows: PackedRows, loss: LossName, correction: CorrectionTotals = NOT_MEASURED) -> LossSums:
-        """Add the gradient of sum(w * l) over these rows; returns the metrics' sums over them."""
+        """Add the gradient of sum(w * l) over these rows; return the sums of its metrics."""
         policy = partial(_policy, algorithm=self._algorithm, correction=correction, version=self.version)
         return self.run(rows, policy if loss == "policy" else _cross_entropy).sums
 
     def measure_correction(self, rows: PackedRows) -> LossSums:
-        """What the off-policy correction does over these rows, from a forward pass alone."""
+        """Run a forward pass and return the sums of the off-policy correction over these rows."""
         rows = rows.to(self.model.device)
         with torch.no_grad():
             logprobs_BL, entropy_BL = self._score(rows)
@@ -102,12 +103,12 @@ class Learner:
             )
 
     def run(self, rows: PackedRows, objective: Objective, *, backward: bool = True) -> RowsResult:
-        """Compute an objective over some rows, and unless told otherwise add its gradient.
+        """Compute an objective over some rows; with `backward`, add its gradient.
 
-        Ranks of one tensor-parallel group compute the same, so only its first reports metrics.
+        Ranks of one tensor-parallel group compute the same values, so only the first one reports metrics.
 
         Raises:
-            PhaseError: gradients of a snapshot would be added to those of the live weights.
+            PhaseError: Gradients of a snapshot would be added to those of the live weights.
         """
         if backward:
             self._require_live_weights("forward_backward")
@@ -122,23 +123,23 @@ class Learner:
         return RowsResult(logprobs_BL.detach(), self._reported(metrics))
 
     def logprobs(self, rows: PackedRows) -> Tensor:
-        """Log-probability of each place's target under the weights in use, `[B, L]`, without gradient."""
+        """Compute the log-probability of each position's target under the weights in use, `[B, L]`, without gradient."""
         with torch.no_grad():
             return self._score(rows.to(self.model.device))[0]
 
     def optim_step(self, params: AdamParams) -> OptimUpdate:
-        """Clip, step and clear the gradients; if a loss or the gradient is not finite only clear them.
+        """Clip the gradients, take a step and clear the gradients; skip the step if a loss or the gradient is not finite.
 
-        Every rank decides the same: the norm is global, and what the losses were is exchanged.
+        Every rank decides alike: the gradient norm is global, and ranks exchange whether their losses were finite.
 
         Raises:
-            PhaseError: a snapshot stands in for the live weights, or a pass since the last step failed. What is left of its
-                gradient is thrown away then.
+            PhaseError: A snapshot replaces the live weights, or a pass since the last step failed. In the second case all
+                gradients are discarded.
         """
         self._require_live_weights("optim_step")
         if self._failed_pass:
             self.zero_grad()
-            raise PhaseError("optim_step: a backward pass since the last step failed; no step taken, all gradients thrown away")
+            raise PhaseError("optim_step: a backward pass since the last step failed; no step taken, all gradients discarded")
         self.model.reshard()
         parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
         max_norm = params.max_grad_norm or math.inf
@@ -148,12 +149,12 @@ class Learner:
             self._set_params(params)
             self.optimizers.step()
             self.version += 1
-            self.weights_changed()
+            self.refresh_merged_weights()
         self.zero_grad()
         return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite)
 
     def zero_grad(self) -> None:
-        """Throw away the gradients added since the last optimizer step."""
+        """Discard the gradients added since the last optimizer step."""
         self.optimizers.zero_grad()
         self._num_pending = 0
         self._failed_pass = False
@@ -161,18 +162,18 @@ class Learner:
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
-        """The body adds the gradient of a pass; if it fails the next `optim_step`, which may be in line already, is refused."""
+        """Refuse the next `optim_step`, which may already be queued, if the body does not add its gradient completely."""
         try:
             yield
-        except BaseException:  # a cancelled pass is as incomplete as a failed one; the caller gets the cause
+        except BaseException:  # a cancelled pass is as incomplete as a failed one; the caller receives the exception
             self._failed_pass = True
             raise
 
     def start_over(self) -> None:
-        """Back to version 0 with fresh optimizer state, weights kept: what warm start leaves to RL.
+        """Reset version, optimizer state and snapshots, and keep the weights, as between warm start and RL.
 
         Raises:
-            PhaseError: a snapshot stands in for the live weights, or gradients are pending.
+            PhaseError: A snapshot replaces the live weights, or gradients are pending.
         """
         self.require_settled("start_over")
         self.reset_optimizer()
@@ -180,29 +181,28 @@ class Learner:
         self.drop_snapshots()
 
     def reset_optimizer(self) -> None:
-        """Forget all moments, in place: whoever holds the optimizer goes on holding it."""
+        """Clear all moments in place, because checkpoints hold a reference to the optimizer."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
     @property
     def buffer_names(self) -> frozenset[str]:
-        """Names of what `weights` holds besides parameters."""
+        """Names of the buffers in `weights`."""
         return frozenset(name for name, _ in self.model.module.named_buffers())
 
     def drop_snapshots(self, *, keep_first: bool = False) -> None:
-        """Hold no other version any more, or only version 0."""
+        """Drop the snapshots of all versions, or of all but version 0."""
         for version in self.snapshots.held:
             if version != 0 or not keep_first:
                 self.snapshots.drop(version)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The parameters and persistent buffers by name, sharded, as they are now, adapters merged; to be read only.
+        """Return the current sharded parameters and persistent buffers by name, with adapters merged; do not modify them.
 
-        They are the model's own tensors. Merged ones are kept from step to step, in the same memory, so that no rank waits for
-        another here.
+        These are the model's own tensors. Merged weights are updated in place after each step, so this is not a collective.
 
         Raises:
-            PhaseError: a snapshot stands in for the live weights.
+            PhaseError: A snapshot replaces the live weights.
         """
         self._require_live_weights("reading the weights")
         if self.model.lora is not None:
@@ -210,8 +210,8 @@ class Learner:
         self.model.reshard()
         return self._state.tensors()
 
-    def weights_changed(self) -> None:
-        """Merge the adapters anew; whoever changes weights calls it, on all ranks alike."""
+    def refresh_merged_weights(self) -> None:
+        """Merge the current adapters into the published weights. This is a collective; call it after any change of weights."""
         if self.model.lora is None:
             return
         for name, value in self.model.weights().items():
@@ -220,10 +220,10 @@ class Learner:
                 local_part(kept).copy_(local_part(value))
 
     def keep_weights(self) -> int:
-        """Hold a copy of the live weights under their version, which is returned.
+        """Keep a snapshot of the live weights and return their version.
 
         Raises:
-            PhaseError: a snapshot stands in for the live weights.
+            PhaseError: A snapshot replaces the live weights.
         """
         self._require_live_weights("keep_weights")
         self.snapshots.take(self.version)
@@ -231,14 +231,14 @@ class Learner:
 
     @contextmanager
     def weights_at(self, version: int) -> Iterator[None]:
-        """Compute with the weights of another version; at the end, however it comes, the live ones are back bit for bit.
+        """Compute with the weights of a version inside the context; restore the live weights bit for bit at its end.
 
-        The live version itself needs no snapshot and no copy.
+        The live version needs neither snapshot nor copy.
 
         Raises:
-            KeyError: no snapshot of the version is held.
-            SnapshotMismatchError: the snapshot does not fit the live parameters.
-            PhaseError: gradients are pending, or another version is in use already.
+            KeyError: There is no snapshot of the version.
+            SnapshotMismatchError: The snapshot does not fit the live parameters.
+            PhaseError: Gradients are pending, or another version is already in use.
         """
         self.require_settled(f"weights_at({version})")
         if version == self.version and version not in self.snapshots.held:
@@ -248,25 +248,21 @@ class Learner:
             yield
 
     def check_snapshots(self, row_tokens: int) -> None:
-        """Try with one empty row that a forward pass leaves parameters that snapshots can be taken of and written to.
-
-        Raises:
-            RuntimeError: it does not, with this torch.
-        """
+        """Check with one empty row that snapshots work after a forward pass; see `check_recoverable`."""
         check_recoverable(self.model.module, lambda: self.logprobs(empty_rows(1, row_tokens)))
 
     def require_settled(self, what: str) -> None:
-        """Make sure that the live weights are in place and no gradient waits for its step.
+        """Check that the live weights are in use and no gradients are pending.
 
         Raises:
-            PhaseError: they are not, or one does.
+            PhaseError: A snapshot replaces the live weights, or gradients are pending.
         """
         self._require_live_weights(what)
         if self.has_pending_gradients:
             raise PhaseError(f"{what}: gradients of {self._num_pending} backward passes are pending; call optim_step first")
 
     def materialize_optimizer(self) -> None:
-        """Make the optimizer's state exist, so that it can be saved or loaded, without counting as a step."""
+        """Create the optimizer's state without counting a step, so that it can be saved or loaded."""
         for optimizer in self.optimizers:
             if not optimizer.state:
                 init_optim_state(optimizer)
@@ -275,17 +271,17 @@ class Learner:
 
     def _require_live_weights(self, what: str) -> None:
         if self.snapshots.current is not None:
-            raise PhaseError(f"{what}: version {self.snapshots.current} stands in for the live weights; leave weights_at first")
+            raise PhaseError(f"{what}: version {self.snapshots.current} replaces the live weights; leave weights_at first")
 
     def _every_loss_is_finite(self) -> bool:
-        """Whether all losses since the last step were finite, on all ranks."""
+        """Return True if all losses since the last step were finite, on all ranks. This is a collective."""
         finite = self._loss_is_finite.to(torch.int32)
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
         return bool(finite)
 
     def _score(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target and entropy of each prediction, `[B, L]` each."""
+        """Compute the log-probability of each target and the entropy of each prediction, `[B, L]` each."""
         module, positions_BL = self.model.module, rows.positions_BL
         with self._head.scoring(rows.targets_BL, self.temperature):
             scores: tuple[Tensor, Tensor] = module(rows.tokens_BL, positions=positions_BL, attention_masks=self._mask(rows))
@@ -298,10 +294,10 @@ class Learner:
             return packed_mask(rows.positions_BL)
         if rows.shares_prompts:
             return packed_block_mask(rows.positions_BL, attention.block_size)
-        return module.get_attention_masks(rows.positions_BL)  # torchtitan's, quicker to make
+        return module.get_attention_masks(rows.positions_BL)  # torchtitan's block mask is faster to build
 
     def _reported(self, metrics: LossMetrics) -> LossSums:
-        """The numbers of this rank, brought to the host in one transfer."""
+        """Copy the metrics of this rank to the host in one transfer."""
         if self.model.tp_rank != 0:
             return LossSums(sums={}, maxima={})
         values = [*metrics.sums.values(), *metrics.maxima.values()]
@@ -319,14 +315,14 @@ class Learner:
 
 
 def named_objective(loss_fn: str, options: Mapping[str, float]) -> Objective:
-    """A loss by Tinker's name and options.
+    """Return the objective of one of Tinker's losses.
 
     Raises:
-        ValueError: there is no such loss, or it has no such option.
+        ValueError: There is no such loss, or it has no such option.
     """
     if loss_fn == "cross_entropy":
-        if options:
-            raise ValueError(f"loss_fn_config.{next(iter(options))}: cross_entropy has no options")
+        for name, value in options.items():
+            raise ValueError(f"loss_fn_config.{name}: cross_entropy has no options (got {value}). Remove it.")
         return _cross_entropy
     return partial(_policy, algorithm=tinker_algorithm(loss_fn, options))
 
@@ -340,7 +336,7 @@ def _policy(
     correction: CorrectionTotals = NOT_MEASURED,
     version: int | None = None,
 ) -> tuple[Tensor, LossMetrics]:
-    """The policy's loss; with the `version` that is trained, also metrics by the age of each token."""
+    """Compute the policy loss; if `version`, the one being trained, is given, add metrics by the age of each token."""
     inputs = replace(_inputs(rows, logprobs_N, entropy_N), correction=correction)
     loss, metrics = policy_loss(inputs, algorithm)
     if version is None:
@@ -371,6 +367,6 @@ def _inputs(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> LossInpu
 
 
 def new_optimizer(model: PolicyModel) -> OptimizersContainer:
-    """torchtitan's AdamW over the trainable parameters; the real hyper-parameters come with each step."""
+    """Build torchtitan's AdamW over the trainable parameters. Each step sets its own hyper-parameters."""
     fused = model.device.type in ("cpu", "cuda")  # torch-npu has no fused AdamW for sharded parameters
     return replace(default_adamw(), implementation="fused" if fused else "foreach").build(model_parts=[model.module])

@@ -1,4 +1,4 @@
-"""LoRA adapters of a sharded model: the same start on every layout, and merged weights for everybody else.
+"""LoRA adapters of a sharded model: initial values that do not depend on the layout, and merged weights for publishing.
 
 Source: LoRA (arXiv:2106.09685). Shapes: O outputs and I inputs of a projection, R rank of its adapter.
 """
@@ -17,7 +17,7 @@ A, B = ".lora_a.weight", ".lora_b.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return True if a parameter belongs to an adapter."""
     return name.endswith((A, B))
 
 
@@ -43,9 +43,9 @@ def init_adapters(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Tensor]:
-    """The state without adapters, W + alpha / rank * B A in place of each W that has one; W itself is not touched.
+    """Return the state without adapters, with W + alpha / rank * B A instead of each adapted W; W itself is not changed.
 
-    A collective: the adapters, which are small, are gathered; each rank adds its own block of the product.
+    This is a collective: it gathers the adapters, which are small, and each rank adds its own block of the product.
     """
     plain = {}
     for name, value in state.items():
@@ -64,12 +64,12 @@ def merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Te
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered if it is spread."""
+    """Return the whole tensor, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_block(matrix: Tensor) -> tuple[slice, slice]:
-    """Rows and columns of a matrix that this rank holds."""
+    """Return the rows and columns of a matrix that this rank holds."""
     shape: tuple[int, ...] = tuple(matrix.shape)
     offset: tuple[int, ...] = (0, 0)
     if isinstance(matrix, DTensor):
@@ -77,10 +77,10 @@ def local_block(matrix: Tensor) -> tuple[slice, slice]:
     return slice(offset[0], offset[0] + shape[0]), slice(offset[1], offset[1] + shape[1])
 
 
-def like(local: Tensor, spread: Tensor) -> Tensor:
-    """A tensor spread as another one is, from this rank's part."""
-    if not isinstance(spread, DTensor):
+def like(local: Tensor, sharded: Tensor) -> Tensor:
+    """Return a tensor with the layout of `sharded`, from this rank's shard."""
+    if not isinstance(sharded, DTensor):
         return local
     return DTensor.from_local(
-        local, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )

@@ -1,4 +1,4 @@
-"""The policy on one rank: built, parallelized and filled with torchtitan's own parts."""
+"""The policy on one rank, built and parallelized by torchtitan."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,51 +31,51 @@ from titanrl.trainer.titan_config import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyModel:
-    """The parallelized model of this rank and what belongs to it."""
+    """The parallelized model of this rank, with its meshes, state-dict adapter and device."""
 
     module: Qwen3Model
-    """torchtitan's Qwen3, its parameters DTensors where they are sharded."""
+    """torchtitan's Qwen3. Sharded parameters are DTensors."""
     parallel_dims: ParallelDims
     """The device meshes by name."""
     adapter: BaseStateDictAdapter
-    """Renames between torchtitan's and Hugging Face's state dicts."""
+    """Converter between torchtitan's and Hugging Face's state dicts."""
     device: torch.device
-    """Where the parameters are."""
+    """Device of the parameters."""
     lora: LoraConfig | None
-    """The adapters, if only these are trained."""
+    """Adapters, if only these are trained."""
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the batch this rank runs."""
+        """Index of this rank's share of the batch."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         return 0 if mesh is None else mesh.get_local_rank()
 
     @property
     def dp_size(self) -> int:
-        """Into how many shares the batch is cut."""
+        """Number of shares of the batch."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         return 1 if mesh is None else mesh.size()
 
     @property
     def tp_rank(self) -> int:
-        """Position among the ranks that run the same share."""
+        """Index of this rank among the ranks with the same share."""
         mesh = self.parallel_dims.get_optional_mesh("tp")
         return 0 if mesh is None else mesh.get_local_rank()
 
     def reshard(self) -> None:
-        """Put every parameter back to its sharded form; comes before any access to parameters outside forward and backward."""
+        """Reshard every parameter. Call it before any access to parameters outside forward and backward."""
         reshard(self.module)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by name, sharded, adapters merged into them. With LoRA a collective."""
+        """Return the sharded parameters by name, with adapters merged. With LoRA this is a collective."""
         self.reshard()
-        # state_dict() costs a fraction of torch's get_model_state_dict() and holds the same tensors.
+        # state_dict() takes a fraction of the time of torch's get_model_state_dict() and holds the same tensors.
         state = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
         return state if self.lora is None else merged(state, self.lora.alpha, self.lora.rank)
 
 
 def local_device(device: Device) -> torch.device:
-    """The device of this rank: all ranks of a host see the same ones."""
+    """Return the device of this rank. All ranks of a host see the same devices."""
     return torch.device("cpu") if device.kind == "cpu" else get_local_device()
 
 
@@ -106,7 +106,7 @@ def build_model(spec: ModelSpec, model_dir: Path, config: TrainerConfig, device:
         compile_config=titan_config.CompileConfig(enable=config.compile, components=["model"]),
         ac_config=activation_checkpointing(config),
         dump_folder="",
-        # On one rank FSDP would only copy parameters around; it is needed there for its mixed precision alone.
+        # On one rank FSDP only copies parameters; there it is needed for mixed precision alone.
         skip_dp=config.parallelism.dp_size == 1 and config.dtype == config.compute_dtype,
     )
     sum_gradients(module)

@@ -1,9 +1,9 @@
-"""Copies of the policy's weights, and the way to compute with one of them for a while and come back bit for bit.
+"""Copies of the policy's weights, and a context that computes with one of them and restores the live weights bit for bit.
 
-Two dangers are met here. After a forward pass FSDP2 leaves some parameters gathered: a copy of those would have another
-shape than the shard it is written back to, and what is written into a gathered parameter is lost at its next reshard. And a
-write that stops half-way would leave a mixture of two versions. So everything is sharded first, everything is checked
-against the live parameters before the first byte is written, and the live weights come back however the use ends.
+Two hazards shape this module. First, FSDP2 leaves some parameters gathered after a forward pass. A copy of a gathered
+parameter does not have the shape of its shard, and a write into it is lost at the next reshard. Second, a write that stops
+half-way leaves a mixture of two versions. So all parameters are resharded first, all tensors are checked before the first byte
+is written, and the live weights are restored in any case.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,25 +21,25 @@ from titanrl.weights.layout import local_part
 
 
 class SnapshotMismatchError(Exception):
-    """A snapshot does not fit the live parameters; nothing was written. The text names the tensor."""
+    """A snapshot does not fit the live parameters. Nothing was written; the message names the tensor."""
 
 
 class GatheredParameterError(Exception):
-    """A parameter that FSDP manages is not in its sharded form; the text names it."""
+    """A parameter that FSDP manages is not resharded; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What must be equal for the bytes of one tensor to be the bytes of another."""
+    """Shapes, dtype and sharding of a tensor. Bytes may be copied between tensors of equal layout."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     local_shape: tuple[int, ...]
-    """Shape of this rank's part."""
+    """Shape of this rank's shard."""
     dtype: torch.dtype
     """Type of its elements."""
     placements: tuple[Any, ...] | None
-    """How it is spread over `mesh`; None for a plain tensor."""
+    """Sharding over `mesh`; None for a plain tensor."""
     mesh: Any
     """Device mesh; None for a plain tensor."""
 
@@ -49,56 +49,56 @@ class Entry:
     """One tensor of a snapshot."""
 
     layout: TensorLayout
-    """TensorLayout at the time of the copy."""
+    """Layout at the time of the copy."""
     data: Tensor
-    """This rank's part, in memory of its own."""
+    """Copy of this rank's shard."""
 
 
 class Snapshots:
-    """The held versions of a model's trainable parameters and persistent buffers.
+    """Copies of a model's trainable parameters and persistent buffers, by version.
 
-    What is frozen never changes, so it is not copied: with LoRA a snapshot is as small as the adapters.
+    Frozen parameters are not copied: with LoRA a snapshot is as small as the adapters.
     """
 
     def __init__(self, module: nn.Module, *, on_device: bool = False) -> None:
-        """Hold nothing yet.
+        """Start without snapshots.
 
         Args:
-            module: the parallelized model.
-            on_device: keep copies where the parameters are, which makes swaps fast; otherwise in (pinned) host memory.
+            module: Parallelized model.
+            on_device: Keep copies on the device of the parameters, which makes swaps fast; otherwise in pinned host memory.
         """
         self._module = module
         self._on_device = on_device
         self._held: dict[int, Mapping[str, Entry]] = {}
         self.current: int | None = None
-        """Version that stands in for the live weights right now."""
+        """Version that replaces the live weights at the moment; None if the live weights are in use."""
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Versions that can be used."""
+        """Versions with a snapshot."""
         return tuple(sorted(self._held))
 
     def take(self, version: int) -> None:
-        """Keep a copy of the live weights as a version; one that is held already stays as it is."""
-        assert self.current is None, f"the live weights are away while version {self.current} is in use"
+        """Copy the live weights as a version; an existing snapshot of the version is kept."""
+        assert self.current is None, f"the live weights are not in place while version {self.current} is in use"
         if version not in self._held:
             self._held[version] = self._copy(on_device=self._on_device)
 
     def drop(self, version: int) -> None:
-        """Forget a version.
+        """Discard the snapshot of a version.
 
         Raises:
-            KeyError: it is not held.
+            KeyError: There is no snapshot of the version.
         """
         del self._held[self._known(version)]
 
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
-        """Put a version in place of the live weights, which come back at the end, also after an exception.
+        """Replace the live weights by a version inside the context, and restore them at its end, even after an exception.
 
         Raises:
-            KeyError: it is not held.
-            SnapshotMismatchError: it does not fit the live parameters, which are unchanged.
+            KeyError: There is no snapshot of the version.
+            SnapshotMismatchError: The snapshot does not fit the live parameters, which are unchanged.
         """
         entries = self._held[self._known(version)]
         live = self._copy(on_device=True)
@@ -112,7 +112,7 @@ class Snapshots:
 
     def _known(self, version: int) -> int:
         if version not in self._held:
-            raise KeyError(f"no snapshot of version {version}; held are {list(self.held)}")
+            raise KeyError(f"no snapshot of version {version}; there are snapshots of {list(self.held)}")
         return version
 
     def _copy(self, *, on_device: bool) -> Mapping[str, Entry]:
@@ -124,36 +124,36 @@ class Snapshots:
 
 
 def reshard(module: nn.Module) -> None:
-    """Put every parameter back to its sharded form; FSDP2 leaves some gathered after a forward pass."""
+    """Reshard every parameter; FSDP2 leaves some gathered after a forward pass."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
-    """Everything training changes, by name: trainable parameters and persistent buffers.
+    """Return all tensors that training changes, by name: trainable parameters and persistent buffers.
 
     Raises:
-        GatheredParameterError: a parameter is gathered; see `reshard`.
+        GatheredParameterError: A parameter is gathered; call `reshard` first.
     """
     parameters = {canonical_fqn(name): value.detach() for name, value in module.named_parameters() if value.requires_grad}
     if isinstance(module, FSDPModule):
         for name, value in parameters.items():
             if not isinstance(value, DTensor) or "fsdp" not in (value.device_mesh.mesh_dim_names or ()):
-                raise GatheredParameterError(f"{name} is gathered, with shape {tuple(value.shape)}; reshard before any access")
+                raise GatheredParameterError(f"{name} is gathered, with shape {tuple(value.shape)}; call reshard before")
     kept = module.state_dict().keys()
     buffers = {canonical_fqn(name): buffer for name, buffer in module.named_buffers()}
     return parameters | {name: buffer for name, buffer in buffers.items() if name in kept}
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
-    """TensorLayout of a parameter or buffer as it is now."""
-    spread = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
-    return TensorLayout(tuple(tensor.shape), tuple(local_part(tensor).shape), tensor.dtype, *spread)
+    """Return the current layout of a parameter or buffer."""
+    sharding = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
+    return TensorLayout(tuple(tensor.shape), tuple(local_part(tensor).shape), tensor.dtype, *sharding)
 
 
 def copy_of(tensor: Tensor, *, on_device: bool) -> Tensor:
-    """A copy that shares no memory with the tensor; `.cpu()` would not be one on a CPU."""
+    """Copy a tensor into new memory; on a CPU `.cpu()` would return the tensor itself."""
     if on_device or tensor.device.type == "cpu":
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -162,10 +162,10 @@ def copy_of(tensor: Tensor, *, on_device: bool) -> Tensor:
 
 @torch.no_grad()
 def write(module: nn.Module, entries: Mapping[str, Entry]) -> None:
-    """Put a snapshot into the live parameters: first every check, then every copy.
+    """Copy a snapshot into the live parameters, after checking all of its tensors.
 
     Raises:
-        SnapshotMismatchError: a name, shape, type or placement differs; nothing was written.
+        SnapshotMismatchError: A name, shape, dtype or placement differs. Nothing was written.
     """
     reshard(module)
     live = changing_tensors(module)
@@ -181,10 +181,10 @@ def write(module: nn.Module, entries: Mapping[str, Entry]) -> None:
 
 
 def check_recoverable(module: nn.Module, forward: Callable[[], object]) -> None:
-    """Try at set-up, rather than trust a version number, that parameters can be brought back after a forward pass.
+    """Check that `reshard` restores parameters after a forward pass, by trying it with the installed torch.
 
     Raises:
-        RuntimeError: a parameter is not what it was; snapshots would be wrong with this torch.
+        RuntimeError: A parameter differs afterwards, so snapshots would be wrong.
     """
     reshard(module)
     before = {name: Entry(layout_of(value), value) for name, value in changing_tensors(module).items()}
@@ -194,6 +194,6 @@ def check_recoverable(module: nn.Module, forward: Callable[[], object]) -> None:
         entry = before[name]
         if layout_of(value) != entry.layout or local_part(value).data_ptr() != local_part(entry.data).data_ptr():
             raise RuntimeError(
-                f"after a forward pass {name} is {layout_of(value)}, before it was {entry.layout}: FSDP of torch "
-                f"{torch.__version__} does not bring back sharded parameters; use the version in requirements/"
+                f"torch: FSDP does not restore sharded parameters after a forward pass: {name} is {layout_of(value)}, it was "
+                f"{entry.layout} (got torch {torch.__version__}). Install the version in requirements/."
             )

@@ -1,4 +1,4 @@
-"""Our trainer section as torchtitan's own configuration objects: parallel plan, checkpointing, compilation, converters."""
+"""Translation of the trainer section to torchtitan's configuration: parallel plan, checkpointing, compilation, converters."""
 
 import torchtitan.config as titan_config
 from torch import nn
@@ -9,15 +9,15 @@ from torchtitan.protocols.module import Module
 from titanrl.config.sections import TrainerConfig
 from titanrl.device import Device
 
-# torchtitan's default, `spmd_types`, needs a newer torch than 2.13 as soon as FSDP has more than one rank.
+# torchtitan's default, `spmd_types`, needs a newer torch than 2.13 if FSDP has more than one rank.
 SPMD_BACKEND = "partial_dtensor"
 
 LORA_TARGETS = {"attention": ["wq", "wkv", "wo"], "mlp": ["w1", "w2", "w3"]}
-"""torchtitan's names of the projections that get adapters."""
+"""torchtitan's names of the projections with adapters."""
 
 
 def titan_parallelism(config: TrainerConfig) -> titan_config.ParallelismConfig:
-    """Our degrees as torchtitan's config."""
+    """Translate the parallel degrees."""
     plan = config.parallelism
     return titan_config.ParallelismConfig(
         data_parallel_replicate_degree=plan.dp_replicate,
@@ -29,24 +29,24 @@ def titan_parallelism(config: TrainerConfig) -> titan_config.ParallelismConfig:
 
 
 def titan_training(config: TrainerConfig) -> titan_config.TrainingConfig:
-    """Row length and types; gradients are reduced in float32 by torchtitan's default."""
+    """Translate row length and dtypes. torchtitan reduces gradients in float32 by default."""
     return titan_config.TrainingConfig(
         seq_len=config.row_tokens, dtype=config.dtype, mixed_precision_param=config.compute_dtype
     )
 
 
 def activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointingConfig | None:
-    """torchtitan's activation checkpointing for our setting."""
+    """Translate `activation_checkpointing`."""
     choices = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
     chosen = choices[config.activation_checkpointing]
     return None if chosen is None else chosen()
 
 
 def converted(model: Module.Config, config: TrainerConfig, device: Device) -> Module.Config:
-    """The model with float8 projections and LoRA adapters where the config asks for them.
+    """Convert the model's projections to float8 and add LoRA adapters, if the config says so.
 
-    The output layer stays as it is: its logits are what the loss is most sensitive to, and it may share the embedding's weight.
-    torchtitan's float8 recipes scale row by row at each use, so the optimizer needs no hook for them.
+    The output layer is never converted: the loss is most sensitive to its logits, and it may share the embedding's weight.
+    torchtitan's float8 recipes compute row-wise scales at each use, so they need no hook in the optimizer.
     """
     if config.float8 is not None:
         from torchtitan.components.quantization import Float8LinearConverter
@@ -71,9 +71,9 @@ def converted(model: Module.Config, config: TrainerConfig, device: Device) -> Mo
 
 
 def sum_gradients(module: nn.Module) -> None:
-    """Make FSDP sum gradients over ranks, by plain sums: the loss weights already carry the global counts.
+    """Make FSDP sum gradients over ranks, because the loss weights already contain the global counts.
 
-    torchtitan sets the divide factor to 1, which FSDP2 turns into PREMUL_SUM, an operation gloo does not have.
+    torchtitan sets the divide factor to 1. FSDP2 implements that by PREMUL_SUM, which gloo does not support.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
