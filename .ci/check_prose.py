@@ -21,10 +21,10 @@ from pathlib import Path
 VERBS = frozenset(
     """
     abort accept acquire add adjust admit advance agree align allocate allow alternate announce answer append apply ask
-    assemble assert assign attach average await bind block bound bring broadcast buffer build bundle cache calculate call
+    assemble assert assign attach average await balance bind block bound bring broadcast buffer build bundle cache calculate call
     cancel cast change charge check choose clamp clean clear clip clone close collate collect combine commit compare compile
     complete compute confine connect consume continue convert copy count cover create cut deal decide declare decode decorate
-    decrease delete deliver derive describe detach detect determine discard dispatch display divide do download drain draw
+    decrease delete deliver derive describe detach detect determine discard dispatch display distribute divide do download drain draw
     drive drop dump emit enable encode end enforce ensure enter enumerate escape estimate evaluate evict execute exit expand
     expect explain export express extend extract fail feed fetch fill filter find finish fit flatten flush follow force forget
     fork format forward free freeze gather generate get give go group guard handle hash hide hold identify ignore implement
@@ -34,7 +34,7 @@ VERBS = frozenset(
     pack pad pair parse partition pass patch pause pick pickle pin place plan play plot point poll pop prefer prepare prepend
     present preserve prevent print process produce profile project prove provide publish pull push put quantize query queue
     quote raise rank read reap rebuild receive recompute reconnect record recover redirect reduce refill refresh refuse
-    register reject relay release reload remove render reopen reorder repeat replace reply report represent request require
+    register reject relay release reload remove rename render reopen reorder repeat replace reply report represent request require
     reserve reset reshape reshard resolve respawn restart restore restrict resume retain retry return reuse rewrite rotate
     round route run sample save say scale schedule score search seed select send separate serialize serve set shard share
     shift show shrink shut signal simulate skip sleep slice solve sort spawn split spread stack start state step stop store
