@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanrl.config import Config, ConfigError, load_config
-from titanrl.metrics.run_directory import read_rollouts
+from titanrl.metrics.run_directory import read_lines
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(str(error))
     complete = load_policy(model_dir, config, arguments.temperature)
-    example = next(read_rollouts(arguments.run_dir / "rollouts.jsonl"), None)
+    example = next(read_lines(arguments.run_dir / "rollouts.jsonl"), None)
     if example is not None:
         print(f"The policy was trained on prompts like this one: {example['prompt']}")
     for prompt in read_prompts():

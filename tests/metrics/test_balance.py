@@ -1,5 +1,3 @@
-"""What the last lines of a run say about idle time."""
-
 import pytest
 
 from titanrl.metrics.balance import advice, balance_line
@@ -20,18 +18,18 @@ def rows(trainer: float, generator: float, staleness: float) -> list[dict[str, f
         (0.08, 0.12, "well matched"),
     ],
 )
-def test_the_side_that_waits_less_is_given_more(trainer: float, generator: float, expected: str) -> None:
+def test_advice_gives_devices_to_the_busier_side(trainer: float, generator: float, expected: str) -> None:
     assert expected in advice(trainer, generator, synchronous=False)
 
 
-def test_the_line_has_the_medians_without_the_first_steps() -> None:
+def test_line_shows_medians_without_the_first_steps() -> None:
     line = balance_line(rows(0.62, 0.04, 1.0))
     assert line.startswith("trainer 62%, generators 4% of the time; give the generators more devices")
 
 
-def test_a_synchronous_run_is_told_of_max_staleness() -> None:
+def test_synchronous_run_is_advised_to_raise_max_staleness() -> None:
     assert "max_staleness is 0" in balance_line(rows(0.5, 0.5, 0.0))
 
 
-def test_nothing_is_said_without_steps() -> None:
+def test_run_without_steps_has_no_line() -> None:
     assert balance_line([]) == ""

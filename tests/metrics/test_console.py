@@ -28,7 +28,7 @@ VALUES = {
 
 
 class Clock:
-    """Stands still until it is set."""
+    """A clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,14 +50,14 @@ def text_of(console: rich.console.Console) -> str:
     return console.file.getvalue()
 
 
-def test_plain_mode_prints_a_header_and_an_aligned_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_mode_prints_a_header_and_aligned_rows(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     console = Console("plain", total_steps=100, clock=clock)
     clock.now = 12.0
     console.evaluation("chain_sum", 0, 0.27)
     console.step(step(1))
     evaluation, header, row = capsys.readouterr().out.splitlines()
-    assert evaluation == "   12.0 s  held-out chain_sum: 0.270 at version 0"
+    assert evaluation == "   12.0 s  held-out chain_sum: mean reward 0.270 at version 0"
     names = "elapsed step reward mean10 heldout length entropy grad_norm mismatch stale gen_tok/s train_tok/s step_s sync_s"
     assert header.split() == names.split()
     cells = "12.0 s 1/100 0.250 0.250 0.270 14.2 0.500 1.5 1.5e-06 2 9.1k 34k 0.75 0.030"
@@ -66,7 +66,7 @@ def test_plain_mode_prints_a_header_and_an_aligned_row(capsys: pytest.CaptureFix
     assert row.endswith("0.75   0.030")
 
 
-def test_plain_mode_shows_the_first_step_every_tenth_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_mode_shows_first_every_tenth_and_last_step(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console("plain", total_steps=34, clock=Clock())
     for number in range(1, 35):
         console.step(step(number))
@@ -91,15 +91,14 @@ def test_mean10_is_the_mean_of_the_last_ten_rewards(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines()[-1].split()[4] == "0.155"  # of 0.11 to 0.20
 
 
-def test_a_step_without_most_metrics_has_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_metrics_are_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     Console("plain", total_steps=1, clock=Clock()).step(StepMetrics(step=1, version=1, values={}))
     assert capsys.readouterr().out.splitlines()[-1].split() == ["0.0", "s", "1/1", *("-" * 12)]
 
 
-def test_plain_mode_tells_the_phases_of_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_mode_prints_the_phases_of_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     console = Console("plain", total_steps=1, clock=clock)
-    console.banner(["GRPO on chain_sum"])
     console.phase("spawning", "trainer 1 rank")
     clock.now = 3.5
     console.phase("loading trainer")
@@ -109,7 +108,6 @@ def test_plain_mode_tells_the_phases_of_the_start(capsys: pytest.CaptureFixture[
     console.note("ready")
     console.done(["learned"])
     assert capsys.readouterr().out.splitlines() == [
-        "GRPO on chain_sum",
         "    0.0 s  spawning              trainer 1 rank",
         "    3.5 s  loading trainer",
         "    8.5 s  warm start            230/460  loss 0.1",
@@ -119,9 +117,7 @@ def test_plain_mode_tells_the_phases_of_the_start(capsys: pytest.CaptureFixture[
     ]
 
 
-def test_plain_mode_has_no_control_codes_even_where_colour_is_forced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_mode_ignores_forced_colour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     console = Console("plain", total_steps=1)
     console.phase("spawning")
@@ -133,9 +129,8 @@ def test_plain_mode_has_no_control_codes_even_where_colour_is_forced(
     assert "warning" not in captured.out
 
 
-def test_off_prints_nothing_but_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_off_mode_prints_only_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     with Console("off", total_steps=1) as console:
-        console.banner(["hello"])
         console.phase("spawning")
         console.progress("warm start", 1, 1)
         console.step(step(1))
@@ -148,18 +143,17 @@ def test_off_prints_nothing_but_warnings(capsys: pytest.CaptureFixture[str]) -> 
     assert captured.err == "warning: a warning\n"
 
 
-def test_auto_is_plain_where_stdout_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_mode_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert not sys.stdout.isatty()
     assert resolve("auto") == "plain"
     assert resolve("live") == "live"
 
 
 @pytest.mark.parametrize("width", [10, 20, 60, 100, 200])
-def test_live_mode_draws_at_any_width_and_gives_the_cursor_back(width: int) -> None:
+def test_live_mode_draws_at_any_width_and_restores_the_cursor(width: int) -> None:
     out, clock = terminal(width), Clock()
     with Console("live", total_steps=20, title="TitanRL quickstart", out=out, err=out, clock=clock) as console:
         timer = PhaseTimer(on_change=console.current_phase, clock=clock)
-        console.banner(["GRPO on chain_sum"])
         console.phase("spawning", "trainer 1 rank")
         console.progress("warm start", 230, 460, "loss 0.1")
         console.evaluation("chain_sum", 0, 0.27)
@@ -176,7 +170,7 @@ def test_live_mode_draws_at_any_width_and_gives_the_cursor_back(width: int) -> N
     assert text.rstrip().endswith("learned")
 
 
-def test_live_mode_shows_the_figures_of_the_last_step() -> None:
+def test_live_mode_shows_the_last_step() -> None:
     out, clock = terminal(200), Clock()
     with Console("live", total_steps=40, title="TitanRL quickstart", out=out, clock=clock) as console:
         console.evaluation("chain_sum", 0, 0.27)
@@ -202,7 +196,7 @@ def test_live_mode_shows_the_figures_of_the_last_step() -> None:
         assert expected in plain
 
 
-def test_live_mode_gives_the_cursor_back_when_the_run_fails() -> None:
+def test_live_mode_restores_the_cursor_after_a_failure() -> None:
     out = terminal(80)
 
     def fail() -> None:
@@ -215,7 +209,7 @@ def test_live_mode_gives_the_cursor_back_when_the_run_fails() -> None:
     assert text_of(out).rindex("\x1b[?25h") > text_of(out).rindex("\x1b[?25l")
 
 
-def test_live_mode_may_be_closed_twice_and_without_ever_having_shown_anything() -> None:
+def test_unused_live_mode_can_be_closed_twice() -> None:
     out = terminal(80)
     console = Console("live", total_steps=2, out=out)
     console.close()
@@ -223,8 +217,8 @@ def test_live_mode_may_be_closed_twice_and_without_ever_having_shown_anything() 
     assert text_of(out) == ""
 
 
-def test_what_shows_a_run_loads_no_heavy_library() -> None:
-    modules = "console, phases, report, series, sinks, trackers"
-    heavy = ("torch", "matplotlib", "jinja2", "monarch", "vllm", "transformers", "wandb", "tensorboard")
+def test_importing_metrics_loads_no_heavy_library() -> None:
+    modules = "console, outcome, phases, record, report, run_directory, series, steps, trackers"
+    heavy = ("torch", "plotly", "jinja2", "monarch", "vllm", "transformers", "wandb", "tensorboard", "trackio")
     code = f"import sys; from titanrl.metrics import {modules}; print(sorted(set({heavy}) & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

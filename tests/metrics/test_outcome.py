@@ -1,11 +1,81 @@
+import math
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from titanrl.metrics.outcome import relative
+from titanrl.metrics.outcome import INTERRUPTED, Outcome, last_lines, relative, summarize
+from titanrl.metrics.run_directory import RunDirectory
+from titanrl.types import StepMetrics
 
 
-def test_paths_are_shown_as_the_user_would_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_run(path: Path, *steps: Mapping[str, float], checkpoint: bool = True) -> Path:
+    with RunDirectory(path) as run:
+        for step, values in enumerate(steps, start=1):
+            run.log(StepMetrics(step=step, version=step, values=values))
+    if checkpoint:
+        folder = path / "checkpoints" / "step-1"
+        folder.mkdir()
+        (folder / "controller.json").write_text("{}")
+    return path
+
+
+def lines(path: Path, outcome: Outcome) -> list[str]:
+    return [line.split()[0] for line in last_lines(path, outcome)]
+
+
+def test_finished_run_offers_no_resume(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25}, {"reward/mean": 0.75})
+    outcome = summarize(run_dir, code=0, cause="", num_steps=2)
+    assert outcome.sentence == "mean reward in training 0.500 -> 0.500 over 2 steps"
+    assert outcome.report == run_dir / "report.html"
+    assert lines(run_dir, outcome) == ["mean", "run", "report"]
+
+
+@pytest.mark.parametrize(("code", "num_steps"), [(0, 3), (1, 2), (INTERRUPTED, 3)])
+def test_unfinished_or_failed_run_offers_resume(code: int, num_steps: int, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25}, {"reward/mean": 0.75})
+    assert summarize(run_dir, code=code, cause="SIGINT", num_steps=num_steps).resumable
+
+
+def test_run_without_a_checkpoint_offers_no_resume(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25}, checkpoint=False)
+    assert not summarize(run_dir, code=1, cause="boom", num_steps=3).resumable
+
+
+@pytest.mark.parametrize("values", [{}, {"eval/sums/mean": math.nan, "reward/mean": math.nan, "time/train_s": math.nan}])
+def test_run_without_finite_metrics_is_summarized(values: Mapping[str, float], tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", values)
+    outcome = summarize(run_dir, code=0, cause="", num_steps=1)
+    assert (outcome.sentence, outcome.idle, outcome.problems) == ("", "", ())
+    assert outcome.report is not None
+
+
+def test_interrupt_names_step_and_cause(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25})
+    outcome = summarize(run_dir, code=INTERRUPTED, cause="interrupted by SIGINT", num_steps=9)
+    assert outcome.sentence.startswith("stopped after step 1: interrupted by SIGINT. mean reward in training 0.250")
+
+
+def test_report_that_cannot_be_written_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25})
+    outcome = summarize(run_dir, code=1, cause="boom", num_steps=9)
+    assert outcome.sentence.startswith("stopped after step 1. ")
+    (problem,) = [line for line in last_lines(run_dir, outcome) if line.startswith("problem")]
+    assert "the report cannot be written (ModuleNotFoundError" in problem
+
+
+def test_damaged_metrics_are_a_line(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25})
+    (run_dir / "metrics.jsonl").write_text('{"step":\n{"step": 2}\n{"version": 3}\n')
+    outcome = summarize(run_dir, code=1, cause="boom", num_steps=9)
+    assert outcome.report is None
+    assert "metrics.jsonl cannot be read (ValueError" in outcome.problems[0]
+
+
+def test_paths_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkout/docs/notebooks"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)

@@ -4,7 +4,7 @@ from titanrl.metrics.phases import PhaseTimer
 
 
 class Clock:
-    """Stands still until it is set."""
+    """A clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -18,15 +18,15 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_phase_lasts_as_long_as_its_body(clock: Clock) -> None:
+def test_phase_counts_the_seconds_of_its_body(clock: Clock) -> None:
     timer = PhaseTimer(clock=clock)
     with timer.phase("train"):
         clock.now += 2.0
-    clock.now += 5.0  # outside of any phase: nobody's
+    clock.now += 5.0  # outside any phase
     assert timer.take() == {"time/train_s": 2.0}
 
 
-def test_a_repeated_phase_adds_up(clock: Clock) -> None:
+def test_repeated_phase_adds_up(clock: Clock) -> None:
     timer = PhaseTimer(clock=clock)
     for seconds in (1.0, 2.0, 4.0):
         with timer.phase("sync"):
@@ -34,7 +34,7 @@ def test_a_repeated_phase_adds_up(clock: Clock) -> None:
     assert timer.take() == {"time/sync_s": 7.0}
 
 
-def test_phases_inside_each_other_add_up_to_the_wall_time(clock: Clock) -> None:
+def test_nested_phases_add_up_to_wall_time(clock: Clock) -> None:
     timer = PhaseTimer(clock=clock)
     with timer.phase("train"):
         clock.now += 1.0
@@ -44,7 +44,7 @@ def test_phases_inside_each_other_add_up_to_the_wall_time(clock: Clock) -> None:
     assert timer.take() == {"time/train_s": 3.0, "time/sync_s": 10.0}
 
 
-def test_taking_starts_from_zero_also_inside_a_phase(clock: Clock) -> None:
+def test_take_resets_an_open_phase(clock: Clock) -> None:
     timer = PhaseTimer(clock=clock)
     with timer.phase("train"):
         clock.now += 1.0
@@ -54,7 +54,7 @@ def test_taking_starts_from_zero_also_inside_a_phase(clock: Clock) -> None:
     assert timer.take() == {}
 
 
-def test_a_phase_that_raises_is_still_charged_and_closed(clock: Clock) -> None:
+def test_phase_that_raises_is_counted_and_closed(clock: Clock) -> None:
     timer = PhaseTimer(clock=clock)
 
     def fail() -> None:
@@ -68,7 +68,7 @@ def test_a_phase_that_raises_is_still_charged_and_closed(clock: Clock) -> None:
     assert timer.take() == {"time/train_s": 1.0}
 
 
-def test_whoever_listens_hears_every_change_of_phase(clock: Clock) -> None:
+def test_callback_receives_every_phase_change(clock: Clock) -> None:
     heard: list[str | None] = []
     timer = PhaseTimer(on_change=heard.append, clock=clock)
     with timer.phase("train"), timer.phase("sync"):
@@ -76,7 +76,7 @@ def test_whoever_listens_hears_every_change_of_phase(clock: Clock) -> None:
     assert heard == ["train", "sync", "train", None]
 
 
-def test_without_a_fake_clock_time_passes() -> None:
+def test_default_clock_measures_real_time() -> None:
     timer = PhaseTimer()
     with timer.phase("train"):
         sum(range(1000))

@@ -1,3 +1,5 @@
+import base64
+import gzip
 import json
 import re
 import time
@@ -28,7 +30,7 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.texts: list[str] = []
-        self.scripts: list[str] = []
+        self.scripts: dict[str, str] = {}
         self.feed(text)
         self.close()
 
@@ -42,15 +44,25 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         inside = self.open[-1] if self.open else ""
-        (self.scripts if inside == "script" else self.texts).append(data)
+        if inside == "script":
+            name = self.tags[-1][1].get("id") or f"code {len(self.scripts)}"
+            self.scripts[name] = self.scripts.get(name, "") + data
+        else:
+            self.texts.append(data)
 
     def count(self, tag: str) -> int:
         return sum(name == tag for name, _ in self.tags)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = json.loads(self.scripts[0])
+        groups: list[dict[str, Any]] = json.loads(self.scripts["samples"])
         return groups
+
+    @property
+    def charts(self) -> dict[str, dict[str, Any]]:
+        """Figures for plotly.js by title."""
+        labels = [attributes["aria-label"] or "" for _, attributes in self.tags if attributes.get("class") == "chart"]
+        return dict(zip([label.split(":")[0] for label in labels], json.loads(self.scripts["charts"]), strict=True))
 
 
 def completion(text: str, reward: float, num_tokens: int = 2) -> dict[str, Any]:
@@ -88,7 +100,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
         yield directory
 
 
-def test_a_whole_run_has_every_curve_and_its_figures(run: RunDirectory) -> None:
+def test_finished_run_has_every_chart_and_figure(run: RunDirectory) -> None:
     run.log(StepMetrics(step=0, version=0, values={"eval/chain_sum/mean": 0.25}))
     for step in range(1, 101):
         run.log(step_metrics(step))
@@ -98,7 +110,7 @@ def test_a_whole_run_has_every_curve_and_its_figures(run: RunDirectory) -> None:
     assert time.process_time() - started < 3.0
     assert path == run.path / "report.html"
     page = Page(path.read_text())
-    assert page.count("svg") == page.count("figure") == 9
+    assert len(page.charts) == page.count("figure") == 9
     texts = [text.strip() for text in page.texts]
     for expected in (
         "quickstart",
@@ -106,20 +118,20 @@ def test_a_whole_run_has_every_curve_and_its_figures(run: RunDirectory) -> None:
         "runs/quickstart/model",
         "0.030 \u2192 0.980",  # means of steps 1 to 5 and 96 to 100
         "0.250 \u2192 0.960",
-        "steps 0 and 100",
+        "mean reward, steps 0 and 100",
         "0.38 s",
-        "9.0k tokens/s",
+        "9.0k",
         "2.0e-05",
         "median 0.38 s, longest 0.38 s",
     ):
         assert expected in texts
 
 
-def test_the_page_refers_to_nothing_outside_of_itself(run: RunDirectory) -> None:
+def test_page_loads_nothing_from_elsewhere(run: RunDirectory) -> None:
     run.log(step_metrics(1))
     append_line(run.rollouts, group(0, 0, completion("2", 1.0)))
     text = write_report(run.path, {}).read_text()
-    assert re.findall(r"(?i)\b(?:https?|ftp|file):|url\((?!#)|@import", re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)) == []
+    assert re.findall(r"(?i)\b(?:https?|ftp|file):|url\((?!#)|@import", text) == []
     for tag, attributes in Page(text).tags:
         assert tag not in ("link", "img", "iframe", "object", "base")
         for name in ("src", "href", "xlink:href"):
@@ -127,35 +139,50 @@ def test_the_page_refers_to_nothing_outside_of_itself(run: RunDirectory) -> None
     assert "default-src 'none'" in text
 
 
-def test_markup_in_prompts_completions_and_summary_stays_text(run: RunDirectory) -> None:
+def test_markup_in_run_data_stays_text(run: RunDirectory) -> None:
     append_line(run.rollouts, group(0, 0, completion(ATTACK, 1.0), completion("3", 0.0), prompt=ATTACK))
     run.write_config(dump_config(Config.model_validate({"name": "quickstart", "num_steps": 1, "data": {"task": ATTACK}})))
     page = Page(write_report(run.path, {"outcome": ATTACK, ATTACK: ATTACK}).read_text())
-    assert page.count("script") == 2  # the data and the browser
+    assert page.count("script") == 2  # the samples and their browser
     assert page.count("img") == 0
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert page.groups[0]["prompt"] == ATTACK
     assert page.groups[0]["completions"][0]["text"] == ATTACK
-    assert "<" not in page.scripts[0]
-    assert "innerHTML" not in page.scripts[1]
+    assert "<" not in page.scripts["samples"]
+    assert not any("innerHTML" in code for name, code in page.scripts.items() if name.startswith("code"))
     assert "".join(page.texts).count("document.title='owned'") >= 3
 
 
-def test_advantages_are_those_of_the_configured_algorithm(run: RunDirectory) -> None:
-    append_line(
-        run.rollouts, group(0, 0, completion("2", 1.0), completion("3", 0.0), completion("4", 0.0), completion("5", 0.0))
-    )
-    by_method = {}
-    for method in ("dr_grpo", "rloo"):
-        config = Config.model_validate({"name": "quickstart", "num_steps": 1, "algorithm": {"advantage": method}})
-        run.write_config(dump_config(config))
-        (shown,) = Page(write_report(run.path, {}).read_text()).groups
-        by_method[method] = [completion["advantage"] for completion in shown["completions"]]
-    assert by_method["dr_grpo"] == [0.75, -0.25, -0.25, -0.25]
-    assert by_method["rloo"] == [1.0, -0.3333, -0.3333, -0.3333]
+def test_report_shows_recorded_advantages_of_the_newest_step(run: RunDirectory) -> None:
+    for index in range(3):
+        append_line(run.rollouts, group(0, index, completion("2", 1.0), completion("3", 0.0)))
+    run.log_advantages(1, [(0, 0, (0.9, -0.9)), (1, 0, (0.5,))])  # of group 1 a rollout was left out
+    run.log_advantages(2, [(0, 0, (0.12345, -0.5))])
+    shown = [
+        [item["advantage"] for item in found["completions"]] for found in Page(write_report(run.path, {}).read_text()).groups
+    ]
+    assert shown == [[0.1235, -0.5], [None, None], [None, None]]
 
 
-def test_a_group_that_a_resumed_run_sampled_again_is_shown_once_and_new(run: RunDirectory) -> None:
+def test_scorer_errors_are_shown_and_skipped_by_advantages(run: RunDirectory) -> None:
+    failed = {**completion("?", 0.0), "reward": None, "error": "ZeroDivisionError: division by zero"}
+    append_line(run.rollouts, group(0, 0, completion("2", 1.0), failed, completion("3", 0.0)))
+    append_line(run.rollouts, group(0, 1, failed))
+    run.log_advantages(1, [(0, 0, (0.5, -0.5))])
+    mixed, lost = Page(write_report(run.path, {}).read_text()).groups
+    assert [item["advantage"] for item in mixed["completions"]] == [0.5, None, -0.5]
+    assert [item["error"] for item in mixed["completions"]] == ["", "ZeroDivisionError: division by zero", ""]
+    assert (mixed["mean"], lost["mean"]) == (0.5, None)
+
+
+def test_page_carries_plotly_for_its_charts(run: RunDirectory) -> None:
+    run.log(step_metrics(1))
+    page = Page(write_report(run.path, {}).read_text())
+    library = gzip.decompress(base64.b64decode(page.scripts["plotly"])).decode()
+    assert "plotly.js v" in library[:200]
+
+
+def test_group_sampled_again_is_shown_once(run: RunDirectory) -> None:
     for version, text in ((0, "first"), (1, "old"), (1, "new")):
         append_line(run.rollouts, group(version, version, completion(text, 1.0)))
     page = Page(write_report(run.path, {}).read_text())
@@ -163,7 +190,7 @@ def test_a_group_that_a_resumed_run_sampled_again_is_shown_once_and_new(run: Run
     assert any("All 2 recorded groups." in text for text in page.texts)
 
 
-def test_a_long_run_keeps_its_first_and_newest_groups_and_the_file_small(run: RunDirectory) -> None:
+def test_long_run_shows_first_and_newest_groups(run: RunDirectory) -> None:
     completions = [completion("x" * 5_000, 1.0, num_tokens=500) for _ in range(8)]
     for version in range(100):
         append_line(run.rollouts, group(version, version, *completions))
@@ -180,22 +207,23 @@ def test_a_long_run_keeps_its_first_and_newest_groups_and_the_file_small(run: Ru
     assert len(cut["tokens"]) == len(cut["logprobs"]) == report_module.MAX_TOKENS
 
 
-def test_a_run_that_ended_before_its_first_step_has_a_report_too(run: RunDirectory) -> None:
+def test_run_without_steps_has_a_report(run: RunDirectory) -> None:
     page = Page(write_report(run.path, {"outcome": "The generator ran out of memory."}).read_text())
-    assert page.count("svg") == 0
+    assert page.count("figure") == 0
     assert page.count("script") == 0
     assert any("The run ended before its first step." in text for text in page.texts)
 
 
-def test_a_curve_without_data_is_left_out_and_nulls_are_gaps(run: RunDirectory) -> None:
+def test_chart_without_data_is_omitted_and_nulls_are_skipped(run: RunDirectory) -> None:
     for step, reward in ((1, 0.5), (2, float("nan")), (3, 0.7)):
         run.log(StepMetrics(step=step, version=step, values={"reward/mean": reward, "mismatch/logprob_abs_max": 0.0}))
     page = Page(write_report(run.path, {}).read_text())
-    assert [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"] == ["Reward", "Log-probability mismatch"]
-    assert "0.600 to 0.600, means of the first and last five steps" in page.texts
+    assert list(page.charts) == ["Mean reward", "Log-probability mismatch, nats"]
+    assert page.charts["Mean reward"]["data"][0]["x"] == [1, 3]
+    assert "0.600 to 0.600, means of five steps" in page.texts
 
 
-def test_a_very_long_run_is_drawn_with_means_of_neighbours() -> None:
+def test_long_series_is_drawn_as_means_of_neighbours() -> None:
     points = [(float(step), float(step % 2)) for step in range(10 * MAX_POINTS)]
     thinned = thin(points)
     assert len(thinned) == MAX_POINTS
@@ -203,18 +231,36 @@ def test_a_very_long_run_is_drawn_with_means_of_neighbours() -> None:
     assert thin(points[:MAX_POINTS]) == points[:MAX_POINTS]
 
 
-def test_rows_of_one_step_are_one_row_and_the_newer_value_wins() -> None:
+def test_lines_of_one_step_merge_into_one_row() -> None:
     lines = [{"step": 1, "a": 1.0}, {"step": 0, "a": 0.0}, {"step": 1, "a": 2.0, "b": 3.0}]
     assert by_step(lines) == [{"step": 0, "a": 0.0}, {"step": 1, "a": 2.0, "b": 3.0}]
 
 
-def test_the_total_of_a_step_is_not_one_of_its_phases() -> None:
+def test_step_total_is_not_a_phase() -> None:
     assert phase_seconds({"time/train_s": 1.0, "time/step_s": 3.0, "sync/push_s": 4.0}) == {"train": 1.0}
 
 
-def test_every_metric_that_is_shown_is_explained() -> None:
-    folder = Path(report_module.__file__).parent
-    shown = {name for file in folder.glob("*.py") for name in re.findall(r'"([a-z]+/[a-z_]+[a-z])"', file.read_text())}
-    explained = DOCS.read_text()
+def documented_metrics() -> list[str]:
+    table = DOCS.read_text().partition("## Names")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+
+
+def test_every_metric_in_the_code_is_documented() -> None:
+    code = "".join(file.read_text() for file in Path(report_module.__file__).parent.glob("*.py"))
+    shown = {name for name in re.findall(r'"([a-z]+/[a-z_]+[a-z])"', code) if not name.startswith("time/")}
     assert len(shown) > 10
-    assert [name for name in sorted(shown) if f"`{name}`" not in explained and not name.startswith("time/")] == []
+    assert shown <= set(documented_metrics())
+
+
+def test_every_documented_metric_occurs_in_the_code() -> None:
+    package = Path(report_module.__file__).parents[1]
+    code = "".join(file.read_text() for file in package.rglob("*.py"))
+
+    def occurs(name: str) -> bool:
+        first, placeholder, rest = re.fullmatch(r"([^<]*)(<\w+>)?(.*)", name).groups()  # type: ignore[union-attr]
+        if not placeholder:
+            return f'"{name}"' in code
+        return f'"{first}{{' in code and (not rest or f'{rest}"' in code)
+
+    assert len(documented_metrics()) > 40
+    assert [name for name in documented_metrics() if not occurs(name)] == []

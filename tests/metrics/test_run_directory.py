@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.metrics.run_directory import RunDirectory, append_line, read_metrics, read_rollouts
+from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines, read_metrics
 from titanrl.types import StepMetrics
 
 
@@ -19,7 +19,7 @@ def write_run(path: Path, num_steps: int) -> None:
             run.log(metrics(step))
 
 
-def test_a_line_of_metrics_is_step_version_time_and_then_the_values(tmp_path: Path) -> None:
+def test_metrics_line_has_step_version_time_and_values(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         run.log(StepMetrics(step=3, version=2, values={"reward/mean": 0.5, "grad/norm": 1.25}))
     (row,) = read_metrics(run.metrics)
@@ -28,24 +28,24 @@ def test_a_line_of_metrics_is_step_version_time_and_then_the_values(tmp_path: Pa
     assert row["time"] > 1_700_000_000
 
 
-def test_a_line_is_on_disk_before_the_file_is_closed(tmp_path: Path) -> None:
+def test_line_is_written_before_the_file_is_closed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.log(metrics(1))
     assert [row["step"] for row in read_metrics(run.metrics)] == [1]
     run.close()
 
 
-def test_values_that_json_does_not_have_become_null(tmp_path: Path) -> None:
+def test_non_finite_values_become_null(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         run.log(metrics(1, **{"grad/norm": math.nan, "loss/total": math.inf}))
         append_line(run.rollouts, {"logprobs": [-0.5, -math.inf], "nested": ({"x": math.nan},)})
     (row,) = read_metrics(run.metrics)
     assert row["grad/norm"] is None
     assert row["loss/total"] is None
-    assert list(read_rollouts(run.rollouts)) == [{"logprobs": [-0.5, None], "nested": [{"x": None}]}]
+    assert list(read_lines(run.rollouts)) == [{"logprobs": [-0.5, None], "nested": [{"x": None}]}]
 
 
-def test_a_new_run_gets_its_folders_and_its_config(tmp_path: Path) -> None:
+def test_new_run_gets_folders_and_config(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "runs" / "a") as run:
         run.write_config("name: a\n")
     assert run.logs.is_dir()
@@ -54,25 +54,31 @@ def test_a_new_run_gets_its_folders_and_its_config(tmp_path: Path) -> None:
     assert not list(run.path.glob("*.partial"))
 
 
-def test_a_directory_that_holds_a_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "mine", num_steps=1)
-    with pytest.raises(ValueError, match=r"name=mine: .*mine already holds a run.*choose another name.*--resume .*mine"):
+    with pytest.raises(ValueError, match=r"name: .*mine already holds a run.*Choose another name.*--resume .*mine"):
         RunDirectory(tmp_path / "mine")
     assert len(read_metrics(tmp_path / "mine" / "metrics.jsonl")) == 1
 
 
-def test_a_directory_whose_run_ended_before_its_first_step_is_used_again(tmp_path: Path) -> None:
+def test_folder_of_a_run_without_steps_is_reused(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         append_line(run.rollouts, {"version": 0})
-        run.event("stall", who="generator")
+        run.event("stall", waiting_for="a batch", seconds=30.0)
+        run.log_advantages(1, [(0, 0, (0.5, -0.5))])
     with RunDirectory(tmp_path / "run") as run:
         assert not run.rollouts.exists()
         assert not run.events.exists()
+        assert not run.advantages.exists()
 
 
-def test_resuming_drops_the_steps_after_the_checkpoint_so_that_curves_do_not_double(tmp_path: Path) -> None:
+def test_resume_drops_lines_after_the_checkpoint(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=7)
+    with RunDirectory(tmp_path / "run", resume_step=7) as run:
+        for step in range(1, 8):
+            run.log_advantages(step, [(step, step - 1, (0.5, -0.5))])
     with RunDirectory(tmp_path / "run", resume_step=4) as run:
+        assert [row["step"] for row in read_lines(run.advantages)] == [1, 2, 3, 4]
         assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 4]
         run.log(metrics(5))
     rows = read_metrics(run.metrics)
@@ -80,7 +86,7 @@ def test_resuming_drops_the_steps_after_the_checkpoint_so_that_curves_do_not_dou
     assert [row["reward/mean"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5]
 
 
-def test_resuming_after_a_kill_in_the_middle_of_a_line_removes_the_torn_line(tmp_path: Path) -> None:
+def test_resume_removes_a_torn_last_line(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=2)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step":3,"vers')
@@ -90,25 +96,34 @@ def test_resuming_after_a_kill_in_the_middle_of_a_line_removes_the_torn_line(tmp
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
 
 
-def test_resuming_what_is_not_there_says_so_and_makes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no such run directory"):
+def test_resume_of_a_missing_folder_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing does not exist"):
         RunDirectory(tmp_path / "nothing", resume_step=3)
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_broken_line_before_the_last_is_named(tmp_path: Path) -> None:
+def test_broken_line_before_the_last_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1}\n{"step":\n{"step":3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a JSON object"):
         read_metrics(path)
 
 
-def test_events_carry_time_kind_and_fields(tmp_path: Path) -> None:
+def test_event_has_time_kind_and_fields(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
-        run.event("dropped", groups=3, why="no signal")
+        run.event("drop", step=1, groups=3, reason="no signal")
     event = json.loads(run.events.read_text())
-    assert list(event) == ["time", "kind", "groups", "why"]
-    assert (event["kind"], event["groups"]) == ("dropped", 3)
+    assert list(event) == ["time", "kind", "step", "groups", "reason"]
+    assert (event["kind"], event["groups"]) == ("drop", 3)
+
+
+def test_advantages_are_one_line_per_group(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run") as run:
+        run.log_advantages(3, [(16, 2, (0.5, -0.5)), (17, 1, (0.25, math.nan))])
+    assert list(read_lines(run.advantages)) == [
+        {"step": 3, "index": 16, "version": 2, "advantages": [0.5, -0.5]},
+        {"step": 3, "index": 17, "version": 1, "advantages": [0.25, None]},
+    ]
 
 
 def append_many(path: Path, writer: int) -> None:
@@ -116,7 +131,7 @@ def append_many(path: Path, writer: int) -> None:
         append_line(path, {"writer": writer, "number": number, "text": str(writer) * 5000})
 
 
-def test_lines_that_four_processes_append_at_once_stay_whole(tmp_path: Path) -> None:
+def test_lines_appended_by_four_processes_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=append_many, args=(path, writer)) for writer in range(4)]
@@ -133,7 +148,7 @@ def test_lines_that_four_processes_append_at_once_stay_whole(tmp_path: Path) -> 
     assert all(row["text"] == str(row["writer"]) * 5000 for row in rows)
 
 
-def test_a_line_that_a_killed_worker_left_unfinished_is_passed_over(tmp_path: Path) -> None:
+def test_torn_lines_are_skipped_when_reading(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text('{"version":0}\n{"version":1,"te{"version":2}\n{"version":3}\n')
-    assert [row["version"] for row in read_rollouts(path)] == [0, 3]
+    assert [row["version"] for row in read_lines(path)] == [0, 3]

@@ -1,4 +1,4 @@
-"""Metrics of a step from sums over micro-batches and ranks, by hand."""
+"""Metrics of a step against numbers computed by hand."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from titanrl.tables import RecordTable
 from titanrl.types import GenerationStats, GroupHandle, GroupRecord, LossSums
 
 
-def test_terms_of_the_loss_are_complete_and_the_rest_are_means_over_tokens() -> None:
+def test_loss_terms_are_sums_and_other_metrics_are_token_means() -> None:
     sums = {"num_tokens": 4.0, "loss/policy": -3.0, "loss/kl": 0.5, "loss/total": -2.5, "policy/entropy": 6.0}
     assert loss_metrics(LossSums(sums=sums, maxima={"policy/ratio_max": 1.5})) == {
         "loss/policy": -3.0,
@@ -18,7 +18,7 @@ def test_terms_of_the_loss_are_complete_and_the_rest_are_means_over_tokens() -> 
     }
 
 
-def test_the_effective_sample_size_is_the_squared_mean_weight_over_the_mean_squared_one() -> None:
+def test_effective_sample_size_follows_from_weight_sums() -> None:
     # Weights 1, 1, 2 and 0: mean 1, mean square 1.5.
     sums = {"num_tokens": 4.0, "correction_weight": 4.0, "correction_weight_squared": 6.0, "correction/clip_frac": 1.0}
     assert loss_metrics(LossSums(sums=sums, maxima={})) == pytest.approx(
@@ -26,7 +26,7 @@ def test_the_effective_sample_size_is_the_squared_mean_weight_over_the_mean_squa
     )
 
 
-def test_a_step_without_tokens_has_metrics_of_zero() -> None:
+def test_step_without_tokens_has_zero_metrics() -> None:
     sums = {"num_tokens": 0.0, "loss/total": 0.0, "correction_weight": 0.0, "correction_weight_squared": 0.0}
     assert loss_metrics(LossSums(sums=sums, maxima={})) == {"loss/total": 0.0, "correction/ess": 0.0}
 
@@ -52,13 +52,14 @@ def record(index: int, rewards: tuple[float, ...], prompt_len: int, lengths: tup
     )
 
 
-def test_a_batch_is_described_by_the_numbers_of_its_groups() -> None:
+def test_rollout_metrics_summarize_the_groups_of_a_batch() -> None:
     records = RecordTable.of([record(0, (0.1, 0.2), 4, (6, 8)), record(1, (0.3,), 5, (15,))])
-    values = rollout_metrics(records, num_tried=4, num_without_signal=1)
+    values = rollout_metrics(records, num_tried=4, num_without_signal=1, num_tried_rollouts=16, num_errors=4)
     assert values == {
-        "reward/mean": (0.1 + 0.2 + 0.3) / 3,  # added from the left, which rounds in its own way
+        "reward/mean": (0.1 + 0.2 + 0.3) / 3,  # added from the left
         "reward/answer": (0.1 + 0.2 + 0.3) / 3,
         "reward/format": 0.75,
+        "reward/error_frac": 0.25,
         "group/zero_variance_frac": 0.25,
         "tokens/prompt_len_mean": 4.5,
         "tokens/prompt_len_max": 5.0,
@@ -73,7 +74,7 @@ def test_a_batch_is_described_by_the_numbers_of_its_groups() -> None:
     assert {type(value) for value in values.values()} == {float}
 
 
-def test_speeds_count_only_the_seconds_of_work() -> None:
+def test_throughput_counts_only_busy_seconds() -> None:
     # Two replicas decode 6 of 20 s each; the trainer computes 4 of 10 s.
     generated = GenerationStats(num_tokens=1200, busy_s=12.0, wall_s=40.0, num_replicas=2)
     assert speed_metrics(trained_tokens=800, generated=generated, trainer_busy_s=4.0, step_s=10.0) == pytest.approx(
@@ -87,7 +88,7 @@ def test_speeds_count_only_the_seconds_of_work() -> None:
     )
 
 
-def test_speed_of_an_idle_side_is_left_out() -> None:
+def test_throughput_of_an_idle_side_is_omitted() -> None:
     generated = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=10.0, num_replicas=1)
     assert speed_metrics(trained_tokens=0, generated=generated, trainer_busy_s=0.0, step_s=10.0) == {
         "perf/generator_idle_frac": 1.0,

@@ -4,21 +4,21 @@ from titanrl.metrics.text import count, duration, number, sparkline
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (12.34, "12.3 s"), (62.9, "1:02"), (3723.0, "1:02:03")])
-def test_durations_change_their_unit(seconds: float, text: str) -> None:
+def test_duration_picks_a_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(950, "950"), (2140, "2.1k"), (34_000, "34k"), (1.24e6, "1.2M"), (3e9, "3.0G")])
-def test_counts_have_a_unit(value: float, text: str) -> None:
+def test_count_has_a_unit(value: float, text: str) -> None:
     assert count(value) == text
 
 
-def test_a_missing_number_is_a_dash() -> None:
+def test_missing_number_is_a_dash() -> None:
     assert number(None, ".3f") == "-"
     assert number(0.12345, ".3f") == "0.123"
 
 
-def test_a_sparkline_spans_from_the_lowest_to_the_highest_value() -> None:
+def test_sparkline_spans_lowest_to_highest_value() -> None:
     assert sparkline([0.0, 1.0, 0.5]) == "\u2581\u2588\u2585"
     assert sparkline([0.0, 1.0], ascii_only=True) == "_@"
     assert sparkline([0.7, 0.7]) == "\u2581\u2581"

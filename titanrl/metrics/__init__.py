@@ -1,1 +1,1 @@
-"""What one sees of a run: phase times, the run directory's files, the console, trackers and the report."""
+"""Metrics of a run and their destinations: the run directory, the console, trackers and the report."""

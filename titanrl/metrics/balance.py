@@ -1,17 +1,17 @@
-"""Whether trainer and generators were matched: how long each waited, and what to change."""
+"""Balance of trainer and generators: how long each waited, and how to divide the devices better."""
 
 from statistics import median
 
 from titanrl.metrics.series import Rows, series
 
 NOTABLE = 0.15
-"""Share of the time that one side may wait longer than the other without a word about it."""
+"""Largest difference between the idle fractions of the two sides that needs no advice."""
 
 
 def balance_line(rows: Rows) -> str:
-    """How long trainer and generators waited, and how to split devices better; empty without a step that tells.
+    """Return the idle fractions of trainer and generators with advice, or an empty string without such metrics.
 
-    Medians over the steps, of which the first fifth is left out: caches are cold and the buffer is filling.
+    The fractions are medians over the steps without the first fifth, in which caches are cold and the buffer fills.
     """
     steps = rows[len(rows) // 5 :]
     trainer, generators = ([value for _, value in series(steps, f"perf/{side}_idle_frac")] for side in ("trainer", "generator"))
@@ -25,9 +25,9 @@ def balance_line(rows: Rows) -> str:
 
 
 def advice(trainer_idle: float, generator_idle: float, *, synchronous: bool) -> str:
-    """What would let both sides work more."""
+    """Return a suggestion that would let both sides work more."""
     if synchronous:
-        return "they take turns, as max_staleness is 0; with 1 they would work at the same time"
+        return "they take turns because max_staleness is 0; with 1 they would work at the same time"
     if trainer_idle > generator_idle + NOTABLE:
         return "give the generators more devices (generator.replicas) or the trainer fewer"
     if generator_idle > trainer_idle + NOTABLE:

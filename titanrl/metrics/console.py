@@ -1,4 +1,4 @@
-"""What a run shows while it goes: one live display on a terminal, plain lines elsewhere."""
+"""Progress of a run: one live display on a terminal, plain lines elsewhere."""
 
 import os
 import sys
@@ -24,34 +24,34 @@ from titanrl.types import StepMetrics
 Mode = Literal["auto", "live", "plain", "off"]
 
 LAYOUT_WIDTHS = (0, 72, 128)
-"""Terminal widths from which the live display has one, two and three parts side by side."""
+"""Terminal widths from which the live display has one, two and three columns."""
 PLAIN_EVERY_STEPS = 10
-"""Plain mode shows the first step, every so many steps and the last, ..."""
+"""Steps between two rows of plain mode, which also shows the first and the last step."""
 PLAIN_EVERY_S = 5.0
-"""... and any step that ends so many seconds after the last line."""
+"""Seconds after which plain mode shows a step at the latest."""
 HEADER_EVERY_ROWS = 20
-"""Rows of the plain table between two headers."""
+"""Rows of plain mode between two headers."""
 SPARKLINE_STEPS = 24
-"""Steps the sparkline looks back."""
+"""Steps in the sparkline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Activity:
-    """What goes on outside the steps."""
+    """A phase outside the steps, such as loading a model."""
 
     name: str
     detail: str
     since: float
     done: int = 0
     total: int = 0
-    """0 where the end is not known."""
+    """0 if the end is not known."""
 
 
 class Console:
-    """The run's voice: status on stdout, warnings on stderr.
+    """Output of a run: progress on stdout, warnings on stderr.
 
     `live` redraws one display in place, `plain` prints aligned lines without control codes, `off` prints warnings only.
-    `auto` is `live` on a terminal and `plain` elsewhere, notebooks included. Use it as a context manager, or call
+    `auto` means `live` on a terminal and `plain` elsewhere, notebooks included. Use it as a context manager, or call
     `close`: a live display hides the cursor until then.
     """
 
@@ -65,15 +65,15 @@ class Console:
         err: rich.console.Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Nothing is shown before the first call.
+        """Print nothing yet; the first call does.
 
         Args:
-            mode: How to show things.
+            mode: One of `auto`, `live`, `plain`, `off`.
             total_steps: Last step of the run.
             title: Heading of the live display.
-            out: Where to write; stdout by default.
-            err: Where to warn; stderr by default.
-            clock: Seconds.
+            out: Destination of progress, stdout by default.
+            err: Destination of warnings, stderr by default.
+            clock: Function that returns seconds.
         """
         self._mode = resolve(mode)
         self._out = out or _default_console(live=self._mode == "live", stderr=False)
@@ -86,7 +86,7 @@ class Console:
         self._phase: str | None = None
         self._shown_at = -PLAIN_EVERY_S
         self._rows = 0
-        # The live display reads these from its own thread: they are replaced, never changed.
+        # The live display reads these from its own thread, so they are replaced and never mutated.
         self._last: StepMetrics | None = None
         self._rewards: tuple[float, ...] = ()
         self._step_ends: tuple[tuple[float, int], ...] = ()
@@ -95,13 +95,8 @@ class Console:
         if self._mode == "live":
             self._live = Live(get_renderable=self._render, console=self._out, refresh_per_second=4, auto_refresh=True)
 
-    def banner(self, lines: Iterable[str]) -> None:
-        """Say what is about to run."""
-        for line in lines:
-            self._print(Text(line))
-
     def phase(self, name: str, detail: str = "") -> None:
-        """A phase of the start or the end begins, such as "loading trainer"; the one before it is over."""
+        """Start a phase outside the steps, such as "loading trainer", and end the one before it."""
         self._end_activity()
         self._activity = _Activity(name=name, detail=detail, since=self._clock())
         if self._mode == "plain":
@@ -109,7 +104,7 @@ class Console:
         self._refresh()
 
     def progress(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """Part of a phase with a known end is done, such as a step of the warm start."""
+        """Show the progress of a phase with a known end, such as the warm start."""
         if self._activity is None or self._activity.name != name:
             self._end_activity()
             self._activity = _Activity(name=name, detail=detail, since=self._clock())
@@ -119,11 +114,11 @@ class Console:
         self._start_live()
 
     def current_phase(self, name: str | None) -> None:
-        """Show which phase of a step is under way, None between phases; for `PhaseTimer(on_change=...)`."""
+        """Show the current phase of a step, None between phases; a callback for `PhaseTimer`."""
         self._phase = name
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step of the loop is done."""
+        """Show the metrics of a finished step."""
         self._end_activity()
         reward = metrics.values.get("reward/mean")
         if reward is not None:
@@ -136,41 +131,41 @@ class Console:
         self._start_live()
 
     def evaluation(self, task: str, version: int, mean: float) -> None:
-        """The policy answered the held-out prompts."""
+        """Show the mean reward on held-out prompts."""
         first = self._evaluations.get(task, (mean, mean))[0]
         self._evaluations = {**self._evaluations, task: (first, mean)}
         if self._mode == "plain":
-            self._timed(f"held-out {task}: {mean:.3f} at version {version}")
+            self._timed(f"held-out {task}: mean reward {mean:.3f} at version {version}")
         self._start_live()
 
     def note(self, text: str) -> None:
-        """Say something worth a line."""
+        """Print a line of information."""
         if self._mode == "plain":
             self._timed(text)
         else:
             self._print(Text(text))
 
     def warn(self, text: str) -> None:
-        """Say on stderr, in every mode, that something needs attention."""
-        # On one terminal the line has to go above the live display, or the two would overwrite each other.
+        """Print a warning on stderr, in every mode."""
+        # If stderr is the same terminal, rich must print the line above the live display, or they would overwrite each other.
         target = self._out if self._live is not None and self._err.is_terminal else self._err
         target.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     def done(self, lines: Iterable[str]) -> None:
-        """End the display and say how the run ended."""
+        """End the live display and print the last lines of the run."""
         self.close()
         for line in lines:
             self._print(Text(line))
 
     def close(self) -> None:
-        """End the live display, leave its last state on the terminal and give the cursor back."""
+        """End the live display, leave its last state on the terminal and restore the cursor."""
         self._end_activity()
         live, self._live = self._live, None
         if live is not None and live.is_started:
             live.stop()
 
     def __enter__(self) -> Self:
-        """Use as a context manager restores the terminal."""
+        """Return the console itself; leaving the context restores the terminal."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -184,7 +179,7 @@ class Console:
             self._out.print(text, soft_wrap=True)
 
     def _timed(self, text: str) -> None:
-        """A plain line, with the time since the start before it."""
+        """Print a plain line behind the time since the start."""
         self._shown_at = self._clock()
         self._print(Text(f"{duration(self._shown_at - self._started):>9}  {text}".rstrip()))
 
@@ -198,7 +193,7 @@ class Console:
             self._live.refresh()
 
     def _end_activity(self) -> None:
-        """Leave a line of what is over; plain mode has said it when it began."""
+        """Print a line about the phase that ends; plain mode printed it when the phase began."""
         activity, self._activity = self._activity, None
         if activity is not None and self._live is not None:
             took = duration(self._clock() - activity.since)
@@ -218,7 +213,7 @@ class Console:
         self._timed("  ".join(f"{cell:>{len(name)}}" for name, cell in cells.items()))
 
     def _cells(self, metrics: StepMetrics) -> dict[str, str]:
-        """Cells of a row by column; the name of a column is as wide as its widest cell."""
+        """Return the cells of a row by column. The name of a column is as wide as its widest cell."""
         values = metrics.values
         return {
             "       step": f"{metrics.step}/{self._total_steps}",
@@ -239,13 +234,13 @@ class Console:
     # Live mode
 
     def _render(self) -> RenderableType:
-        parts: list[RenderableType] = []
+        blocks: list[RenderableType] = []
         if self._last is not None:
             step = self._last.step
-            parts += [self._bar(step, self._total_steps, self._clocks(step)), self._table(self._last.values)]
+            blocks += [self._bar(step, self._total_steps, self._clocks(step)), self._table(self._last.values)]
         if self._activity is not None:
-            parts.append(self._activity_line(self._activity))
-        return Panel(Group(*parts), title=self._title, title_align="left", border_style="dim") if parts else Text()
+            blocks.append(self._activity_line(self._activity))
+        return Panel(Group(*blocks), title=self._title, title_align="left", border_style="dim") if blocks else Text()
 
     def _bar(self, done: int, total: int, detail: str) -> Table:
         row = Table.grid(padding=(0, 1), expand=True)
@@ -272,12 +267,12 @@ class Console:
         return Spinner("line", text=text)
 
     def _table(self, values: Mapping[str, float]) -> RenderableType:
-        parts = [_pairs(part) for part in (self._learning(values), self._update(values), self._speed(values))]
+        tables = [_pairs(rows) for rows in (self._learning(values), self._update(values), self._speed(values))]
         columns = sum(self._out.width >= width for width in LAYOUT_WIDTHS)
         grids = []
-        for start in range(0, len(parts), columns):
+        for start in range(0, len(tables), columns):
             grid = Table.grid(padding=(0, 4, 0, 0))
-            grid.add_row(*parts[start : start + columns])
+            grid.add_row(*tables[start : start + columns])
             grids.append(grid)
         return Group(*grids)
 
@@ -316,13 +311,13 @@ class Console:
         return sum(recent) / len(recent) if recent else None
 
     def _heldout(self) -> float | None:
-        """Last held-out accuracy, the mean over tasks."""
+        """Return the latest held-out mean reward, averaged over tasks."""
         last = [last for _, last in self._evaluations.values()]
         return sum(last) / len(last) if last else None
 
 
 def resolve(mode: Mode) -> Literal["live", "plain", "off"]:
-    """What `auto` means here: live only where stdout is a terminal that can move its cursor."""
+    """Resolve `auto` to `live` if stdout is a terminal that can move its cursor, else to `plain`."""
     if mode != "auto":
         return mode
     can_move = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
@@ -354,5 +349,5 @@ def _pairs(rows: Mapping[str, str]) -> Table:
 def _default_console(*, live: bool, stderr: bool) -> rich.console.Console:
     if live:
         return rich.console.Console(stderr=stderr)
-    # Not even FORCE_COLOR or a notebook's own display puts control codes into plain lines.
+    # Without these, FORCE_COLOR or a notebook would add control codes to plain lines.
     return rich.console.Console(stderr=stderr, force_terminal=False, force_jupyter=False, color_system=None)

@@ -1,4 +1,4 @@
-"""How a run ended, in a few lines: what was learned, where everything is, what to do next."""
+"""Last lines of a run: what the policy learned, where the results are, and which commands come next."""
 
 import os
 from dataclasses import dataclass
@@ -10,59 +10,84 @@ from titanrl.metrics.run_directory import read_metrics
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, series
 
 INTERRUPTED = 130
-"""Exit code of a run that was stopped from outside."""
+"""Exit code of a run that was interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a run."""
+    """Result of a run."""
 
     sentence: str
-    """What happened, and what was learned."""
+    """Held-out and training rewards, behind the step at which the run stopped if it stopped early."""
     report: Path | None
-    """The report; None if there was nothing to report."""
+    """The report; None if the run took no step or the report could not be written."""
     exported: bool
-    """Whether the trained model was written."""
+    """True if the trained model was written."""
     resumable: bool
-    """Whether there is a checkpoint to go on from."""
+    """True if there is a checkpoint and training is not finished."""
     idle: str
-    """How long trainer and generators waited, and what to change."""
+    """Idle fractions of trainer and generators, with advice."""
+    problems: tuple[str, ...]
+    """Sentences about the files that could not be read or written."""
 
 
-def summarize(run_dir: Path, *, code: int, cause: str) -> Outcome:
-    """Say how a run ended, and write its report if it took a step."""
-    metrics = run_dir / "metrics.jsonl"
-    rows = by_step(read_metrics(metrics)) if metrics.exists() else []
-    # The cause of a failure stands in the very last line; it would only be said twice.
-    reason = f": {cause}" if code == INTERRUPTED else ""
-    stopped = f"stopped after step {rows[-1]['step'] if rows else 0}{reason}. "
-    sentence = ("" if code == 0 else stopped) + learned(rows)
-    report = write_report(run_dir, {"outcome": sentence.strip()}) if rows else None
+def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcome:
+    """Write the report of a run, if it took a step, and return its result.
+
+    Never raise: the cause of a failed run must be printed, even if the disk is full or a file is damaged.
+
+    Args:
+        run_dir: The run's own folder.
+        code: Exit code of the run.
+        cause: Why the run ended, if the code is not 0.
+        num_steps: Policy version at which training is finished.
+    """
+    rows: Rows = []
+    sentence, idle, report = "", "", None
+    problems = []
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        rows = by_step(read_metrics(metrics)) if metrics.exists() else []
+        sentence, idle = learned(rows), balance_line(rows)
+    except Exception as error:
+        problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")
+    if code != 0:
+        # Without an interrupt the cause is printed as the very last line.
+        reason = f": {cause}" if code == INTERRUPTED else ""
+        sentence = f"stopped after step {rows[-1]['step'] if rows else 0}{reason}. {sentence}".strip()
+    try:
+        report = write_report(run_dir, {"outcome": sentence}) if rows else None
+    except Exception as error:
+        problems.append(f"the report cannot be written ({type(error).__name__}: {error})")
+    is_finished = code == 0 and bool(rows) and rows[-1]["version"] >= num_steps
     return Outcome(
-        sentence=sentence.strip(),
+        sentence=sentence,
         report=report,
         exported=(run_dir / "checkpoints" / "final" / "config.json").exists(),
-        resumable=any((run_dir / "checkpoints").glob("step-*/controller.json")),
-        idle=balance_line(rows),
+        resumable=not is_finished and any((run_dir / "checkpoints").glob("step-*/controller.json")),
+        idle=idle,
+        problems=tuple(problems),
     )
 
 
 def learned(rows: Rows) -> str:
-    """Held-out accuracy and reward, first and last."""
-    parts = []
-    for task in heldout_tasks(rows):
-        points = series(rows, f"eval/{task}/mean")
-        parts.append(f"held-out {task} {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+    """Return the first and the last mean reward, on held-out prompts and in training."""
+    changes = [
+        f"on held-out {task} {points[0][1]:.3f} -> {points[-1][1]:.3f}"
+        for task in heldout_tasks(rows)
+        if (points := series(rows, f"eval/{task}/mean"))
+    ]
     rewards = series(rows, "reward/mean")
     if rewards:
-        parts.append("reward {:.3f} -> {:.3f} over {} steps".format(*first_and_last_five(rewards), len(rewards)))
-    return ", ".join(parts)
+        changes.append("in training {:.3f} -> {:.3f} over {} steps".format(*first_and_last_five(rewards), len(rewards)))
+    return f"mean reward {', '.join(changes)}" if changes else ""
 
 
 def last_lines(run_dir: Path, outcome: Outcome) -> list[str]:
-    """What the console ends with."""
+    """Return the lines that the console ends with."""
     where = relative(run_dir)
     lines = [outcome.sentence] if outcome.sentence else []
+    lines += [f"problem  {problem}" for problem in outcome.problems]
     if outcome.idle:
         lines.append(f"idle     {outcome.idle}")
     lines.append(f"run      {where}")

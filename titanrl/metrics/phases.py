@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""Wall time of a step by phase."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Wall seconds by named phase, for one thread of control.
+    """Stopwatch of named phases, for one task.
 
-    A phase inside another interrupts it, so each second counts once and the phases of a step add up to its wall time.
+    A nested phase pauses the outer one. Each second therefore counts once, and the phases of a step add up to its wall time.
 
     Example: `with timer.phase("train"): ...`, then `timer.take() == {"time/train_s": 0.11}`.
     """
@@ -16,7 +16,7 @@ class PhaseTimer:
     def __init__(
         self, on_change: Callable[[str | None], None] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`on_change` is told the current phase, None between phases; `clock` gives seconds."""
+        """Call `on_change` with each new phase, and with None between phases; `clock` returns seconds."""
         self._on_change = on_change
         self._clock = clock
         self._open: list[str] = []
@@ -30,7 +30,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the seconds of the body to `name`."""
+        """Count the seconds of the body for `name`."""
         self._charge()
         self._open.append(name)
         self._announce()
@@ -39,11 +39,11 @@ class PhaseTimer:
         finally:
             self._charge()
             closed = self._open.pop()
-            assert closed == name, f"phases {name} and {closed} overlap without one inside the other"
+            assert closed == name, f"phases {name} and {closed} overlap, but neither contains the other"
             self._announce()
 
     def take(self) -> dict[str, float]:
-        """Seconds by metric name since the last call, `{"time/<phase>_s": ...}`; an open phase goes on from zero."""
+        """Return the seconds since the previous call as metrics, `{"time/<phase>_s": ...}`; an open phase continues from 0."""
         self._charge()
         taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}

@@ -1,40 +1,39 @@
-"""One place that everything a run reports goes through: files, trackers and console."""
-
-from collections.abc import Sequence
+"""The recorder, which sends metrics to the run directory, the trackers and the console."""
 
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.trackers import Tracker
+from titanrl.metrics.trackers import Trackers
 from titanrl.types import EvaluationResult, StepMetrics
 
 
 class Recorder:
-    """Writes metrics to `metrics.jsonl` and the trackers, and shows them."""
+    """Sends metrics to `metrics.jsonl`, the trackers and the console."""
 
-    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker], console: Console) -> None:
-        """Write to an open run directory."""
+    def __init__(self, directory: RunDirectory, trackers: Trackers, console: Console) -> None:
+        """Write to an open run directory and started trackers."""
         self.directory, self.console = directory, console
         self._trackers = trackers
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step of the loop is done."""
+        """Record a finished step."""
         self._write(metrics)
         self.console.step(metrics)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Held-out prompts were answered."""
+        """Record an evaluation on held-out prompts."""
         prefix = f"eval/{result.task}"
         values = {f"{prefix}/mean": result.mean, f"{prefix}/response_len_mean": result.response_len_mean}
+        if result.num_errors:
+            values[f"{prefix}/error_frac"] = result.num_errors / result.num_prompts
+            self.directory.event("scorer_error", step=step, count=result.num_errors, error=result.first_error)
         self._write(StepMetrics(step=step, version=result.version, values=values))
         self.console.evaluation(result.task, result.version, result.mean)
 
     def close(self) -> None:
-        """Flush and close everything but the console."""
-        for tracker in self._trackers:
-            tracker.close()
+        """Flush and close the trackers and the run directory; the console stays open."""
+        self._trackers.close()
         self.directory.close()
 
     def _write(self, metrics: StepMetrics) -> None:
         self.directory.log(metrics)
-        for tracker in self._trackers:
-            tracker.log(metrics.step, metrics.values)
+        self._trackers.log(metrics.step, metrics.values)

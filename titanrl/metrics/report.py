@@ -1,29 +1,29 @@
-"""The page that a run leaves behind: `report.html`, one file that opens anywhere, without a server or a network."""
+"""The page that shows a run, `report.html`: one file that any browser opens without a server or a network."""
 
+import base64
+import gzip
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from titanrl.algorithms.advantages import group_advantages
-from titanrl.config import AlgorithmConfig, load_config
-from titanrl.metrics.run_directory import read_metrics, read_rollouts, replace_text
+from titanrl.metrics.run_directory import read_lines, read_metrics, replace_text
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, phase_seconds, series
 from titanrl.metrics.text import count
 
 TEMPLATE = Path(__file__).with_name("report_template.html.j2")
 FIRST_BYTES = 1_000_000
 """Sampled groups shown from the start of the run, in bytes of the page."""
-NEWEST_BYTES = 2_500_000
-"""Sampled groups shown from its end."""
+NEWEST_BYTES = 1_500_000
+"""Sampled groups shown from the end of the run, in bytes of the page."""
 MAX_COMPLETIONS = 64
-"""Completions shown of one group."""
+"""Completions shown per group."""
 MAX_TOKENS = 400
-"""Tokens shown of one completion."""
+"""Tokens shown per completion."""
 MAX_CHARS = 4000
-"""Characters shown of a prompt, and kept of a completion for the search."""
+"""Characters shown of a prompt or an error, and kept of a completion for the search."""
 
 
 class Figure(NamedTuple):
@@ -35,21 +35,21 @@ class Figure(NamedTuple):
 
 
 def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
-    """Write `report.html` from what lies in `run_dir`, and return its path.
+    """Write `report.html` from the files in `run_dir`, and return its path.
 
     Args:
-        run_dir: A run directory; each of `metrics.jsonl`, `rollouts.jsonl` and `config.yaml` may be missing.
-        summary: `outcome`, one sentence that says what was learned; anything else is listed as label and text.
+        run_dir: A run directory. Any of `metrics.jsonl`, `rollouts.jsonl`, `advantages.jsonl` and `config.yaml` can be missing.
+        summary: `outcome`, one sentence about what the policy learned. Other entries are listed as label and text.
     """
-    # Slow to import, and only needed here.
+    # Both are slow to import, and nothing else needs them.
     import jinja2
 
     from titanrl.metrics.curves import draw_curves
 
     metrics, config = run_dir / "metrics.jsonl", run_dir / "config.yaml"
     rows = by_step(read_metrics(metrics)) if metrics.exists() else []
-    algorithm = load_config(config).algorithm if config.exists() else AlgorithmConfig()
-    samples, total = _sampled_groups(run_dir / "rollouts.jsonl", algorithm)
+    samples, total = _sampled_groups(run_dir / "rollouts.jsonl", _advantages_by_index(run_dir / "advantages.jsonl"))
+    curves = draw_curves(rows)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run_dir.resolve().name,
@@ -57,9 +57,10 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
         facts={label: text for label, text in summary.items() if label != "outcome"},
         figures=_figures(rows),
         config=config.read_text(encoding="utf-8") if config.exists() else "",
-        curves=draw_curves(rows),
-        # Without "<", nothing in the data can end the script element that holds it.
-        samples=f"[{','.join(samples)}]".replace("<", "\\u003c") if samples else "",
+        curves=curves,
+        charts=_for_script([curve.figure for curve in curves]),
+        plotly=_packed_plotly() if curves else "",
+        samples=_for_script(samples) if samples else "",
         samples_note=_samples_note(len(samples), total),
     )
     report = run_dir / "report.html"
@@ -67,74 +68,97 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
     return report
 
 
+def _for_script(items: Sequence[str]) -> str:
+    """Return a JSON array of JSON texts. Without "<", no data can end the script element that holds it."""
+    return f"[{','.join(items)}]".replace("<", "\\u003c")
+
+
+def _packed_plotly() -> str:
+    """Return plotly.js for the page to unpack: 2 MB instead of 5."""
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+
+
 def _figures(rows: Rows) -> list[Figure]:
     figures = []
     if rewards := series(rows, "reward/mean"):
         first, last = first_and_last_five(rewards)
-        figures.append(Figure("Reward", f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))
+        figures.append(Figure("Mean reward", f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))
     for task in heldout_tasks(rows):
         if points := series(rows, f"eval/{task}/mean"):
-            (first_step, before), (last_step, after) = points[0], points[-1]
+            (start, before), (end, after) = points[0], points[-1]
             figures.append(
-                Figure(f"Held-out {task}", f"{before:.3f} \u2192 {after:.3f}", f"steps {first_step} and {last_step}")
+                Figure(f"Held-out {task}", f"{before:.3f} \u2192 {after:.3f}", f"mean reward, steps {start} and {end}")
             )
     if rows:
         figures.append(Figure("Steps", f"{rows[-1]['step']}", f"policy version {rows[-1]['version']}"))
     if seconds := [sum(phases.values()) for row in rows if (phases := phase_seconds(row))]:
         figures.append(Figure("Step time", f"{median(seconds):.2f} s", "median over steps"))
     if rates := series(rows, "perf/gen_tokens_per_s"):
-        figures.append(Figure("Generator", f"{count(median(rate for _, rate in rates))} tokens/s", "median over steps"))
+        figures.append(Figure("Generator", count(median(rate for _, rate in rates)), "tokens per second of work, median"))
     if mismatch := series(rows, "mismatch/logprob_abs_max"):
         largest = max(value for _, value in mismatch)
         figures.append(Figure("Largest mismatch", f"{largest:.1e}", "nats on one token, trainer against generator"))
     return figures
 
 
-def _sampled_groups(path: Path, algorithm: AlgorithmConfig) -> tuple[list[str], int]:
-    """The first and the newest groups as JSON texts, and how many groups there are.
+def _advantages_by_index(path: Path) -> dict[int, list[float]]:
+    """Return the advantages by group index. A resumed run can train on a group again; its newest line wins."""
+    return {row["index"]: row["advantages"] for row in read_lines(path)} if path.exists() else {}
 
-    A resumed run samples some groups once more; the newer line of a group wins.
+
+def _sampled_groups(path: Path, advantages: Mapping[int, Sequence[float]]) -> tuple[list[str], int]:
+    """Return the first and the newest groups as JSON texts, and the number of groups.
+
+    A resumed run can sample a group again; its newest line wins.
     """
-    first: dict[tuple[Any, ...], str] = {}
-    newest: deque[tuple[tuple[Any, ...], str]] = deque()
+    first: dict[int, str] = {}
+    newest: deque[tuple[int, str]] = deque()
     first_bytes = newest_bytes = 0
-    keys = set()
-    for row in read_rollouts(path) if path.exists() else ():
-        key, text = (row["version"], row["task"], row["index"]), json.dumps(_group(row, algorithm), separators=(",", ":"))
-        keys.add(key)
+    seen = set()
+    for row in read_lines(path) if path.exists() else ():
+        index = row["index"]
+        text = json.dumps(_group(row, advantages.get(index, ())), separators=(",", ":"))
+        seen.add(index)
         if not newest and first_bytes + len(text) <= FIRST_BYTES:
-            first[key] = text
+            first[index] = text
             first_bytes += len(text)
             continue
-        newest.append((key, text))
+        newest.append((index, text))
         newest_bytes += len(text)
         while newest_bytes > NEWEST_BYTES:
             newest_bytes -= len(newest.popleft()[1])
-    return list((first | dict(newest)).values()), len(keys)
+    return list((first | dict(newest)).values()), len(seen)
 
 
-def _group(row: Mapping[str, Any], algorithm: AlgorithmConfig) -> dict[str, Any]:
-    rewards_G = [completion["reward"] for completion in row["completions"]]
-    # Of the REINFORCE++ methods, before they are standardized: the report does not know the batch.
-    advantages_G = group_advantages(rewards_G, algorithm.advantage, std_ddof=algorithm.std_ddof, pass_k=algorithm.pass_k)
-    pairs = zip(row["completions"], advantages_G, strict=True)
+def _group(row: Mapping[str, Any], advantages: Sequence[float]) -> dict[str, Any]:
+    """Return what the page shows of a group. `advantages` skip the completions whose scorer failed."""
+    rewards = [completion["reward"] for completion in row["completions"] if completion["reward"] is not None]
+    # If their number differs, rollouts were left out of training, and which ones is not recorded.
+    recorded = iter(advantages if len(advantages) == len(rewards) else ())
+    completions = [
+        _completion(completion, None if completion["reward"] is None else next(recorded, None))
+        for completion in row["completions"]
+    ]
     return {
         "version": row["version"],
         "index": row["index"],
         "task": row["task"],
         "prompt": row["prompt"][:MAX_CHARS],
         "answer": row["answer"],
-        "mean": fmean(rewards_G),
-        "completions": [_completion(completion, advantage) for completion, advantage in pairs][:MAX_COMPLETIONS],
+        "mean": fmean(rewards) if rewards else None,
+        "completions": completions[:MAX_COMPLETIONS],
     }
 
 
-def _completion(completion: Mapping[str, Any], advantage: float) -> dict[str, Any]:
-    logprobs = completion["logprobs"][:MAX_TOKENS]
+def _completion(completion: Mapping[str, Any], advantage: float | None) -> dict[str, Any]:
+    reward, logprobs = completion["reward"], completion["logprobs"][:MAX_TOKENS]
     return {
         "text": completion["text"][:MAX_CHARS],
-        "reward": round(completion["reward"], 4),
-        "advantage": round(advantage, 4),
+        "reward": None if reward is None else round(reward, 4),
+        "error": completion.get("error", "")[:MAX_CHARS],
+        "advantage": None if advantage is None else round(advantage, 4),
         "num_tokens": completion["num_tokens"],
         "finish_reason": completion["finish_reason"],
         "tokens": completion["tokens"][:MAX_TOKENS],

@@ -1,4 +1,4 @@
-"""The files of a run directory, and reading them back."""
+"""Files of a run directory: writing them and reading them back."""
 
 import json
 import math
@@ -13,32 +13,32 @@ from titanrl.types import StepMetrics
 
 
 class RunDirectory:
-    """`runs/<name>/`: what the controller writes of one run, and the folders the other processes write to.
+    """The folder of one run, `runs/<name>/`.
 
-    `config.yaml`, `metrics.jsonl` and `events.jsonl` are written here; `rollouts.jsonl` by the rollout workers
-    (`append_line`), `logs/` and `checkpoints/` by whoever logs and saves.
+    The controller writes `config.yaml`, `metrics.jsonl`, `advantages.jsonl` and `events.jsonl` through this class. Rollout
+    workers append to `rollouts.jsonl` (`append_line`). Every process writes to `logs/`, the trainer to `checkpoints/`.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        """Make the folders and open `metrics.jsonl`.
+        """Create the folders and open `metrics.jsonl`.
 
         Args:
             path: The run's own folder.
-            resume_step: Step the run goes on from; metrics of later steps are dropped, so that curves do not double.
+            resume_step: Step the run resumes from; lines of later steps are dropped, so that curves do not double.
                 None starts a new run.
 
         Raises:
-            ValueError: A new run would write over another one, or there is nothing to resume.
+            ValueError: The folder of a new run holds another run, or the folder to resume does not exist.
         """
         self.path = path
         if resume_step is None:
             _check_holds_no_run(path)
         elif not path.is_dir():
-            raise ValueError(f"--resume {path}: there is no such run directory; give the folder of an earlier run")
+            raise ValueError(f"--resume: {path} does not exist. Give the folder of an earlier run.")
         for folder in (self.logs, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            # A run that ended before its first step may have left these.
+            # A run that ended before its first step can leave these.
             self.rollouts.unlink(missing_ok=True)
             self.events.unlink(missing_ok=True)
             self.advantages.unlink(missing_ok=True)
@@ -54,12 +54,12 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per step."""
+        """Metrics, one JSON object per step and one per evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
-        """One JSON object per fault, drop, stall or other event worth a note."""
+        """Faults, drops, publications, checkpoints and other events, one JSON object each."""
         return self.path / "events.jsonl"
 
     @property
@@ -74,12 +74,12 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """What libraries and processes print, `<role>_<rank>.log`."""
+        """Output of processes and libraries, `<role>_<rank>.log`."""
         return self.path / "logs"
 
     @property
     def checkpoints(self) -> Path:
-        """What the run can be resumed from."""
+        """Checkpoints, and the exported model."""
         return self.path / "checkpoints"
 
     def write_config(self, text: str) -> None:
@@ -115,7 +115,7 @@ class RunDirectory:
         self._metrics_file.close()
 
     def __enter__(self) -> Self:
-        """Use as a context manager closes the files."""
+        """Return the directory itself; leaving the context closes the files."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -124,24 +124,24 @@ class RunDirectory:
 
 
 def append_line(path: Path, obj: Mapping[str, Any]) -> None:
-    """Append `obj` as one JSON line; several processes may append to one file.
+    """Append `obj` as one JSON line. Several processes can append to the same file.
 
     Raises:
-        OSError: The file system took only a part of the line.
+        OSError: The file system wrote only a part of the line.
     """
     line = (_encode(obj) + "\n").encode()
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        # One write on an O_APPEND file is placed whole at the end, so lines of several processes do not mix.
+        # One write to an O_APPEND file is atomic, so lines of several processes do not mix.
         written = os.write(file, line)
     finally:
         os.close(file)
     if written != len(line):
-        raise OSError(f"{path}: only {written} of {len(line)} bytes could be appended; is the disk full?")
+        raise OSError(f"{path}: only {written} of {len(line)} bytes were appended. Check that the disk is not full.")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line that a killed process left unfinished is not one.
+    """Return the objects of `metrics.jsonl`, without a last line that a killed process left unfinished.
 
     Raises:
         ValueError: An earlier line is not a JSON object.
@@ -150,12 +150,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = [_decode(line) for line in lines]
     for number, row in enumerate(rows[:-1], start=1):
         if row is None:
-            raise ValueError(f"{path}, line {number}: not a JSON object; remove the line to read the rest")
+            raise ValueError(f"{path}, line {number}: not a JSON object. Remove the line to read the rest.")
     return [row for row in rows if row is not None]
 
 
-def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a `rollouts.jsonl`, one by one, without those that a killed worker left unfinished."""
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of `rollouts.jsonl` or `advantages.jsonl`, without lines that a killed process left unfinished."""
     with path.open("rb") as file:
         for line in file:
             row = _decode(line)
@@ -164,7 +164,7 @@ def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is never seen half written."""
+    """Write a file atomically: readers see the old text or the new one."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -174,8 +174,8 @@ def _check_holds_no_run(path: Path) -> None:
     metrics = path / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size > 0:
         raise ValueError(
-            f"name={path.name}: {path} already holds a run, which would be written over; "
-            f"choose another name, remove the folder, or go on with --resume {path}"
+            f"name: {path} already holds a run (got {path.name}). "
+            f"Choose another name, remove the folder, or continue the run with --resume {path}."
         )
 
 
@@ -189,7 +189,7 @@ def _encode(obj: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for infinities and NaN, which JSON does not have, and plain lists and dicts inside."""
+    """Replace infinities and NaN, which JSON lacks, by None, and convert containers to dicts and lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -200,7 +200,7 @@ def _finite(value: Any) -> Any:
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
-    """The object of a line, None for a part of one."""
+    """Decode the object of a line; return None for an incomplete line."""
     try:
         row = json.loads(line)
     except ValueError:

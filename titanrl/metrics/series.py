@@ -1,4 +1,4 @@
-"""Reading series out of a run's metrics."""
+"""Time series from the metrics of a run."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,13 +6,13 @@ from statistics import fmean
 from typing import Any
 
 Rows = Sequence[Mapping[str, float]]
-"""Metrics by step, one mapping per step, in order; each has `step`."""
+"""Metrics in step order, one mapping per step; each contains `step`."""
 Points = list[tuple[float, float]]
-"""(step, value)."""
+"""Pairs of step and value."""
 
 
 def by_step(lines: Iterable[Mapping[str, Any]]) -> Rows:
-    """One row per step, in order: an evaluation may stand on a line of its own, and a newer line wins."""
+    """Merge lines into one row per step, in order. An evaluation has a line of its own; a later line wins."""
     rows: dict[int, dict[str, float]] = {}
     for line in lines:
         rows.setdefault(line["step"], {}).update(line)
@@ -20,23 +20,23 @@ def by_step(lines: Iterable[Mapping[str, Any]]) -> Rows:
 
 
 def series(rows: Rows, name: str) -> Points:
-    """Steps and values of one metric, without steps that do not have it."""
+    """Return the values of one metric, without steps that lack it or have null."""
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
 
 def first_and_last_five(points: Points) -> tuple[float, float]:
-    """Means of the first and of the last five values."""
+    """Return the means of the first and of the last five values."""
     values = [value for _, value in points]
     return fmean(values[:5]), fmean(values[-5:])
 
 
 def heldout_tasks(rows: Rows) -> list[str]:
-    """Tasks with a held-out evaluation, in order of appearance."""
+    """Return the tasks with a held-out evaluation, in order of appearance."""
     names = {name: None for row in rows for name in row}
     return [match[1] for name in names if (match := re.fullmatch(r"eval/(.+)/mean", name))]
 
 
 def phase_seconds(values: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase in a step's metrics, without the step's total."""
+    """Return the seconds of each phase of a step, without the step's total."""
     names = {name: name.removeprefix("time/").removesuffix("_s") for name in values if name.startswith("time/")}
-    return {phase: values[name] for name, phase in names.items() if phase != "step"}
+    return {phase: values[name] for name, phase in names.items() if phase != "step" and values[name] is not None}

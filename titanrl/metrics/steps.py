@@ -1,4 +1,4 @@
-"""The metrics of a step, from what the parts reported. Names and units: docs/metrics.md."""
+"""Metrics of a step, from the reports of trainer, generators and buffer. docs/metrics.md lists names and units."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,27 @@ from titanrl.tables import RecordTable
 from titanrl.types import GenerationStats, LossSums, OptimUpdate
 
 LAG = "lag/"
-"""Prefix of the trainer's sums by age of the token; `algorithms/lag_metrics.py` makes them."""
+"""Prefix of the trainer's sums by lag, which `algorithms/lag_metrics.py` computes."""
 
 
-def rollout_metrics(records: RecordTable, *, num_tried: int, num_without_signal: int) -> dict[str, float]:
-    """What the batch looks like: rewards, lengths, groups without signal."""
+def rollout_metrics(
+    records: RecordTable, *, num_tried: int, num_without_signal: int, num_tried_rollouts: int, num_errors: int
+) -> dict[str, float]:
+    """Return the metrics of the rollouts: rewards, lengths, groups without signal, scorer errors.
+
+    Args:
+        records: Groups of the batch.
+        num_tried: Groups of the batch and groups discarded since the previous one.
+        num_without_signal: Tried groups whose rewards are all equal.
+        num_tried_rollouts: Rollouts of the tried groups, those with a scorer error included.
+        num_errors: Rollouts of the tried groups whose scorer failed.
+    """
     groups, num_rollouts = records.groups, len(records.rewards)
     response_lens = records.lengths - groups["prompt_len"][records.group_of]
     nonfinite, sampled = int(groups["num_nonfinite"].sum()), int(records.num_sampled.sum())
     return {
         "reward/mean": mean(records.rewards.tolist()),
+        "reward/error_frac": num_errors / max(num_tried_rollouts, 1),
         **{f"reward/{part}": mean(values.tolist()) for part, values in records.reward_parts.items()},
         "group/zero_variance_frac": num_without_signal / num_tried,
         "tokens/prompt_len_mean": mean(groups["prompt_len"].tolist()),
@@ -31,12 +42,12 @@ def rollout_metrics(records: RecordTable, *, num_tried: int, num_without_signal:
 
 
 def age_metrics(ages: Sequence[int]) -> dict[str, float]:
-    """Age of a batch, from that of the oldest token of each group, in published versions."""
+    """Return the age of a batch from the ages of its groups, in published versions."""
     return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}
 
 
 def staleness_metrics(losses: LossSums) -> dict[str, float]:
-    """The disagreement of sampler and trainer, split into numerics and staleness; from sums by lag in optimizer steps."""
+    """Return the mismatch of generator and trainer by lag: at lag 0 it is due to numerics alone, above it also to staleness."""
     counts = {int(name.removeprefix(LAG)): count for name, count in losses.sums.items() if name.removeprefix(LAG).isdigit()}
     sums = {lag: losses.sums[f"{LAG}{lag}/logprob_abs"] for lag in counts}
     num_tokens, num_stale = max(sum(counts.values()), 1.0), sum(counts.values()) - counts[0]
@@ -52,7 +63,7 @@ def staleness_metrics(losses: LossSums) -> dict[str, float]:
 
 
 def buffer_metrics(*, num_in_flight: int, num_ready: int, num_held: int, num_tried: int) -> dict[str, float]:
-    """Where the groups were when the batch was taken."""
+    """Return the state of the buffer when the batch was taken, in groups."""
     return {
         "buffer/inflight": float(num_in_flight),
         "buffer/ready": float(num_ready),
@@ -62,7 +73,7 @@ def buffer_metrics(*, num_in_flight: int, num_ready: int, num_held: int, num_tri
 
 
 def loss_metrics(losses: LossSums) -> dict[str, float]:
-    """Sums over ranks and micro-batches as metrics: the terms of the loss are complete, the rest are means over tokens."""
+    """Turn sums over ranks and micro-batches into metrics. Loss terms are complete; other sums become means over tokens."""
     sums = {name: value for name, value in losses.sums.items() if not name.startswith(LAG)}
     num_tokens = max(sums.pop("num_tokens"), 1.0)
     values = {name: value if name.startswith("loss/") else value / num_tokens for name, value in sums.items()}
@@ -73,7 +84,7 @@ def loss_metrics(losses: LossSums) -> dict[str, float]:
 
 
 def optimizer_metrics(update: OptimUpdate, learning_rate: float) -> dict[str, float]:
-    """What the optimizer did."""
+    """Return the metrics of an optimizer step."""
     return {"grad/norm": update.grad_norm, "optim/lr": learning_rate, "optim/skipped": float(update.skipped)}
 
 
@@ -98,5 +109,5 @@ def speed_metrics(*, trained_tokens: int, generated: GenerationStats, trainer_bu
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean, added up from the left, so that the same values give the same bits; 0 of nothing."""
+    """Return the arithmetic mean, 0 without values. Adding from the left gives the same bits for the same values."""
     return sum(values) / len(values) if values else 0.0

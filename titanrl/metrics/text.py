@@ -1,4 +1,4 @@
-"""Numbers as people read them: short, aligned, with units."""
+"""Short texts for numbers, with units."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ _ASCII_BLOCKS = "_.-=+*#@"
 
 
 def duration(seconds: float) -> str:
-    """`12.3 s`, from a minute on `1:02`, from an hour on `1:02:03`."""
+    """Format seconds as `12.3 s`, `1:02` or `1:02:03`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -16,7 +16,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """Three digits and a unit: `950`, `2.1k`, `340k`, `1.2M`."""
+    """Format a count with at most three digits and a unit: `950`, `2.1k`, `340k`, `1.2M`."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             scaled = number / limit
@@ -25,12 +25,12 @@ def count(number: float) -> str:
 
 
 def number(value: float | None, spec: str) -> str:
-    """`value` under the format `spec`, `-` where there is none."""
+    """Format `value` under `spec`; None becomes `-`."""
     return "-" if value is None else format(value, spec)
 
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
-    """One character per value, its height between the lowest and the highest of them."""
+    """Draw one character per value, scaled between the lowest and the highest value."""
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
     low, high = min(values, default=0.0), max(values, default=0.0)
     scale = (len(blocks) - 1) / (high - low) if high > low else 0.0

@@ -1,0 +1,45 @@
+"""Metrics of a real run, against their documentation."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.e2e.conftest import Finished
+from titanrl.metrics.run_directory import read_lines, read_metrics
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_every_metric_of_a_run_is_documented(plain_run: Finished) -> None:
+    names = re.findall(r"^\| `([^`]+)` \|", DOCS.read_text(), re.MULTILINE)
+    patterns = [re.compile(re.sub(r"<\w+>", "[^/]+", name)) for name in names]
+    written = {name for row in read_metrics(plain_run.run_dir / "metrics.jsonl") for name in row if "/" in name}
+    assert len(written) > 40
+    assert {name for name in written if not any(pattern.fullmatch(name) for pattern in patterns)} == set()
+
+
+def test_every_event_of_a_run_is_documented(plain_run: Finished) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", DOCS.read_text().partition("## Events")[2], re.MULTILINE)
+    fields = {kind: set(re.findall(r"`(\w+)`", text)) for kind, text in rows}
+    events = [json.loads(line) for line in (plain_run.run_dir / "events.jsonl").read_text().splitlines()]
+    assert {event["kind"] for event in events} >= {"start", "publication", "checkpoint"}
+    for event in events:
+        assert event.keys() - {"time", "kind"} <= fields[event["kind"]], event
+
+
+def test_speed_metrics_of_a_run_are_plausible(plain_run: Finished) -> None:
+    for row in plain_run.steps:
+        assert 0.0 <= row["perf/trainer_idle_frac"] < 1.0
+        assert 0.0 <= row["perf/generator_idle_frac"] < 1.0
+        assert row["perf/gen_tokens_per_s"] > 0.0
+        # At least the sampled tokens of a step pass through the trainer while it is busy.
+        assert row["perf/train_tokens_per_s"] * row["time/step_s"] > row["tokens/response_len_mean"]
+
+
+def test_recorded_advantages_match_recorded_rewards(plain_run: Finished) -> None:
+    rewards = {row["index"]: [item["reward"] for item in row["completions"]] for row in plain_run.rollouts()}
+    recorded = list(read_lines(plain_run.run_dir / "advantages.jsonl"))
+    assert recorded
+    for row in recorded:
+        mean = sum(rewards[row["index"]]) / len(rewards[row["index"]])
+        assert [round(value + mean, 6) for value in row["advantages"]] == [round(reward, 6) for reward in rewards[row["index"]]]
