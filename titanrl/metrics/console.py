@@ -17,11 +17,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from titanrl.config.choices import ConsoleMode
 from titanrl.metrics.series import phase_seconds
 from titanrl.metrics.text import count, duration, number, sparkline
 from titanrl.types import StepMetrics
-
-Mode = Literal["auto", "live", "plain", "off"]
 
 LAYOUT_WIDTHS = (0, 72, 128)
 """Terminal widths from which the live display has one, two and three columns."""
@@ -57,7 +56,7 @@ class Console:
 
     def __init__(
         self,
-        mode: Mode,
+        mode: ConsoleMode,
         *,
         total_steps: int,
         title: str = "TitanRL",
@@ -316,7 +315,7 @@ class Console:
         return sum(last) / len(last) if last else None
 
 
-def resolve(mode: Mode) -> Literal["live", "plain", "off"]:
+def resolve(mode: ConsoleMode) -> Literal["live", "plain", "off"]:
     """Resolve `auto` to `live` if stdout is a terminal that can move its cursor, else to `plain`."""
     if mode != "auto":
         return mode

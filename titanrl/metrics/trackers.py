@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from titanrl.config.choices import TrackerName
 from titanrl.metrics.run_directory import replace_text
-
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 PROJECT = "titanrl"
 """Project that W&B and trackio file runs under."""
