@@ -37,11 +37,12 @@ test: $(DEV) $(DOCS) ## all tests except the slow ones
 test-slow: $(DEV) ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu and not npu" $(ARGS)
 
-lint: $(DEV) ## ruff, mypy, import layers
+lint: $(DEV) ## ruff, mypy, import layers, prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_prose.py
 
 docs: $(DOCS) ## build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
