@@ -7,12 +7,18 @@ pass@k training (arXiv:2508.10751), MaxRL (maximum-likelihood RL) as its authors
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from titanrl.config.choices import AdvantageMethod
 
 EPS = 1e-6
 """Added to every divisor of advantages."""
+
+SCALE_FREE = frozenset({"grpo", "maxrl", "pass_at_k"})
+"""Methods whose advantages do not change if all rewards and the divisor's `EPS` are multiplied by the same number."""
+
+HUGE = 2.0**120
+"""Size from which rewards are scaled down first. Squares of smaller ones are finite, and their advantages fit float32."""
 
 MAX_ADVANTAGE = 3.4e38
 """Largest advantage: the trainer holds advantages in float32."""
@@ -66,41 +72,36 @@ def group_advantages(
     Raises:
         ValueError: A reward is not finite, is negative with `maxrl`, or gives an advantage that does not fit float32.
     """
-    for i, reward in enumerate(rewards_G):
-        if not math.isfinite(reward):
-            raise ValueError(f"rewards[{i}]: not a finite number (got {reward}). Make the scorer return finite numbers.")
+    if not all(map(math.isfinite, rewards_G)):
+        i, reward = next((i, reward) for i, reward in enumerate(rewards_G) if not math.isfinite(reward))
+        raise ValueError(f"rewards[{i}]: not a finite number (got {reward}). Make the scorer return finite numbers.")
     if method == "reinforce_pp":
         return tuple(rewards_G)
     size = len(rewards_G)
     # The rounded mean of equal rewards can leave a residue such as 1e-17, which grpo would multiply by 1 / eps.
     if len(set(rewards_G)) <= 1:
         return (0.0,) * size
-    unit = unit_of(rewards_G)
-    scaled_G, eps = [reward / unit for reward in rewards_G], eps / unit
+    if method == "maxrl" and min(rewards_G) < 0.0:
+        fix = "Make the scorer return numbers from 0 up, or choose another algorithm.advantage."
+        raise ValueError(f"rewards: maxrl divides by their mean, so none may be negative (got {min(rewards_G)}). {fix}")
+    if max(rewards_G) >= HUGE or min(rewards_G) <= -HUGE:
+        unit = unit_of(rewards_G)
+        scaled_G = group_advantages([r / unit for r in rewards_G], method, std_ddof=std_ddof, pass_k=pass_k, eps=eps / unit)
+        return scaled_G if method in SCALE_FREE else _multiplied(scaled_G, unit, rewards_G, method)
     if method == "pass_at_k":
         assert pass_k is not None, "pass_at_k needs a k"
         # Rollouts whose scorer failed are missing from their group, which may leave fewer than k.
-        return pass_at_k_advantages(scaled_G, pass_k, eps=eps) if size >= pass_k else (0.0,) * size
-    mean = math.fsum(scaled_G) / size
-    scale = unit
+        return pass_at_k_advantages(rewards_G, pass_k, eps=eps) if size >= pass_k else (0.0,) * size
+    mean = math.fsum(rewards_G) / size
+    scale = 1.0
     if method == "grpo":
-        variance = math.fsum((reward - mean) ** 2 for reward in scaled_G) / (size - std_ddof)
+        variance = math.fsum((reward - mean) ** 2 for reward in rewards_G) / (size - std_ddof)
         scale = 1.0 / (math.sqrt(variance) + eps)
     elif method == "rloo":
-        scale = size / (size - 1) * unit
+        scale = size / (size - 1)
     elif method == "maxrl":
-        if min(rewards_G) < 0.0:
-            fix = "Make the scorer return numbers from 0 up, or choose another algorithm.advantage."
-            raise ValueError(f"rewards: maxrl divides by their mean, so none may be negative (got {min(rewards_G)}). {fix}")
         scale = 1.0 / (mean + eps)
-    advantages_G = tuple((reward - mean) * scale for reward in scaled_G)
-    # `batch_advantages` standardizes the REINFORCE++ values, so these only have to be finite here.
-    limit = sys.float_info.max if method == "reinforce_pp_baseline" else MAX_ADVANTAGE
-    if max(map(abs, advantages_G)) > limit:
-        largest = max(rewards_G, key=abs)
-        fix = "Make the scorer return smaller numbers, or set algorithm.advantage to grpo."
-        raise ValueError(f"rewards[{rewards_G.index(largest)}]: the advantage does not fit float32 (got {largest:g}). {fix}")
-    return advantages_G
+    return tuple((reward - mean) * scale for reward in rewards_G)
 
 
 def pass_at_k_advantages(rewards_G: Sequence[float], k: int, *, eps: float = EPS) -> tuple[float, ...]:
@@ -123,28 +124,44 @@ def pass_at_k_advantages(rewards_G: Sequence[float], k: int, *, eps: float = EPS
     return tuple((best_with[reward] - mean) / (math.sqrt(variance) + eps) for reward in rewards_G)
 
 
-def standardized(values: Sequence[Sequence[float]], num_sampled: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-    """Return (value - mean) / (std + EPS), with mean and variance over the tokens of the batch that count in the loss.
+def standardized(
+    values: Sequence[Sequence[float]], num_sampled: Sequence[Sequence[int]], *, eps: float = EPS
+) -> list[tuple[float, ...]]:
+    """Return (value - mean) / (std + eps), with mean and variance over the tokens of the batch that count in the loss.
 
     All tokens of a sequence share its value, so it counts `num_sampled` times. Equal values become exactly 0.
     """
     flat = zip((v for group in values for v in group), (n for group in num_sampled for n in group), strict=True)
     counted = [(value, count) for value, count in flat if count]
-    if len({value for value, _ in counted}) <= 1:
+    distinct = {value for value, _ in counted}
+    if len(distinct) <= 1:
         return [(0.0,) * len(group) for group in values]
-    unit = unit_of(value for value, _ in counted)
+    if max(distinct) >= HUGE or min(distinct) <= -HUGE:
+        unit = unit_of(distinct)
+        return standardized([[value / unit for value in group] for group in values], num_sampled, eps=eps / unit)
     total = sum(count for _, count in counted)
-    mean = math.fsum(count * (value / unit) for value, count in counted) / total
-    std = math.sqrt(math.fsum(count * (value / unit - mean) ** 2 for value, count in counted) / total)
-    return [tuple((value / unit - mean) / (std + EPS / unit) for value in group) for group in values]
+    mean = math.fsum(count * value for value, count in counted) / total
+    std = math.sqrt(math.fsum(count * (value - mean) ** 2 for value, count in counted) / total)
+    return [tuple((value - mean) / (std + eps) for value in group) for group in values]
 
 
-def unit_of(values: Iterable[float]) -> float:
-    """Return the power of two to divide values by, so that sums of their squares stay finite; 1 for values below 2^256.
+def unit_of(values: Collection[float]) -> float:
+    """Return the power of two that brings the largest of some huge values below `HUGE`; dividing by it does not round."""
+    return 2.0 ** (math.frexp(max(map(abs, values)))[1] - 120)
 
-    Dividing by a power of two does not round.
-    """
-    return 2.0 ** max(0, math.frexp(max(map(abs, values)))[1] - 256)
+
+def _multiplied(
+    scaled_G: Sequence[float], unit: float, rewards_G: Sequence[float], method: AdvantageMethod
+) -> tuple[float, ...]:
+    """Multiply the advantages of scaled rewards by the unit, or raise ValueError if they overflow."""
+    advantages_G = tuple(advantage * unit for advantage in scaled_G)
+    # `batch_advantages` standardizes the REINFORCE++ values, so these only have to be finite here.
+    limit = sys.float_info.max if method == "reinforce_pp_baseline" else MAX_ADVANTAGE
+    if max(map(abs, advantages_G)) > limit:
+        largest = max(rewards_G, key=abs)
+        fix = "Make the scorer return smaller numbers, or set algorithm.advantage to grpo."
+        raise ValueError(f"rewards[{rewards_G.index(largest)}]: the advantage does not fit float32 (got {largest:g}). {fix}")
+    return advantages_G
 
 
 def _best_with(ordered: Sequence[float], index: int, k: int) -> float:

@@ -55,11 +55,13 @@ def plan_batch(
     rows = pack_sequences(sequences, groups_S, prompt_lens_S, row_tokens)
     microbatches = _microbatches(sequences, rows, rows_per_microbatch, dp_size)
     num_placed = int((sequences["length"] - sequences["num_shared"]).sum())
+    # A rank without rows runs an empty one.
+    num_rows = sum(max(len(rank), 1) for microbatch in microbatches for rank in microbatch.rows)
     return BatchPlan(
         microbatches=microbatches,
         advantages_N=advantages_N,
         num_placed=num_placed,
-        packing_efficiency=num_placed / (_num_rows_run(microbatches) * row_tokens),
+        packing_efficiency=num_placed / (num_rows * row_tokens),
     )
 
 
@@ -156,8 +158,3 @@ def _row_table(sequences: Table, rows: Sequence[Sequence[int]]) -> RowTable:
     """Return the table of some rows, given as indices into `sequences`."""
     places = np.fromiter(chain.from_iterable(rows), np.int64)
     return RowTable(sequences[places], np.cumsum([len(row) for row in rows], dtype=np.int64))
-
-
-def _num_rows_run(microbatches: Sequence[MicroBatch]) -> int:
-    """Count the rows that the model runs; a rank without rows runs an empty one."""
-    return sum(max(len(rank), 1) for microbatch in microbatches for rank in microbatch.rows)

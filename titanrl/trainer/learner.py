@@ -83,11 +83,6 @@ class Learner:
         """Version of the weights that a forward pass uses at the moment."""
         return self.version if self.snapshots.current is None else self.snapshots.current
 
-    @property
-    def has_pending_gradients(self) -> bool:
-        """True if gradients were added since the last optimizer step."""
-        return self._num_pending > 0
-
     def forward_backward(self, rows: PackedRows, loss: LossName, correction: CorrectionTotals = NOT_MEASURED) -> LossSums:
         """Add the gradient of sum(w * l) over these rows; return the sums of its metrics."""
         policy = partial(_policy, algorithm=self._algorithm, correction=correction, version=self.version)
@@ -258,7 +253,7 @@ class Learner:
             PhaseError: A snapshot replaces the live weights, or gradients are pending.
         """
         self._require_live_weights(what)
-        if self.has_pending_gradients:
+        if self._num_pending:
             raise PhaseError(f"{what}: gradients of {self._num_pending} backward passes are pending; call optim_step first")
 
     def materialize_optimizer(self) -> None:

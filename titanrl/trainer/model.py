@@ -74,11 +74,6 @@ class PolicyModel:
         return state if self.lora is None else merged(state, self.lora.alpha, self.lora.rank)
 
 
-def local_device(device: Device) -> torch.device:
-    """Return the device of this rank. All ranks of a host see the same devices."""
-    return torch.device("cpu") if device.kind == "cpu" else get_local_device()
-
-
 def build_model(spec: ModelSpec, model_dir: Path, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
     """Build the model on the meta device, parallelize it, and initialize this rank's shards with random weights.
 
@@ -110,7 +105,7 @@ def build_model(spec: ModelSpec, model_dir: Path, config: TrainerConfig, device:
         skip_dp=config.parallelism.dp_size == 1 and config.dtype == config.compute_dtype,
     )
     sum_gradients(module)
-    where = local_device(device)
+    where = torch.device("cpu") if device.kind == "cpu" else get_local_device()
     module.to_empty(device=where)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
