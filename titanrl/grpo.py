@@ -10,7 +10,7 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +21,10 @@ import numpy as np
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.schedule import learning_rate
 from titanrl.command import main
-from titanrl.config import Config, ConfigError, check_files, dump_config
+from titanrl.config import Config, ConfigError, Source, dump_config
 from titanrl.config.sizes import notes
 from titanrl.data.tokenizer import load_tokenizer
-from titanrl.device import Device, resolve_device
+from titanrl.device import resolve_device
 from titanrl.launch.past_policies import PastPolicies
 from titanrl.launch.progress import RunState, checkpoint_dir, free_run_dir, latest_state, write_state
 from titanrl.launch.starting_model import prepare_starting_model
@@ -37,6 +37,7 @@ from titanrl.metrics.phases import PhaseTimer
 from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import make_trackers
+from titanrl.preflight import preflight
 from titanrl.replay.buffer import Batch
 from titanrl.tables import BatchPlan, Table
 from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
@@ -57,24 +58,30 @@ class GRPO:
             metrics = await run.step()
     """
 
-    def __init__(self, config: Config, *, resume: Path | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        console: Console | None = None,
+        source: Source | None = None,
+    ) -> None:
         """Check everything that can be checked before a process is started.
 
         Args:
             config: the run.
             resume: run directory to continue in; None makes a new one.
             console: shows progress; made from `config.logging` by default.
+            source: source of the configuration; with it messages name lines and overrides.
 
         Raises:
             ConfigError: a file or device that the configuration names is missing.
         """
-        problems = check_files(config)
-        if problems:
-            raise ConfigError(*problems)
         self.config = config
-        self.device = usable_device(config)
         self.state = RunState(step=0, version=0, next_index=0) if resume is None else resumable_state(resume)
         self.run_dir = (resume or free_run_dir(config.run_dir)).resolve()
+        preflight(config, source, meanwhile=_import_heavy_packages)
+        self.device = resolve_device(config.device)
         self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
         self._resume_step = None if resume is None else self.state.step
         self._saved_step = self.state.step
@@ -82,6 +89,7 @@ class GRPO:
         self._published: list[int] = []
         self._unpublished: list[Table] = []
         self._num_skipped_in_a_row = 0
+        self._warned_of_scorer = False
         self._parts: Parts | None = None
         self._recorder: Recorder | None = None
         self._past: PastPolicies
@@ -165,8 +173,7 @@ class GRPO:
         if self._resume_step is not None:
             await parts.trainer.load_checkpoint(self._resume_step)
         await generators
-        self._published.append(self.state.version)
-        parts.weights.publish(self.state.version, then=parts.workers.run)
+        self._publish_version(self.state.version, then=parts.workers.run)
         await parts.weights.ready()
         return self
 
@@ -195,13 +202,19 @@ class GRPO:
         if was_open:
             self.summarize()
 
-    async def stop(self) -> None:
-        """Stop every process and close every file, whatever state the run is in. A second call does nothing."""
+    async def stop(self, *, code: int = 0, cause: str = "") -> None:
+        """Stop every process and close every file, whatever state the run is in. A second call does nothing.
+
+        Args:
+            code: exit code of the run, for its last event.
+            cause: why it ended, if the code is not 0.
+        """
         if self._parts is not None:
             parts, self._parts = self._parts, None
             for problem in await parts.close(self.config.timeouts.close_s):
                 self.console.warn(f"while closing: {problem}")
         if self._recorder is not None:
+            self._recorder.directory.event("end", code=code, cause=cause)
             self._recorder.close()
             self._recorder = None
         self.console.close()
@@ -299,15 +312,19 @@ class GRPO:
         self._num_skipped_in_a_row = 0
         self._unpublished.append(handles)
         if update.version - self._published[-1] >= self.config.algorithm.updates_per_publish:
-            self._published.append(update.version)
             trained, self._unpublished = np.concatenate(self._unpublished), []
-            self.parts.weights.publish(update.version, then=partial(self._free_slots, update.version, trained))
+            self._publish_version(update.version, then=partial(self.parts.buffer.release, trained))
 
-    async def _free_slots(self, version: int, handles: Table) -> None:
-        """Free the slots of the groups a published version was trained on."""
+    def _publish_version(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
+        """Start to publish a version; await `then` when no request is served with an older one any more."""
         directory = self.recorder.directory
-        await self.parts.buffer.release(handles)
-        directory.event("publication", version=version, groups=len(handles))
+
+        async def published() -> None:
+            await then()
+            directory.event("publication", version=version)
+
+        self._published.append(version)
+        self.parts.weights.publish(version, then=published)
 
     def _count_skipped(self, update: OptimUpdate) -> None:
         self._num_skipped_in_a_row += 1
@@ -381,7 +398,15 @@ class GRPO:
         if rows:
             directory.log_advantages(self.state.step, rows)
         if num_dropped := batch.num_tried - len(groups):
-            directory.event("drop", step=self.state.step, groups=num_dropped, reason="no signal")
+            directory.event("drop", step=self.state.step, groups=num_dropped, reason="no signal, or no reward")
+        if batch.num_errors:
+            directory.event("scorer_error", step=self.state.step, count=batch.num_errors, error=batch.first_error)
+            if not self._warned_of_scorer:
+                self._warned_of_scorer = True
+                self.console.warn(
+                    f"the scorer failed on {batch.num_errors} of {batch.num_tried_rollouts} completions, which are left out "
+                    f"(first error: {batch.first_error}); reward/error_frac counts them"
+                )
 
     def _open_recorder(self) -> Recorder:
         """Open the run directory and start the trackers."""
@@ -414,16 +439,10 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def usable_device(config: Config) -> Device:
-    """Return the device of the run.
-
-    Raises:
-        ConfigError: this machine does not have it.
-    """
-    try:
-        return resolve_device(config.device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def _import_heavy_packages() -> None:
+    """Import torch and everything else that `GRPO.start` needs, which takes seconds."""
+    with loading():
+        import titanrl.launch.assembly  # noqa: F401
 
 
 def resumable_state(run_dir: Path) -> RunState:

@@ -1,4 +1,4 @@
-"""Runs of the real stack, small enough for a test; all share one cache of warm-started models."""
+"""Runs of the real stack, small enough for tests, which share one cache of warm-started models."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from titanrl.metrics.run_directory import read_metrics
 REPO = Path(__file__).parents[2]
 SMALL = (
     "num_steps=4",
-    # 60 steps of warm start are enough for groups whose rewards differ.
+    # 60 warm-start steps are enough for groups with different rewards.
     "warm_start.num_steps=60",
     "warm_start.num_long_only_steps=40",
     "evaluation.num_prompts=32",
@@ -39,21 +39,25 @@ class Finished:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Metrics of its steps, without lines of evaluations alone."""
+        """Metrics of the steps, without evaluation lines."""
         return [row for row in read_metrics(self.run_dir / "metrics.jsonl") if "reward/mean" in row]
 
     def evaluations(self, task: str = "chain_sum") -> list[float]:
-        """Held-out means, in order."""
+        """Return held-out mean rewards, in order."""
         rows = read_metrics(self.run_dir / "metrics.jsonl")
         return [row[f"eval/{task}/mean"] for row in rows if f"eval/{task}/mean" in row]
 
+    def events(self) -> list[dict[str, Any]]:
+        """Recorded events, in order."""
+        return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+
     def rollouts(self) -> list[dict[str, Any]]:
-        """The recorded groups."""
+        """Return the recorded groups."""
         return [json.loads(line) for line in (self.run_dir / "rollouts.jsonl").read_text().splitlines()]
 
 
 class Command:
-    """`python -m titanrl.grpo` under way."""
+    """A running `python -m titanrl.grpo`."""
 
     def __init__(self, run_dir: Path, arguments: list[str], environment: dict[str, str]) -> None:
         self.run_dir = run_dir
@@ -69,7 +73,7 @@ class Command:
         self.descendants: set[psutil.Process] = set()
 
     def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
-        """Read on until a step is in `metrics.jsonl`, and note the processes of the run."""
+        """Wait until a step is in `metrics.jsonl`, and note the processes of the run."""
         metrics, deadline = self.run_dir / "metrics.jsonl", time.monotonic() + timeout_s
         while not (metrics.exists() and any(row["step"] >= step and "reward/mean" in row for row in read_metrics(metrics))):
             assert self.process.poll() is None, f"the run ended before step {step}: {self.finish().output}"
@@ -78,17 +82,17 @@ class Command:
         self.descendants |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def finish(self, timeout_s: float = 240) -> Finished:
-        """Wait for the end."""
+        """Wait until the process ends."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return Finished(self.process.returncode, output, self.run_dir)
 
     def leftovers(self) -> list[str]:
-        """Noted processes that still run; a resource tracker needs a moment to see that its parent is gone."""
+        """Return noted processes that still run. A resource tracker ends shortly after its parent."""
         _, alive = psutil.wait_procs(self.descendants, timeout=3)
         return [str(process) for process in alive]
 
     def process_of(self, role: str, rank: int = 0) -> psutil.Process:
-        """A process of a role; a child of it, such as a resource tracker, writes to the same log."""
+        """Return a process of a role. Its children, such as a resource tracker, write to the same log."""
         return psutil.Process(int((self.run_dir / "logs" / f"{role}_{rank}.pid").read_text().split()[0]))
 
 
@@ -97,7 +101,7 @@ Start = Callable[..., Command]
 
 @pytest.fixture(scope="session")
 def start_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start a small run of the quick start; `overrides` come last, variables are added to the environment."""
+    """Return a function that starts a small quick-start run with overrides and environment variables."""
     folder = tmp_path_factory.mktemp("e2e")
     started: list[Command] = []
 
@@ -117,7 +121,7 @@ def start_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def plain_run(start_run: Start) -> Finished:
-    """One uninterrupted run that several tests look at; it also fills the cache."""
+    """One uninterrupted run shared by many tests; it also fills the cache."""
     command = start_run("plain")
     command.wait_for_step(1)
     finished = command.finish()

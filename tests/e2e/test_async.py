@@ -10,9 +10,9 @@ ROLES = ("trainer", "generator_0", "rollout", "store")
 
 @pytest.mark.parametrize(
     ("on_update", "bound"),
-    [("continue", 1), ("drain", 3)],  # with 3 the trainer publishes versions while a generator drains for the one before
+    [("continue", 1), ("drain", 3)],  # with 3, the trainer publishes a version while a generator drains for the previous one
 )
-def test_an_asynchronous_run_overlaps_within_its_bound_and_says_so(
+def test_asynchronous_run_overlaps_and_keeps_its_bound(
     start_run: Start, plain_run: Finished, on_update: str, bound: int
 ) -> None:
     initial = f"model.path={plain_run.run_dir}/checkpoints/final"
@@ -38,33 +38,33 @@ def test_an_asynchronous_run_overlaps_within_its_bound_and_says_so(
     assert max(row["mismatch/stale/logprob_abs_max"] for row in stale) > 1e-4
 
 
-def test_several_updates_a_publication_start_from_the_weights_it_began_with(start_run: Start, plain_run: Finished) -> None:
+def test_interval_start_ratios_start_from_the_published_weights(start_run: Start, plain_run: Finished) -> None:
     initial = f"model.path={plain_run.run_dir}/checkpoints/final"
     decoupled = ("algorithm.proximal=interval_start", "algorithm.correction.weight=token")
     settings = ("algorithm.updates_per_publish=2", *decoupled, "warm_start=null", initial, "checkpoint.every_steps=0")
     finished = start_run("intervals", "num_steps=4", *settings).finish()
     assert finished.code == 0, finished.output
-    # Synchronous by intervals: both batches of one are sampled by the version it starts with.
+    # Both batches of an interval are sampled by the version it starts with.
     assert [row["staleness/max"] for row in finished.steps] == [0, 0, 0, 0]
     assert [row["staleness/lag_1_frac"] for row in finished.steps] == [0.0, 1.0, 0.0, 1.0]
     assert [bool(row.get("sync/bytes")) for row in finished.steps] == [True, False, True, False]
-    # The ratio is to the weights of the interval's start, which the first step has and the second has moved away from.
+    # The ratio compares with the weights of the interval's start, which only the first step still has.
     first, second, third, fourth = (row["policy/ratio_max"] for row in finished.steps)
     assert first == third == 1.0
     assert min(second, fourth) > 1.0
-    # These are also the weights that sampled, so proximal and generator log-probabilities differ by rounding alone.
+    # The same weights sampled, so proximal and generator log-probabilities differ by rounding only.
     assert max(row["mismatch/logprob_abs_max"] for row in finished.steps) < 1e-4
 
 
 def footprint(command: Command) -> dict[str, tuple[int, int]]:
-    """Resident bytes and open files of each process that does the work, and of the controller."""
+    """Return resident bytes and open files of each role's process and of the controller."""
     processes = {role: command.process_of(role) for role in ROLES}
     processes["controller"] = psutil.Process(command.process.pid)
     return {role: (process.memory_info().rss, process.num_fds()) for role, process in processes.items()}
 
 
 @pytest.mark.slow
-def test_two_hundred_steps_take_no_more_memory_and_no_more_files_than_fifty(start_run: Start, plain_run: Finished) -> None:
+def test_memory_and_open_files_do_not_grow_with_steps(start_run: Start, plain_run: Finished) -> None:
     initial = f"model.path={plain_run.run_dir}/checkpoints/final"
     overlapping = ("max_staleness=1", "rollout.window=0.25", "generator.on_update=continue")
     command = start_run("soak", "num_steps=100000", *overlapping, "warm_start=null", initial, "checkpoint.every_steps=0")

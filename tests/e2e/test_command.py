@@ -17,7 +17,7 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def test_a_run_trains_evaluates_records_and_exports(plain_run: Finished) -> None:
+def test_run_trains_evaluates_records_and_exports(plain_run: Finished) -> None:
     assert [row["step"] for row in plain_run.steps] == [1, 2, 3, 4]
     assert [row["version"] for row in plain_run.steps] == [1, 2, 3, 4]
     assert len(plain_run.evaluations()) == 2
@@ -28,12 +28,12 @@ def test_a_run_trains_evaluates_records_and_exports(plain_run: Finished) -> None
     }
 
 
-def test_a_run_that_went_well_leaves_no_error_in_its_logs(plain_run: Finished) -> None:
+def test_successful_run_logs_no_error(plain_run: Finished) -> None:
     for log in (plain_run.run_dir / "logs").glob("*.log"):
         assert not re.search(r" ERROR |Traceback", log.read_text()), log.read_text()[-3000:]
 
 
-def test_every_step_is_on_policy_and_both_sides_agree_on_log_probabilities(plain_run: Finished) -> None:
+def test_synchronous_steps_are_on_policy_and_log_probabilities_agree(plain_run: Finished) -> None:
     for row in plain_run.steps:
         assert row["staleness/max"] == 0
         assert row["mismatch/logprob_abs_max"] < 1e-4
@@ -41,7 +41,7 @@ def test_every_step_is_on_policy_and_both_sides_agree_on_log_probabilities(plain
         assert row["sync/bytes"] == 408_320 * 4
 
 
-def test_recorded_rollouts_carry_the_version_that_made_them(plain_run: Finished) -> None:
+def test_recorded_rollouts_carry_the_version_that_sampled_them(plain_run: Finished) -> None:
     rollouts = plain_run.rollouts()
     # Groups 0 and 1 of each batch of 8; the batch of step k is made by version k - 1, the last one is never trained on.
     assert {(row["version"], row["index"] // 8) for row in rollouts} <= {(step, step) for step in range(5)}
@@ -50,18 +50,27 @@ def test_recorded_rollouts_carry_the_version_that_made_them(plain_run: Finished)
     )
 
 
-def test_what_is_said_last_tells_what_was_learned_and_what_to_do_next(plain_run: Finished) -> None:
+def test_last_lines_tell_result_and_next_steps(plain_run: Finished) -> None:
     assert re.search(r"held-out chain_sum 0\.\d+ -> 0\.\d+", plain_run.output)
-    for line in ("report ", "python -m titanrl.chat", "python -m titanrl.grpo --resume"):
+    for line in ("report ", "python -m titanrl.chat"):
         assert line in plain_run.output
+    assert "--resume" not in plain_run.output, "a finished run offers nothing to resume"
 
 
-def test_libraries_keep_quiet(plain_run: Finished) -> None:
+def test_every_publication_and_checkpoint_is_an_event(plain_run: Finished) -> None:
+    events = plain_run.events()
+    assert events[0]["kind"] == "start"
+    assert [event["version"] for event in events if event["kind"] == "publication"] == [0, 1, 2, 3, 4]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [2, 4]
+    assert (events[-1]["kind"], events[-1]["code"]) == ("end", 0)
+
+
+def test_libraries_print_nothing(plain_run: Finished) -> None:
     for noise in ("WARNING", "Warning", "vllm", "INFO", "monarch"):
         assert noise not in plain_run.output
 
 
-def test_the_same_seed_gives_the_same_curve(start_run: Start, plain_run: Finished) -> None:
+def test_same_seed_gives_the_same_curve(start_run: Start, plain_run: Finished) -> None:
     again = start_run("again", "checkpoint.every_steps=0").finish()
     assert again.code == 0, again.output
     for name in ("reward/mean", "grad/norm", "loss/policy", "tokens/response_len_mean", "mismatch/logprob_abs_max"):
@@ -69,7 +78,7 @@ def test_the_same_seed_gives_the_same_curve(start_run: Start, plain_run: Finishe
     assert again.evaluations() == plain_run.evaluations()
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(start_run: Start, plain_run: Finished) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(start_run: Start, plain_run: Finished) -> None:
     command = start_run("resumed", "num_steps=6")
     command.wait_for_step(3)
     command.process.send_signal(signal.SIGKILL)
@@ -88,7 +97,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(start_run: Start, plai
         ("evaluating", ["evaluation.every_steps=3", "evaluation.num_prompts=1000"]),  # for seconds after step 3
     ],
 )
-def test_ctrl_c_ends_the_run_in_order_and_leaves_nothing(
+def test_ctrl_c_is_confirmed_and_closes_the_run_in_order(
     start_run: Start, plain_run: Finished, doing: str, overrides: list[str]
 ) -> None:
     before = shared_memory()
@@ -101,13 +110,14 @@ def test_ctrl_c_ends_the_run_in_order_and_leaves_nothing(
     assert time.monotonic() - interrupted < 30
     assert command.leftovers() == []
     assert shared_memory() <= before
-    assert "interrupted" in finished.output
+    assert "interrupted; closing in order; the last" in finished.output
+    assert "steps are in no checkpoint. A second signal ends the run at once." in finished.output
     assert "python -m titanrl.grpo --resume" in finished.output
     for log in (finished.run_dir / "logs").glob("*.log"):
         assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
 
 
-def test_sigterm_ends_the_run_in_order_while_it_starts(start_run: Start, plain_run: Finished) -> None:
+def test_sigterm_during_the_start_closes_in_order_with_143(start_run: Start, plain_run: Finished) -> None:
     command = start_run("terminated", "num_steps=100000")
     deadline = time.monotonic() + 60
     while not (command.run_dir / "logs" / "generator_0_0.log").exists():
@@ -115,22 +125,23 @@ def test_sigterm_ends_the_run_in_order_while_it_starts(start_run: Start, plain_r
         time.sleep(0.05)
     command.process.terminate()
     finished = command.finish(timeout_s=30)
-    assert finished.code == 130, finished.output
-    assert "interrupted" in finished.output
+    assert finished.code == 143, finished.output
+    assert "interrupted; closing in order." in finished.output
 
 
 @pytest.mark.parametrize("role", ["generator_0", "trainer", "rollout"])
-def test_a_killed_process_ends_the_run_and_is_named(start_run: Start, plain_run: Finished, role: str) -> None:
+def test_killed_process_ends_the_run_and_is_named(start_run: Start, plain_run: Finished, role: str) -> None:
     command = start_run(f"killed-{role}", "num_steps=100000")
     command.wait_for_step(1)
     command.process_of(role).kill()
     finished = command.finish(timeout_s=60)
     assert finished.code == 1
     assert role.split("_")[0] in finished.output.splitlines()[-1]
+    assert [event["cause"].split(" ")[0] for event in finished.events() if event["kind"] == "fault"] == [f"{role}_0"]
     assert command.leftovers() == []
 
 
-def test_a_task_without_signal_starves_by_name(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+def test_task_without_signal_ends_with_starvation_error(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     (tmp_path / "same_reward.py").write_text("def score(text, entry):\n    return 0.5\n")
     overrides = ("data.scorer=same_reward:score", "rollout.starvation_timeout_s=3")
     finished = start_run("starved", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
@@ -139,9 +150,10 @@ def test_a_task_without_signal_starves_by_name(start_run: Start, plain_run: Fini
     assert "StarvationError" in last
     assert "with every reward 0.5" in last
     assert "Traceback" not in finished.output
+    assert "stall" in [event["kind"] for event in finished.events()]
 
 
-def test_a_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     started = time.monotonic()
     result = subprocess.run(
         [
@@ -173,7 +185,7 @@ def test_a_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
         (["trainer.parallelism.tp=3"], ["tp", "3"]),
     ],
 )
-def test_a_wrong_config_is_answered_without_a_traceback(arguments: list[str], expected: list[str], tmp_path: Path) -> None:
+def test_wrong_config_is_rejected_without_traceback(arguments: list[str], expected: list[str], tmp_path: Path) -> None:
     result = subprocess.run(
         [
             sys.executable,

@@ -1,4 +1,4 @@
-"""The objects a notebook uses, with two trainer ranks and both generator models on two processes each, against transformers."""
+"""Runs from Python with two trainer ranks and two generator processes, compared with transformers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_trainer_ranks_train_and_export_what_the_generator_runs(
+def test_exported_policy_of_two_ranks_equals_the_generators(
     layout: str, runner: asyncio.Runner, plain_run: Finished, tmp_path: Path
 ) -> None:
     places = (f"name={layout}", f"output_dir={tmp_path}", f"cache_dir={plain_run.run_dir.parents[1] / 'cache'}")

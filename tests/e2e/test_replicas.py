@@ -1,11 +1,14 @@
-"""Generator replicas that are not alike: one slow, one spread over ranks of which one dies."""
+"""Generator replicas that differ: a slow one, one that drains, and one of whose ranks dies."""
 
 import asyncio
+import json
 import os
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +17,7 @@ from tests.e2e.conftest import SMALL, Finished, Start
 from titanrl.config import Config, load_config
 from titanrl.grpo import GRPO
 from titanrl.launch.meshes import BufferClient, GeneratorMeshes
+from titanrl.launch.supervision import Supervisor
 from titanrl.replay.buffer import Batch
 from titanrl.tables import BatchPlan, Table
 from titanrl.weights.manifest import Commit
@@ -30,7 +34,7 @@ SLOW = (
 
 
 class Watched(GRPO):
-    """A run whose batches are noted, by the prompts in them."""
+    """A run that notes the prompts of its batches."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -43,7 +47,7 @@ class Watched(GRPO):
 
 @asynccontextmanager
 async def slowed(process: psutil.Process) -> AsyncIterator[None]:
-    """Let a process run for a part of the time only."""
+    """Let a process run only part of the time."""
 
     async def throttle() -> None:
         while True:
@@ -61,7 +65,7 @@ async def slowed(process: psutil.Process) -> AsyncIterator[None]:
 
 
 class LatePulls:
-    """Sends the second replica each version only when the slots trained on before are free."""
+    """Makes the second replica pull each version only after the slots trained on before are free."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_pulled = [0, 0]
@@ -91,7 +95,7 @@ class LatePulls:
 
 
 def overtakers(batches: list[list[int]]) -> dict[int, int]:
-    """How many younger groups went into an earlier batch than each group; those that no batch has yet are counted, too."""
+    """Return, for each group, how many younger groups were in an earlier batch; groups in no batch yet count, too."""
     taken: list[int] = []
     counts = {}
     for batch in batches:
@@ -101,7 +105,7 @@ def overtakers(batches: list[list[int]]) -> dict[int, int]:
     return counts | {index: sum(other > index for other in taken) for index in left_behind}
 
 
-def test_with_one_slow_replica_both_work_the_order_stays_in_the_window_and_its_pulls_hold_no_slot(
+def test_slow_replica_delays_no_slot_and_no_batch_beyond_the_window(
     plain_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = ("name=slow", f"output_dir={tmp_path}", f"model.path={plain_run.run_dir}/checkpoints/final")
@@ -132,14 +136,70 @@ def test_with_one_slow_replica_both_work_the_order_stays_in_the_window_and_its_p
     assert max(ages) <= config.worst_staleness
 
 
+class TracedRequests:
+    """The seconds in which at least one request to compute was pending at the trainer, seen from the controller."""
+
+    COMPUTE = ("trainer.forward_backward", "trainer.optim_step")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.busy_s = 0.0
+        self._pending, self._since = 0, 0.0
+        ask = Supervisor.ask
+
+        async def traced(supervisor: Supervisor, name: str, call: Awaitable[Any], timeout_s: float) -> Any:
+            if name not in self.COMPUTE:
+                return await ask(supervisor, name, call, timeout_s)
+            self._count(1)
+            try:
+                return await ask(supervisor, name, call, timeout_s)
+            finally:
+                self._count(-1)
+
+        monkeypatch.setattr(Supervisor, "ask", traced)
+
+    def _count(self, change: int) -> None:
+        now = time.perf_counter()
+        if self._pending:
+            self.busy_s += now - self._since
+        self._pending, self._since = self._pending + change, now
+
+
+def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_a_trace(
+    plain_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("algorithm.updates_per_publish=2", "max_staleness=5", "generator.on_update=drain", "generator.replicas=2")
+    decoupled = ("algorithm.proximal=interval_start", "algorithm.correction.weight=token")
+    places = ("name=drain", f"output_dir={tmp_path}", f"model.path={plain_run.run_dir}/checkpoints/final")
+    config = load_config(
+        "configs/quickstart.yaml", [*SMALL, *places, *overrides, *decoupled, "warm_start=null", "logging.console=off"]
+    )
+
+    async def scenario() -> tuple[list[dict[str, float]], float]:
+        run = await GRPO(config).start()
+        trace = TracedRequests(monkeypatch)
+        try:
+            steps = [dict((await run.step()).values) for _ in range(60)]
+            await run.parts.weights.ready()
+        finally:
+            await run.close()
+        events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+        assert [event["version"] for event in events if event["kind"] == "publication"] == list(range(0, 61, 2))
+        assert (run.run_dir / "report.html").exists()
+        return steps, trace.busy_s
+
+    steps, busy_s = asyncio.run(scenario())
+    step_s = sum(step["time/step_s"] for step in steps)
+    reported_s = sum(step["time/step_s"] * (1.0 - step["perf/trainer_idle_frac"]) for step in steps)
+    assert reported_s / step_s == pytest.approx(busy_s / step_s, abs=0.05)
+    assert max(step["staleness/max"] for step in steps) <= config.worst_staleness
+
+
 def shared_memory() -> set[str]:
-    """Names in shared memory, without those that exist for a moment only."""
+    """Return the names in shared memory, except short-lived semaphores."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-def test_a_rank_of_a_replica_that_is_killed_ends_the_run_by_name_and_leaves_nothing(
-    start_run: Start, plain_run: Finished
-) -> None:
+def test_killed_generator_rank_ends_the_run_and_is_named(start_run: Start, plain_run: Finished) -> None:
     before = shared_memory()
     command = start_run("killed-rank", "num_steps=100000", "generator.tp=2", "max_staleness=1")
     command.wait_for_step(1)

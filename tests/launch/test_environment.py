@@ -1,4 +1,4 @@
-"""Which devices the processes of each role see."""
+"""Devices and threads of each role's processes."""
 
 from typing import Any
 
@@ -18,12 +18,10 @@ SLURM = {"hosts": {"kind": "slurm", "generator_hosts": 2}}
     [
         (BEHIND, ["2,3", "4,5", "6,7", "8,9"]),  # after the trainer's two
         (SHARED, ["0,1", "2,3", "4,5", "6,7"]),
-        (SLURM, ["0,1", "0,1", "2,3", "2,3"]),  # replicas go to the two hosts by turns
+        (SLURM, ["0,1", "0,1", "2,3", "2,3"]),  # replicas alternate between the two hosts
     ],
 )
-def test_the_ranks_of_a_replica_have_devices_side_by_side_that_no_other_replica_has(
-    sections: dict[str, Any], devices: list[str]
-) -> None:
+def test_ranks_of_a_replica_get_adjacent_devices_of_their_own(sections: dict[str, Any], devices: list[str]) -> None:
     trainer = {"parallelism": {"dp_shard": 2}}
     config = Config(name="a", num_steps=1, trainer=trainer, generator={"replicas": 4, "tp": 2}, **sections)
     environments = [generator_environment(config, DEVICES["cuda"], replica) for replica in range(4)]
@@ -31,7 +29,7 @@ def test_the_ranks_of_a_replica_have_devices_side_by_side_that_no_other_replica_
 
 
 @pytest.mark.parametrize(("max_staleness", "threads"), [(0, "4"), (1, "2")])
-def test_a_trainer_leaves_the_cores_to_generators_that_work_at_the_same_time(
+def test_trainer_leaves_cores_to_concurrent_generators(
     max_staleness: int, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))

@@ -89,7 +89,7 @@ def with_patient(tmp_path: Path, scenario: Scenario) -> None:
     asyncio.run(run())
 
 
-def test_errors_of_all_kinds_are_answered_and_the_actor_lives_on(tmp_path: Path) -> None:
+def test_every_kind_of_error_reaches_the_caller_and_the_actor_survives(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         with pytest.raises(ValueError, match=r"data\.task=sums: no such task"):
             await supervisor.ask("fail", patient.fail.call_one(), 30)
@@ -104,7 +104,7 @@ def test_errors_of_all_kinds_are_answered_and_the_actor_lives_on(tmp_path: Path)
     assert "no such task" in (tmp_path / "patient_0.log").read_text()
 
 
-def test_what_a_stopped_part_cannot_answer_is_a_line_of_the_log_and_no_traceback(tmp_path: Path) -> None:
+def test_request_to_a_stopped_engine_is_logged_without_traceback(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         with pytest.raises(StoppedError, match="the engine was closed"):
             await supervisor.ask("give_up", patient.give_up.call_one(), 30)
@@ -117,16 +117,16 @@ def test_what_a_stopped_part_cannot_answer_is_a_line_of_the_log_and_no_traceback
     assert "Traceback" not in log
 
 
-def test_a_wait_ends_at_its_deadline_by_name(tmp_path: Path) -> None:
+def test_deadline_error_names_the_request(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         await supervisor.ask("pid", patient.pid.call_one(), 30)
-        with pytest.raises(DeadlineError, match=r"no answer to 'patient\.hang' within 0\.2 s"):
+        with pytest.raises(DeadlineError, match=r"no reply to 'patient\.hang' within 0\.2 s"):
             await supervisor.ask("patient.hang", patient.hang.call_one(), 0.2)
 
     with_patient(tmp_path, scenario)
 
 
-def test_a_death_ends_every_wait_of_its_own_run_and_none_of_the_next(tmp_path: Path) -> None:
+def test_death_ends_every_wait_of_its_run_only(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         pid = await supervisor.ask("pid", patient.pid.call_one(), 30)
         waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
@@ -134,7 +134,7 @@ def test_a_death_ends_every_wait_of_its_own_run_and_none_of_the_next(tmp_path: P
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
             await asyncio.wait_for(waiting, 15)
-        # torchmonarch tells it too, ten seconds later, once for each mesh of actors there, and whoever supervises then.
+        # torchmonarch reports it ten seconds later, once per actor mesh, to the supervisor of that time.
         late: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         loop, following = asyncio.get_running_loop(), Supervisor()
         take = monarch.actor.unhandled_fault_hook
@@ -152,7 +152,7 @@ def test_a_death_ends_every_wait_of_its_own_run_and_none_of_the_next(tmp_path: P
     with_patient(tmp_path, scenario)
 
 
-def test_a_guarded_call_that_fails_ends_every_wait_with_its_cause_and_one_that_returns_does_not(tmp_path: Path) -> None:
+def test_failed_guarded_call_ends_every_wait_with_its_cause(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         supervisor.guard("the first", patient.pid.call_one())
         assert await supervisor.ask("pid", patient.pid.call_one(), 30) > 0
@@ -163,7 +163,7 @@ def test_a_guarded_call_that_fails_ends_every_wait_with_its_cause_and_one_that_r
     with_patient(tmp_path, scenario)
 
 
-def test_a_process_that_is_stopped_runs_its_exit_handlers_and_is_not_taken_apart(tmp_path: Path) -> None:
+def test_stopped_process_runs_exit_handlers_but_no_interpreter_shutdown(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         await supervisor.ask("patient.leave_traces", patient.leave_traces.call_one(tmp_path), 60)
 
@@ -173,7 +173,7 @@ def test_a_process_that_is_stopped_runs_its_exit_handlers_and_is_not_taken_apart
     assert not (tmp_path / "taken apart").exists()
 
 
-def test_a_process_that_does_not_end_is_killed_and_named() -> None:
+def test_process_that_does_not_end_is_killed_and_named() -> None:
     async def run() -> None:
         supervisor = Supervisor()
         with subprocess.Popen(["sleep", "600"]) as stubborn, subprocess.Popen(["true"]) as willing:
@@ -187,7 +187,7 @@ def test_a_process_that_does_not_end_is_killed_and_named() -> None:
     asyncio.run(run())
 
 
-def test_a_process_that_is_gone_before_it_is_watched_counts_as_dead() -> None:
+def test_process_that_ended_before_the_watch_counts_as_dead() -> None:
     async def run() -> None:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()

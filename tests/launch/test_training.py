@@ -145,7 +145,7 @@ def all_equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_the_sum_and_the_log_probs_are_those_of_the_data_in_its_order(lab: Lab) -> None:
+def test_loss_and_logprobs_follow_the_order_of_the_data(lab: Lab) -> None:
     output = lab.ask(lambda: lab.client.forward(SUPERVISED, "cross_entropy"))
     assert [len(values) for values in arrays(output)] == [len(datum.model_input) for datum in DATA]
     by_hand = -sum(
@@ -161,7 +161,7 @@ def test_the_sum_and_the_log_probs_are_those_of_the_data_in_its_order(lab: Lab) 
     assert twice.metrics["loss:sum"] == pytest.approx(2 * output.metrics["loss:sum"], rel=1e-5)
 
 
-def test_requests_submitted_together_run_as_if_each_were_awaited(lab: Lab) -> None:
+def test_requests_submitted_together_equal_awaited_ones(lab: Lab) -> None:
     async def together() -> list[np.ndarray]:
         requests = []
         for _ in range(2):
@@ -202,7 +202,7 @@ def test_trainer_refuses_a_step_queued_behind_a_failed_pass(lab: Lab) -> None:
     assert lab.ask(lambda: lab.client.optim_step(ADAM)) == after_failure
 
 
-def test_every_option_of_a_step_holds_for_that_step(lab: Lab) -> None:
+def test_optimizer_options_hold_for_one_step(lab: Lab) -> None:
     before = logprobs(lab)
 
     async def step(**options: float) -> Any:
@@ -218,7 +218,7 @@ def test_every_option_of_a_step_holds_for_that_step(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("way", ["imported by the trainer", "computed by the caller"])
-def test_a_loss_of_the_callers_own_has_the_gradient_of_the_built_in_one(lab: Lab, way: str) -> None:
+def test_custom_loss_has_the_gradient_of_the_built_in_one(lab: Lab, way: str) -> None:
     async def train(custom: bool) -> tuple[ForwardBackwardOutput, float, list[np.ndarray]]:
         await lab.client.load_state_with_optimizer(lab.start)
         if not custom:
@@ -240,7 +240,7 @@ def test_a_loss_of_the_callers_own_has_the_gradient_of_the_built_in_one(lab: Lab
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-def test_gradients_add_up_until_the_step(lab: Lab) -> None:
+def test_gradients_accumulate_until_the_step(lab: Lab) -> None:
     async def norm(*parts: list[Datum]) -> float:
         for part in parts:
             await lab.client.forward_backward(part, "ppo")
@@ -251,7 +251,7 @@ def test_gradients_add_up_until_the_step(lab: Lab) -> None:
     assert lab.do(norm(DATA, DATA)) == pytest.approx(2 * whole, rel=1e-6)
 
 
-def test_a_state_comes_back_with_and_without_the_optimizer(lab: Lab) -> None:
+def test_state_is_restored_with_and_without_optimizer(lab: Lab) -> None:
     async def step() -> list[np.ndarray]:
         await lab.client.forward_backward(DATA, "ppo")
         await lab.client.optim_step(ADAM)
@@ -271,7 +271,7 @@ def test_a_state_comes_back_with_and_without_the_optimizer(lab: Lab) -> None:
     lab.do(scenario())
 
 
-def test_saving_a_state_before_the_first_step_changes_nothing(lab: Lab) -> None:
+def test_saving_before_the_first_step_changes_nothing(lab: Lab) -> None:
     async def step() -> list[np.ndarray]:
         await lab.client.forward_backward(DATA, "ppo")
         await lab.client.optim_step(ADAM)
@@ -288,7 +288,7 @@ def test_saving_a_state_before_the_first_step_changes_nothing(lab: Lab) -> None:
     lab.do(scenario())
 
 
-def test_log_probs_of_an_older_version_are_those_it_gave(lab: Lab) -> None:
+def test_logprobs_of_a_kept_version_are_reproduced(lab: Lab) -> None:
     async def scenario() -> None:
         before = await lab.client.compute_logprobs(DATA)
         held = await lab.client.keep_weights()
@@ -300,7 +300,7 @@ def test_log_probs_of_an_older_version_are_those_it_gave(lab: Lab) -> None:
     lab.do(scenario())
 
 
-def test_a_failed_request_stops_those_behind_it_until_the_caller_recovers(lab: Lab) -> None:
+def test_failed_request_cancels_later_ones_until_recover(lab: Lab) -> None:
     async def scenario() -> None:
         failing = lab.client.forward_backward_custom(DATA, losses.broken)
         behind = lab.client.optim_step(ADAM)
@@ -334,7 +334,7 @@ async def read_weights(lab: Lab, commit: Commit) -> dict[str, torch.Tensor]:
     return targets
 
 
-def test_a_push_beside_the_next_pass_sends_the_weights_of_before_the_next_step(lab: Lab) -> None:
+def test_push_during_the_next_pass_sends_the_current_version(lab: Lab) -> None:
     async def run() -> tuple[dict[str, torch.Tensor], ...]:
         await lab.client.forward_backward(DATA, "ppo")
         version = (await lab.client.optim_step(ADAM)).version
@@ -350,7 +350,7 @@ def test_a_push_beside_the_next_pass_sends_the_weights_of_before_the_next_step(l
     assert not any(torch.equal(alone[name], later[name]) for name in alone)
 
 
-def test_a_push_beside_a_pass_of_an_older_version_sends_the_live_weights(lab: Lab) -> None:
+def test_push_during_a_pass_with_kept_weights_sends_the_live_ones(lab: Lab) -> None:
     async def run() -> tuple[dict[str, torch.Tensor], ...]:
         held = await lab.client.keep_weights()
         await lab.client.forward_backward(DATA, "ppo")

@@ -55,7 +55,7 @@ class TrainingClient:
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
-        """Accumulate the gradient of the loss, summed over all tokens of the data, for the next optimizer step.
+        """Add up the gradient of the loss, summed over all tokens of the data, for the next optimizer step.
 
         Args:
             data: sequences; the result does not depend on packing or on the number of ranks.
@@ -65,7 +65,7 @@ class TrainingClient:
         return self._submit(lambda: self._trainer.run_data(data, loss_fn, loss_fn_config or {}, backward=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: "CustomLoss") -> asyncio.Task[ForwardBackwardOutput]:
-        """Accumulate the gradient of a loss that the caller computes from the log-probabilities of all data.
+        """Add up the gradient of a loss that the caller computes from the log-probabilities of all data.
 
         One pass fetches the log-probabilities. The gradient C of the loss with respect to them becomes the linear loss
         sum(C * logprobs), which has the same gradient and is reported as `surrogate_loss:sum`.
