@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from titanrl.algorithms.batch_plan import plan_batch
-from titanrl.algorithms.schedule import learning_rate
+from titanrl.algorithms.schedule import adam_params
 from titanrl.command import main
-from titanrl.config import Config, ConfigError, Source, dump_config
+from titanrl.config import Config, Source, dump_config
 from titanrl.config.sizes import notes
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import resolve_device
 from titanrl.launch.past_policies import PastPolicies
-from titanrl.launch.progress import RunState, checkpoint_dir, free_run_dir, latest_state, write_state
+from titanrl.launch.progress import RunState, checkpoint_dir, free_run_dir, resumable_state, write_state
 from titanrl.launch.starting_model import prepare_starting_model
 from titanrl.launch.warm_start import warm_start
 from titanrl.loading import loading
@@ -40,7 +40,7 @@ from titanrl.metrics.trackers import make_trackers
 from titanrl.preflight import preflight
 from titanrl.replay.buffer import Batch
 from titanrl.tables import BatchPlan, Table
-from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
+from titanrl.types import EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -102,13 +102,14 @@ class GRPO:
         with self._timer.phase("rollout"):
             batch = await parts.weights.unless_failed(parts.buffer.take_batch())
         ages, plan = self._ages(batch), self._plan(batch)
+        params = adam_params(self.config.algorithm, self.state.version, self.config.num_steps)
         with self._timer.phase("train"):
             past = await self._past.compute(plan.microbatches, version=self.state.version, published=self._published[-1])
             microbatches = await self._past.with_correction_totals(plan.microbatches, past)
             passes = parts.trainer.forward_backward(
                 microbatches, proximal_version=past.proximal, reference_version=past.reference
             )
-            stepping = parts.trainer.optim_step(self._adam_params(), after=parts.weights.pushed)
+            stepping = parts.trainer.optim_step(params, after=parts.weights.pushed)
             values = self._batch_metrics(batch, ages)  # while the trainer computes
             losses = await passes
         with self._timer.phase("sync"):  # the last push reads the weights
@@ -117,6 +118,7 @@ class GRPO:
             update, generated = await asyncio.gather(stepping, parts.generators.take_stats())
         await self._publish(batch, update)
         parts.buffer.prefetch()
+        values |= metrics_of.optimizer_metrics(update, params.learning_rate)
         return self._report(batch, plan, values, losses, update, generated, time.perf_counter() - started)
 
     async def train(self, num_steps: int | None = None) -> None:
@@ -284,24 +286,6 @@ class GRPO:
         assert max(ages) <= bound, f"step {self.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
         return ages
 
-    def _adam_params(self) -> AdamParams:
-        algorithm = self.config.algorithm
-        rate = learning_rate(
-            self.state.version,
-            peak=algorithm.learning_rate,
-            num_warmup_steps=algorithm.num_warmup_steps,
-            decay=algorithm.lr_decay,
-            num_steps=self.config.num_steps,
-        )
-        return AdamParams(
-            learning_rate=rate,
-            beta1=algorithm.betas[0],
-            beta2=algorithm.betas[1],
-            eps=algorithm.eps,
-            weight_decay=algorithm.weight_decay,
-            max_grad_norm=algorithm.max_grad_norm,
-        )
-
     async def _publish(self, batch: Batch, update: OptimUpdate) -> None:
         """Publish after `updates_per_publish` updates and free their slots afterwards; free those of a skipped step now."""
         handles = batch.records.handles
@@ -335,7 +319,7 @@ class GRPO:
                 "or look at grad/norm and mismatch/logprob_abs_max in metrics.jsonl"
             )
 
-    def _batch_metrics(self, batch: Batch, ages: Sequence[int]) -> Mapping[str, float]:
+    def _batch_metrics(self, batch: Batch, ages: Sequence[int]) -> dict[str, float]:
         """Return the metrics that depend on the batch alone."""
         return {
             **metrics_of.rollout_metrics(
@@ -365,13 +349,11 @@ class GRPO:
         step_s: float,
     ) -> StepMetrics:
         """Count the step and record everything about it."""
-        rate = self._adam_params().learning_rate
         self.state = RunState(step=self.state.step + 1, version=update.version, next_index=batch.next_index)
         values = {
             **batch_metrics,
             **metrics_of.staleness_metrics(losses),
             **metrics_of.loss_metrics(losses),
-            **metrics_of.optimizer_metrics(update, rate),
             **metrics_of.speed_metrics(
                 trained_tokens=plan.num_placed, generated=generated, trainer_busy_s=update.busy_s, step_s=step_s
             ),
@@ -443,18 +425,6 @@ def _import_heavy_packages() -> None:
     """Import torch and everything else that `GRPO.start` needs, which takes seconds."""
     with loading():
         import titanrl.launch.assembly  # noqa: F401
-
-
-def resumable_state(run_dir: Path) -> RunState:
-    """Return the state of a run directory's newest complete checkpoint.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    state = latest_state(run_dir / "checkpoints")
-    if state is None:
-        raise ConfigError(f"--resume {run_dir}: no checkpoint there; give the directory of a run that saved one")
-    return state
 
 
 if __name__ == "__main__":

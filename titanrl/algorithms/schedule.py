@@ -1,6 +1,8 @@
-"""Learning-rate schedule."""
+"""Learning-rate schedule, and the optimizer's options at each step."""
 
 from titanrl.config.choices import LearningRateDecay
+from titanrl.config.sections import AlgorithmConfig
+from titanrl.types import AdamParams
 
 
 def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: LearningRateDecay, num_steps: int) -> float:
@@ -13,3 +15,22 @@ def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: Learn
     if decay == "constant":
         return peak
     return peak * max(num_steps - step, 0) / max(num_steps - num_warmup_steps, 1)
+
+
+def adam_params(algorithm: AlgorithmConfig, step: int, num_steps: int) -> AdamParams:
+    """Return the optimizer's options at optimizer step `step` of `num_steps`, counted from 0."""
+    rate = learning_rate(
+        step,
+        peak=algorithm.learning_rate,
+        num_warmup_steps=algorithm.num_warmup_steps,
+        decay=algorithm.lr_decay,
+        num_steps=num_steps,
+    )
+    return AdamParams(
+        learning_rate=rate,
+        beta1=algorithm.betas[0],
+        beta2=algorithm.betas[1],
+        eps=algorithm.eps,
+        weight_decay=algorithm.weight_decay,
+        max_grad_norm=algorithm.max_grad_norm,
+    )

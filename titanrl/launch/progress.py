@@ -5,6 +5,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titanrl.config.errors import ConfigError
+
 STATE_FILE = "controller.json"
 
 
@@ -34,6 +36,18 @@ def latest_state(checkpoints: Path) -> RunState | None:
     complete = [path for path in checkpoints.glob(f"step-*/{STATE_FILE}") if path.with_name(".metadata").is_file()]
     states = [RunState(**json.loads(path.read_text())) for path in complete]
     return max(states, key=lambda state: state.step, default=None)
+
+
+def resumable_state(run_dir: Path) -> RunState:
+    """Return the state of a run directory's newest complete checkpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    state = latest_state(run_dir / "checkpoints")
+    if state is None:
+        raise ConfigError(f"--resume {run_dir}: no checkpoint there; give the directory of a run that saved one")
+    return state
 
 
 def checkpoint_dir(checkpoints: Path, step: int) -> Path:

@@ -73,7 +73,7 @@ class TrainingClient:
         return self._submit(lambda: self._custom(data, loss))
 
     def compute_logprobs(self, data: Sequence[Datum], at_version: int | None = None) -> asyncio.Task[list[FloatArray]]:
-        """Compute log-probabilities of the targets, one array per datum; `at_version` selects weights kept by `keep_weights`."""
+        """Compute log-probabilities of the targets, one array per datum; `at_version` selects weights that were kept."""
         return self._submit(lambda: self._logprobs(data, at_version))
 
     def optim_step(self, adam_params: AdamParams) -> asyncio.Task[OptimUpdate]:
