@@ -63,7 +63,9 @@ class RunTracker:
         module = _import(package)
         self._state_file = run_dir / f"{package}.json"
         is_known = resume_step is not None and self._state_file.exists()
-        state = json.loads(self._state_file.read_text(encoding="utf-8")) if is_known else {"id": None, "step": -1}
+        state: dict[str, Any] = {"id": None, "step": -1}
+        if is_known:
+            state = json.loads(self._state_file.read_text(encoding="utf-8"))
         self._first_step, self._step = state["step"] + 1, state["step"]
         self._is_wandb = package == "wandb"
         options: dict[str, Any] = {"project": PROJECT, "name": run_dir.name, "config": dict(config)}
