@@ -44,7 +44,8 @@ def draw_curves(rows: Rows) -> list[Chart]:
         if drawing is not None:
             headline, figure = drawing
             figure.update_layout(showlegend=len(figure.data) > 1)
-            content = {"data": figure.to_plotly_json()["data"], "layout": _plain(figure)}
+            content = figure.to_plotly_json()
+            del content["layout"]["template"]  # its colours are made for a light page
             charts.append(Chart(title=title, headline=headline, figure=json.dumps(content, separators=(",", ":"))))
     return charts
 
@@ -54,12 +55,6 @@ def thin(points: Points) -> Points:
     size = -(-len(points) // MAX_POINTS)
     runs = [points[start : start + size] for start in range(0, len(points), size)] if size > 1 else []
     return [(fmean(step for step, _ in run), fmean(value for _, value in run)) for run in runs] or points
-
-
-def _plain(figure: go.Figure) -> dict[str, Any]:
-    """Return the layout without plotly's default template, whose colours are made for a light page."""
-    layout: dict[str, Any] = figure.to_plotly_json()["layout"]
-    return {name: value for name, value in layout.items() if name != "template"}
 
 
 def _line(points: Points, name: str, **style: Any) -> go.Scatter:

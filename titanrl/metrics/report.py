@@ -61,7 +61,7 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
         charts=_for_script([curve.figure for curve in curves]),
         plotly=_packed_plotly() if curves else "",
         samples=_for_script(samples) if samples else "",
-        samples_note=_samples_note(len(samples), total),
+        samples_note=f"{'All' if len(samples) == total else 'The first and the newest of'} {total} recorded groups.",
     )
     report = run_dir / "report.html"
     replace_text(report, page)
@@ -165,7 +165,3 @@ def _completion(completion: Mapping[str, Any], advantage: float | None) -> dict[
         "logprobs": [None if logprob is None else round(logprob, 3) for logprob in logprobs],
         "cut": len(completion["tokens"]) > MAX_TOKENS,
     }
-
-
-def _samples_note(shown: int, total: int) -> str:
-    return f"All {total} recorded groups." if shown == total else f"The first and the newest of {total} recorded groups."
