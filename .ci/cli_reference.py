@@ -21,17 +21,17 @@ closed in order).
 
 
 def main() -> None:
-    """Print the page."""
-    print(INTRODUCTION)
-    print("\n".join(section(module, purpose) for module, purpose in COMMANDS.items()), end="")
-
-
-def section(module: str, purpose: str) -> str:
-    """Return the section of one command: its purpose and its help text, as argparse prints it in 110 columns."""
+    """Print the page: for each command its purpose, and its help text as argparse prints it in 110 columns."""
     environment = os.environ | {"COLUMNS": "110"}
-    command = [sys.executable, "-m", module, "--help"]
-    help_text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    return f"## {module}\n\n{purpose}\n\n```text\n{help_text.rstrip()}\n```\n"
+    running = {
+        module: subprocess.Popen([sys.executable, "-m", module, "--help"], env=environment, stdout=subprocess.PIPE, text=True)
+        for module in COMMANDS
+    }
+    print(INTRODUCTION, end="")
+    for module, process in running.items():
+        help_text, _ = process.communicate()
+        assert process.returncode == 0, f"{module} --help failed"
+        print(f"\n## {module}\n\n{COMMANDS[module]}\n\n```text\n{help_text.rstrip()}\n```")
 
 
 if __name__ == "__main__":

@@ -1,3 +1,5 @@
+"""Requirements, layers, layout and figures are the same wherever they are written down."""
+
 import re
 import shutil
 import subprocess
@@ -10,19 +12,19 @@ import pytest
 from benchmarks import table
 
 ROOT = Path(__file__).parents[1]
-LISTS = ("cpu", "cuda", "dev", "npu")
+LISTS = ("cpu", "cuda", "dev", "docs", "npu")
 HEAVY = ("monarch", "reasoning_gym", "torch", "torchstore", "torchtitan", "transformers", "vllm")
 PIN = re.compile(r"([a-z0-9-]+)==([a-z0-9.]+)")
 
 
 def read_project() -> dict[str, list[str]]:
-    """The requirements of pyproject.toml, by extra; the core ones under an empty name."""
+    """Return the requirements of pyproject.toml by extra, the core ones under an empty name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {"": project["dependencies"], **project["optional-dependencies"]}
 
 
 def read_pins(name: str) -> dict[str, str]:
-    """Version by package of a list; a line that is anything but a pin, such as an index, fails."""
+    """Return the version of each package of a list; fail at a line that is not a pin, such as an index."""
     pins = {}
     for line in (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
         match = PIN.fullmatch(line)
@@ -32,7 +34,7 @@ def read_pins(name: str) -> dict[str, str]:
 
 
 def read_inputs(name: str) -> list[str]:
-    """Requirements of a `.in` file and the files it includes."""
+    """Return the requirements of a `.in` file and of the files it includes."""
     requirements = []
     for line in (ROOT / "requirements" / f"{name}.in").read_text(encoding="utf-8").splitlines():
         if line.startswith("-r "):
@@ -42,31 +44,31 @@ def read_inputs(name: str) -> list[str]:
     return requirements
 
 
-def package_name(requirement: str) -> str:
+def name_of(requirement: str) -> str:
     return re.split(r"[^A-Za-z0-9_-]", requirement)[0].lower()
 
 
 def assert_fulfilled(requirements: list[str], pins: dict[str, str]) -> None:
     for requirement in requirements:
-        name = package_name(requirement)
+        name = name_of(requirement)
         assert name in pins, f"{name} is in no list: run make requirements"
         if "==" in requirement:
             assert requirement == f"{name}=={pins[name]}"
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
+def test_importing_the_package_loads_no_heavy_library() -> None:
     program = f"import sys, titanrl; print(sorted(set({HEAVY}) & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert loaded == "[]\n"
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_list_holds_pins_alone_and_all_that_is_asked_for(name: str) -> None:
+def test_list_has_only_pins_and_every_requirement(name: str) -> None:
     assert_fulfilled(read_inputs(name), read_pins(name))
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
-def test_the_lists_agree_with_the_project_file(extra: str) -> None:
+def test_lists_agree_with_the_project_file(extra: str) -> None:
     project = read_project()
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     torch = re.search(r"^TORCH_VERSION := (.*)$", makefile, re.MULTILINE)
@@ -76,30 +78,36 @@ def test_the_lists_agree_with_the_project_file(extra: str) -> None:
     assert pins["torch"] == torch[1]
 
 
-def test_the_core_is_small() -> None:
+def test_core_has_at_most_eight_dependencies() -> None:
     assert len(read_project()[""]) <= 8
 
 
-def test_the_project_file_names_the_same_development_tools() -> None:
+def test_project_file_names_the_development_tools() -> None:
     assert read_project()["dev"] == read_inputs("dev")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "npu"])
-def test_the_development_list_fits_every_other(name: str) -> None:
-    pins, dev = read_pins(name), read_pins("dev")
-    assert not [package for package in pins.keys() & dev.keys() if pins[package] != dev[package]]
+@pytest.mark.parametrize("tools", ["dev", "docs"])
+def test_tools_need_the_versions_of_every_list(name: str, tools: str) -> None:
+    pins, extra = read_pins(name), read_pins(tools)
+    assert not [package for package in pins.keys() & extra.keys() if pins[package] != extra[package]]
 
 
-def test_on_cpu_torch_is_left_to_its_own_step() -> None:
+def test_both_lists_of_tools_agree() -> None:
+    dev, docs = read_pins("dev"), read_pins("docs")
+    assert not [package for package in dev.keys() & docs.keys() if dev[package] != docs[package]]
+
+
+def test_cpu_list_leaves_torch_to_its_own_step() -> None:
     assert not {"torch", "torchvision", "torchaudio"} & read_pins("cpu").keys()
     assert not [name for name in read_pins("cpu") if name.startswith("nvidia")]
 
 
-def test_the_figures_in_readme_and_docs_are_those_of_the_baselines() -> None:
+def test_figures_of_the_pages_are_those_of_the_baselines() -> None:
     subprocess.run([sys.executable, "-m", "benchmarks.table", "--check"], cwd=ROOT, check=True)
 
 
-def test_a_figure_that_is_not_its_baselines_is_found_and_put_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_figure_is_reported_and_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "benchmarks/baselines").mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks/baselines/quickstart.json", tmp_path / "benchmarks/baselines")
     text = (ROOT / "README.md").read_text()
@@ -111,3 +119,42 @@ def test_a_figure_that_is_not_its_baselines_is_found_and_put_right(tmp_path: Pat
     monkeypatch.setattr(sys, "argv", ["table"])
     table.main()
     assert (tmp_path / "README.md").read_text() == text
+
+
+def layers() -> dict[str, int]:
+    """Return the layer of each module of the package; layer 0 imports nothing above it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    rows: list[str] = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    return {name: layer for layer, row in enumerate(reversed(rows)) for name in re.findall(r"\w+", row)}
+
+
+def test_readme_tree_has_every_module_with_its_layer() -> None:
+    tree = (ROOT / "README.md").read_text().split("## Code layout")[1].split("## ")[0]
+    listed = {match[1]: int(match[2]) for match in re.finditer(r"^  (\w+)(?:\.py|/) +(\d)  \S", tree, re.MULTILINE)}
+    modules = {path.stem for path in (ROOT / "titanrl").iterdir() if path.stem not in {"__init__", "__pycache__", "py"}}
+    assert listed == layers()
+    assert listed.keys() == modules
+
+
+def test_contributing_lists_every_layer() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Layers")[1]
+    rows = re.findall(r"^\| (\d) \| ([^|]*) \|", section, re.MULTILINE)
+    assert {name: int(layer) for layer, names in rows for name in re.findall(r"\w+", names)} == layers()
+
+
+def test_folders_of_the_readme_tree_exist() -> None:
+    tree = (ROOT / "README.md").read_text().split("## Code layout")[1].split("## ")[0]
+    for folder in re.findall(r"^(\w+)/ ", tree, re.MULTILINE):
+        assert (ROOT / folder).is_dir(), folder
+
+
+def test_paths_named_in_the_guides_exist() -> None:
+    for guide in ("CONTRIBUTING.md", "AGENTS.md"):
+        for path in re.findall(r"`((?:titanrl|tests|docs|benchmarks|configs|\.ci)/[\w./]*)`", (ROOT / guide).read_text()):
+            assert (ROOT / path).exists(), f"{guide}: {path}"
+
+
+def test_llms_txt_lists_every_page() -> None:
+    text = (ROOT / "docs/llms.txt").read_text()
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r"\]\(([^)]+)\)", text)) == pages

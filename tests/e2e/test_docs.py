@@ -1,7 +1,8 @@
-"""What the documentation tells people to run does run."""
+"""Documented programs that need a trained model: Python blocks, the notebook, the chat."""
 
-import re
-import shlex
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,61 +11,84 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.e2e.conftest import REPO, Finished
+from tests.docs.blocks import PAGES, all_blocks, blocks_of, shell_lines
+from tests.e2e.conftest import REPO, Finished, Start
 
-README = (REPO / "README.md").read_text()
+NOTEBOOK = REPO / "docs/notebooks/quickstart.ipynb"
 
 
-def test_the_notebook_runs_from_top_to_bottom(plain_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notebook = nbformat.read(REPO / "docs/notebooks/quickstart.ipynb", as_version=4)
+def small_run(finished: Finished, folder: Path) -> list[str]:
+    """Return overrides that start from a finished run's model, and write to a folder."""
+    model = finished.run_dir / "checkpoints/final"
+    places = [f"output_dir={folder}/runs", f"cache_dir={folder}/cache", f"model.path={model}", "warm_start=null"]
+    return [*places, "evaluation.num_prompts=8"]
+
+
+def test_every_python_block_runs(plain_run: Finished, tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(REPO / "configs")
+    pages = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+    for page in pages:
+        for block in blocks_of(page):
+            if block.title:
+                (tmp_path / block.title).write_text(block.text)
+    overrides = json.dumps([*small_run(plain_run, tmp_path), "logging.console=off"])
+    command = [sys.executable, "-m", "tests.docs.run_blocks", overrides, *map(str, pages)]
+    environment = os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr[-5000:]
+    expected = [block for block in all_blocks("python") if not block.title]
+    assert [line for line in result.stdout.splitlines() if line.startswith("ran ")] == [f"ran {block}" for block in expected]
+    assert len(expected) >= 5
+
+
+def test_the_notebook_runs_in_its_own_folder(plain_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     (load,) = (cell for cell in notebook.cells if "load_config" in cell.source)
-    places = [f"output_dir={tmp_path}", f"cache_dir={plain_run.run_dir.parents[1] / 'cache'}", "warm_start=null"]
-    places += [f"model.path={plain_run.run_dir / 'checkpoints/final'}", "evaluation.num_prompts=32"]
-    load.source = load.source.replace('["name=notebook",', f'["name=notebook", {", ".join(map(repr, places))},')
-    monkeypatch.chdir(REPO)
+    assert "overrides)" in load.source
+    load.source = load.source.replace("overrides)", f"overrides + {small_run(plain_run, tmp_path)!r})")
+    monkeypatch.chdir(NOTEBOOK.parent)
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert "'final'" in outputs[-1]["data"]["text/plain"]
+    assert "final" in notebook.cells[-1].outputs[0]["text"]
+    assert (tmp_path / "runs/notebook/report.html").is_file()
 
 
-def commands() -> list[str]:
-    """Every `python -m` command of the README, without its comment."""
-    lines = [line.strip().split(" #")[0].strip() for line in README.splitlines()]
-    return [line for line in lines if line.startswith("python -m titanrl")]
+def test_the_notebook_keeps_its_outputs_without_paths_of_a_machine() -> None:
+    cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    text = json.dumps([cell.outputs for cell in cells])
+    assert "held-out chain_sum" in text
+    assert "/home/" not in text
+    assert str(REPO) not in text
+    assert NOTEBOOK.stat().st_size < 50_000
 
 
-def test_the_readme_has_commands() -> None:
-    assert len(commands()) >= 3
-
-
-@pytest.mark.parametrize("command", commands())
-def test_each_command_of_the_readme_runs(command: str, plain_run: Finished, tmp_path: Path) -> None:
-    arguments = shlex.split(command)[1:]
-    stdin = None
-    if "titanrl.grpo" in command and "--dry-run" not in command:
-        cache = plain_run.run_dir.parents[1] / "cache"
-        small = ["warm_start.num_steps=60", "warm_start.num_long_only_steps=40", "evaluation.num_prompts=16", "num_steps=1"]
-        arguments += [f"output_dir={tmp_path}", f"cache_dir={cache}", *small]
-    if "titanrl.chat" in command:
-        arguments[arguments.index("runs/quickstart")] = str(plain_run.run_dir)
-        stdin = "State the final answer to the following arithmetic problem: 7 + 5 - 3 =\n"
+def test_the_chat_of_the_pages_completes_a_prompt(plain_run: Finished) -> None:
+    lines = {line for block in all_blocks("sh") for line in shell_lines(block) if "titanrl.chat" in line}
+    assert lines == {"python -m titanrl.chat runs/quickstart"}
     result = subprocess.run(
-        [sys.executable, *arguments], cwd=REPO, input=stdin, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", "titanrl.chat", str(plain_run.run_dir)],
+        cwd=REPO,
+        input="State the final answer to the following arithmetic problem: 7 + 5 - 3 =\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    if stdin is not None:
-        assert "<answer>" in result.stdout
+    assert "<answer>" in result.stdout
 
 
-def test_the_files_the_readme_points_to_are_there() -> None:
-    links = [target for target in re.findall(r"\]\(([^)#]+)\)", README) if not target.startswith("http")]
-    missing = [target for target in links if not (REPO / target).exists()]
-    assert missing == []
-    assert len(links) >= 8
+def test_the_documented_rollout_has_the_keys_of_a_recorded_one(plain_run: Finished) -> None:
+    (documented,) = (json.loads(block.text) for block in all_blocks("json") if block.page.name == "metrics.md")
+    (recorded, *_) = plain_run.rollouts()
+    assert documented.keys() == recorded.keys()
+    assert documented["completions"][0].keys() == recorded["completions"][0].keys()
 
 
-def test_the_tree_in_the_readme_names_every_part_of_the_package() -> None:
-    parts = {path.name for path in (REPO / "titanrl").iterdir() if not path.name.startswith("__") and path.name != "py.typed"}
-    tree = README.split("## The house")[1]
-    assert {part for part in parts if not re.search(rf"^\s+{re.escape(part)}/?\s", tree, re.MULTILINE)} == set()
+def test_larger_num_steps_extends_a_finished_run(start_run: Start, plain_run: Finished) -> None:
+    shutil.copytree(plain_run.run_dir, plain_run.run_dir.with_name("extended"))
+    extended = start_run("extended", "num_steps=6", resume=True).finish()
+    assert extended.code == 0, extended.output
+    assert [row["step"] for row in extended.steps] == [1, 2, 3, 4, 5, 6]
+    assert len(extended.evaluations()) == 3
+    assert "num_steps: 6" in (extended.run_dir / "config.yaml").read_text()

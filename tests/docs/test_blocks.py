@@ -1,0 +1,114 @@
+"""What the pages tell people to write and to type is right."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of, indented_blocks, shell_lines
+from titanrl import command, load_config
+
+COMMANDS = [(block, line) for block in all_blocks("sh") for line in shell_lines(block)]
+TRAINS = re.compile(r"(\.venv/bin/)?python -m titanrl\.grpo ")
+GENERATES = re.compile(r"\.venv/bin/python (.+) > (\S+)")
+KNOWN = re.compile(
+    rf"{TRAINS.pattern}|{GENERATES.pattern}|make [a-z-]+"
+    r"|python -m titanrl\.chat |\.venv/bin/python -m benchmarks\.table$"  # tests/e2e/test_docs.py, tests/test_project.py
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder like a checkout with a finished run, for commands to run in."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "runs/quickstart").mkdir(parents=True)
+    (tmp_path / "runs/quickstart/config.yaml").write_text((ROOT / "configs/quickstart.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if not name.startswith(("titanrl", "torch", "reasoning_gym", "numpy")):
+            sys.modules.pop(name)
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """Write the files that a page shows."""
+    for block in blocks_of(page):
+        if block.title:
+            (folder / block.title).write_text(block.text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_code_block_names_its_language(page: Path) -> None:
+    blocks_of(page)
+    assert list(indented_blocks(page)) == []
+
+
+def test_every_shell_command_is_one_the_tests_run() -> None:
+    assert [f"{block}: {line}" for block, line in COMMANDS if not KNOWN.match(line)] == []
+    assert sum(bool(TRAINS.match(line)) for _, line in COMMANDS) > 5
+
+
+@pytest.mark.parametrize(
+    ("block", "line"), [each for each in COMMANDS if TRAINS.match(each[1])], ids=lambda value: str(value)[:60]
+)
+def test_training_command_passes_its_dry_run(block: Block, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from titanrl.grpo import GRPO  # takes a second
+
+    write_files(block.page, folder)
+    arguments = [word for word in shlex.split(line)[3:] if word != "--dry-run"]
+    with pytest.raises(SystemExit) as ended:
+        command.main(GRPO, [*arguments, "--dry-run"])
+    assert ended.value.code == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("target", sorted({line.split()[1] for _, line in COMMANDS if line.startswith("make ")}))
+def test_make_target_of_the_pages_exists(target: str) -> None:
+    assert re.search(rf"^{target}: .*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
+def test_yaml_block_is_a_valid_change_of_the_quick_start(block: Block, tmp_path: Path) -> None:
+    base = {} if block.title else yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(yaml.safe_dump(merged(base, yaml.safe_load(block.text))))
+    load_config(changed)
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the keys of `change`, section by section; a new task drops the old one's options."""
+    base = dict(base)
+    if "task" in change:
+        base.pop("task_config", None)
+    sections = {key: merged(base[key], value) for key, value in change.items() if isinstance(value, dict) and key in base}
+    return base | dict(change) | sections
+
+
+@pytest.mark.parametrize("block", all_blocks("json"), ids=str)
+def test_json_block_is_json(block: Block) -> None:
+    try:
+        json.loads(block.text)
+    except ValueError:
+        assert [json.loads(line) for line in block.text.splitlines()]
+
+
+def test_every_python_block_compiles() -> None:
+    flags = 0x2000  # ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    for block in all_blocks("python"):
+        compile(block.text, str(block), "exec", flags=flags)
+
+
+@pytest.mark.parametrize("line", [line for _, line in COMMANDS if GENERATES.match(line)])
+def test_generated_file_is_up_to_date(line: str) -> None:
+    match = GENERATES.fullmatch(line)
+    assert match
+    printed = subprocess.run([sys.executable, *shlex.split(match[1])], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert (ROOT / match[2]).read_text() == printed.stdout, f"run: {line}"

@@ -1,0 +1,40 @@
+"""Keys, metrics and exceptions that the pages name exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT
+from titanrl.config.keys import sections
+
+PARAMETERS = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+KEYS = {f"{section.path}.{key}".lstrip(".") for section in sections() for key in section.keys}
+SECTIONS = {section.path for section in sections() if section.path}
+METRICS = (ROOT / "docs/metrics.md").read_text()
+METHODS = {"weights.publish", "weights.pushed"}
+"""Names in docs/architecture.md that look like keys."""
+FAMILIES = "buffer|correction|eval|grad|group|loss|mismatch|optim|perf|policy|reward|staleness|sync|time|tokens"
+
+
+@PARAMETERS
+def test_named_configuration_keys_exist(page: Path) -> None:
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[:=][^`]*)?`", page.read_text())
+    known = {name for name in named if name.split(".")[0] in {section.split(".")[0] for section in SECTIONS}}
+    files = re.compile(r"\.(?:yaml|jsonl?|html|py|md|safetensors)$")
+    free = re.compile(r"(?:generator\.vllm|hosts\.slurm|data\.task_config)\.")
+    wrong = {name for name in known - KEYS - SECTIONS - METHODS if not files.search(name) and not free.match(name)}
+    assert wrong == set()
+
+
+@PARAMETERS
+def test_named_metrics_are_in_the_reference(page: Path) -> None:
+    named = set(re.findall(rf"`((?:{FAMILIES})/[a-z_0-9/<>]+)`", page.read_text()))
+    assert {name for name in named if f"`{name}`" not in METRICS} == set()
+
+
+@PARAMETERS
+def test_named_exceptions_exist(page: Path) -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "titanrl").rglob("*.py"))
+    named = set(re.findall(r"`([A-Z]\w*(?:Error|Died|Unavailable))`", page.read_text()))
+    assert {name for name in named if not re.search(rf"\b{name}\b", source)} == set()
