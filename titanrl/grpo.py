@@ -315,8 +315,9 @@ class GRPO:
         self.recorder.directory.event("skipped_step", step=self.state.step + 1, grad_norm=update.grad_norm)
         if self._num_skipped_in_a_row > self.config.algorithm.max_skipped_steps:
             raise NonFiniteGradientError(
-                f"{self._num_skipped_in_a_row} steps in a row had a non-finite gradient; lower algorithm.learning_rate, "
-                "or look at grad/norm and mismatch/logprob_abs_max in metrics.jsonl"
+                f"algorithm.max_skipped_steps: {self._num_skipped_in_a_row} steps in a row had a non-finite gradient (got "
+                f"{self.config.algorithm.max_skipped_steps}). Lower algorithm.learning_rate; grad/norm and "
+                "mismatch/logprob_abs_max in metrics.jsonl show where it began."
             )
 
     def _batch_metrics(self, batch: Batch, ages: Sequence[int]) -> dict[str, float]:

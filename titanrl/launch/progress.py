@@ -46,7 +46,7 @@ def resumable_state(run_dir: Path) -> RunState:
     """
     state = latest_state(run_dir / "checkpoints")
     if state is None:
-        raise ConfigError(f"--resume {run_dir}: no checkpoint there; give the directory of a run that saved one")
+        raise ConfigError(f"--resume: no complete checkpoint (got {run_dir}). Give the directory of a run that saved one.")
     return state
 
 
