@@ -73,7 +73,7 @@ class PolicyTrainer(Actor):
         self._closing: list[Callable[[], None]] = []
         self._busy_s = 0.0
         # A push copies the weights while other endpoints run. Endpoints that replace the live weights acquire this lock.
-        self._reading = asyncio.Lock()
+        self._weights_lock = asyncio.Lock()
 
     @endpoint
     async def start(self) -> None:
@@ -162,7 +162,7 @@ class PolicyTrainer(Actor):
     async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
         """Compute log-probabilities with the weights of a version and keep them on this rank for a later loss."""
         rows, packed = await self._rows(microbatch)
-        async with self._reading:
+        async with self._weights_lock:
             with self._computing(), self._learner.weights_at(at_version):
                 logprobs_BL = self._learner.logprobs(packed).cpu()
         self._kept.put(at_version, rows, logprobs_BL)
@@ -179,7 +179,7 @@ class PolicyTrainer(Actor):
     @endpoint
     async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataResult":
         """Compute log-probabilities of this rank's share of the data with the weights of a version."""
-        async with self._reading:
+        async with self._weights_lock:
             with self._learner.weights_at(at_version):
                 return self._run_data(data, None, {}, backward=False)
 
@@ -217,7 +217,7 @@ class PolicyTrainer(Actor):
         `optim_step` only after this has returned.
         """
         assert version == self._learner.version, f"asked to push v{version}, weights are v{self._learner.version}"
-        async with self._reading:
+        async with self._weights_lock:
             return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
