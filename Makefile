@@ -35,7 +35,7 @@ test: $(DEV) $(DOCS) ## all tests except the slow ones
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(DEV) ## the slow tests
-	$(BIN)/python -m pytest -m "slow and not gpu and not npu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 lint: $(DEV) ## ruff, mypy, import layers, prose
 	$(BIN)/ruff check .

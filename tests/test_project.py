@@ -158,3 +158,11 @@ def test_llms_txt_lists_every_page() -> None:
     text = (ROOT / "docs/llms.txt").read_text()
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert set(re.findall(r"\]\(([^)]+)\)", text)) == pages
+
+
+def test_every_marker_is_used_and_documented() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    markers = {line.partition(":")[0] for line in options["markers"]}
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert {marker for marker in markers if f"@pytest.mark.{marker}" not in tests or f"`{marker}`" not in contributing} == set()

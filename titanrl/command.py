@@ -19,10 +19,11 @@ from typing import NoReturn, Protocol, TextIO
 
 import rich.console
 
-from titanrl.config import Config, ConfigError, render_dry_run
+from titanrl.config import Config, ConfigError, Source
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
 from titanrl.metrics.console import Console
+from titanrl.preflight import dry_run
 
 CLOSE_LIMIT_S = 25.0
 """Longest time from the end of the work to the end of every process, even if something hangs."""
@@ -41,7 +42,7 @@ class Run(Protocol):
     async def start_and_train(self) -> None:
         """Do the whole run."""
 
-    async def stop(self) -> None:
+    async def stop(self, *, code: int, cause: str) -> None:
         """Stop every process."""
 
     def summarize(self, *, code: int, cause: str) -> None:
@@ -51,7 +52,7 @@ class Run(Protocol):
 class MakeRun(Protocol):
     """Constructor of a run."""
 
-    def __call__(self, config: Config, *, resume: Path | None, console: Console) -> Run:
+    def __call__(self, config: Config, *, resume: Path | None, console: Console, source: Source) -> Run:
         """Check everything that can be checked before a process is started."""
 
 
@@ -63,9 +64,9 @@ def main(make_run: MakeRun, argv: Sequence[str] | None = None) -> None:
         source = read_source(path, arguments.overrides)
         config = validate(source)
         if arguments.dry_run:
-            print(render_dry_run(config, source))
+            dry_run(config, source)
             sys.exit(0)
-        code = run(make_run, config, arguments.resume)
+        code = run(make_run, config, arguments.resume, source)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -84,7 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(make_run: MakeRun, config: Config, resume: Path | None) -> int:
+def run(make_run: MakeRun, config: Config, resume: Path | None, source: Source) -> int:
     """Train, and print how the run ended; return the exit code.
 
     Raises:
@@ -93,7 +94,7 @@ def run(make_run: MakeRun, config: Config, resume: Path | None) -> int:
     with own_stderr() as stderr:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
-        training = make_run(config, resume=resume, console=console)
+        training = make_run(config, resume=resume, console=console, source=source)
         with console, log_to(training.run_dir / "logs" / "controller_0.log"):
             code, cause, watchdog = asyncio.run(train(training, err))
         watchdog.cancel()
@@ -115,7 +116,7 @@ async def train(training: Run, err: rich.console.Console) -> tuple[int, str, thr
     watchdog = threading.Timer(CLOSE_LIMIT_S, leave_at_once, (code, cause, err))
     watchdog.daemon = True
     watchdog.start()
-    await training.stop()
+    await training.stop(code=code, cause=cause)
     return code, cause, watchdog
 
 

@@ -3,7 +3,8 @@ from typing import get_args
 
 import pytest
 
-from titanrl.config import AlgorithmConfig, load_config, read_source, render_dry_run
+from tests.config.test_dry_run import dry_run_text
+from titanrl.config import AlgorithmConfig, load_config, read_source
 from titanrl.config.docs import reference_text, schema_text
 from titanrl.config.objective import ALGORITHM_PRESETS, CORRECTION_PRESETS, CorrectionConfig, KLConfig
 from titanrl.config.sizes import derive
@@ -25,7 +26,7 @@ def test_shipped_config_loads_fits_and_names_its_command(path: Path) -> None:
     assert "# yaml-language-server: $schema=schema.json" in lines
     assert config.name == path.stem
     assert derive(config).misfits == ()
-    assert "# Sizes\n" in render_dry_run(config, read_source(path))
+    assert "# Sizes\n" in dry_run_text(config, read_source(path))
 
 
 def test_quickstart_is_the_measured_recipe() -> None:

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from titanrl.config import Config, RecipeConfig, render_dry_run
+from tests.config.test_dry_run import dry_run_text
+from titanrl.config import Config, RecipeConfig
 from titanrl.config.shapes import PUBLISHED, RECIPE_VOCAB_SIZE, ModelShape, checkpoint_shape, recipe_shape
 from titanrl.config.sizes import Memory, TrainerMemory, derive, gigabytes
 from titanrl.data import recipe
@@ -13,19 +14,19 @@ def make_config(**sections: Any) -> Config:
     return Config(name="a", num_steps=3, **sections)
 
 
-def test_the_recipe_model_has_408320_parameters() -> None:
+def test_recipe_model_has_408320_parameters() -> None:
     # 112 * 128 embedding, also the head; 2 blocks of q, k, v, o, two head norms, gate, up, down, two norms; the last norm.
     block = 128 * 128 + 128 * 64 + 128 * 64 + 128 * 128 + 2 * 32 + 3 * 128 * 384 + 2 * 128
     assert recipe_shape(RecipeConfig()).num_parameters == 112 * 128 + 2 * block + 128 == 408_320
 
 
-def test_the_recipe_shape_is_the_one_its_checkpoint_gets(tmp_path: Path) -> None:
+def test_recipe_shape_equals_that_of_its_checkpoint(tmp_path: Path) -> None:
     assert recipe.VOCAB_SIZE == RECIPE_VOCAB_SIZE
     recipe.write_model_config(tmp_path, RecipeConfig(num_layers=3))
     assert checkpoint_shape(tmp_path) == recipe_shape(RecipeConfig(num_layers=3))
 
 
-def test_published_models_have_the_parameters_they_are_said_to_have() -> None:
+def test_published_models_have_their_documented_parameters() -> None:
     assert PUBLISHED["Qwen3-0.6B"].num_parameters == 596_049_920
     assert PUBLISHED["Qwen3-8B"].num_parameters == 8_190_735_360
     billions = {name.removeprefix("Qwen3-"): round(shape.num_parameters / 1e9, 1) for name, shape in PUBLISHED.items()}
@@ -33,7 +34,7 @@ def test_published_models_have_the_parameters_they_are_said_to_have() -> None:
     assert billions == {"0.6B": 0.6, "1.7B": 1.7, "4B": 4.0, "8B": 8.2, "14B": 14.8, "32B": 32.8}
 
 
-def test_a_model_that_is_not_there_yet_is_known_by_its_name() -> None:
+def test_missing_model_is_recognized_by_its_name() -> None:
     for name in ("Qwen3-8B", "Qwen3-8B-Base"):
         memory = derive(make_config(model={"path": f"nowhere/{name}"})).memory
         assert memory is not None
@@ -68,17 +69,17 @@ def test_sizes_of_the_default_recipe() -> None:
     assert sizes.misfits == ()
 
 
-def test_ranks_of_a_generator_share_its_matrices_and_each_has_all_norms() -> None:
+def test_generator_ranks_share_matrices_and_replicate_norms() -> None:
     sizes = derive(make_config(generator={"replicas": 3, "tp": 2}))
     assert sizes.processes["generator"] == 6
     assert sizes.memory is not None
     norms = 2 * (2 * 128 + 2 * 32) + 128
     assert sizes.memory.generator_rank_weights == ((408_320 - norms) // 2 + norms) * 4
     assert sizes.memory.replica_weights == 408_320 * 4
-    assert "1.6 MB of weights in float32; 818.2 kB on each of 2 ranks" in render_dry_run(make_config(generator={"tp": 2}))
+    assert "1.6 MB of weights in float32; 818.2 kB on each of 2 ranks" in dry_run_text(make_config(generator={"tp": 2}))
 
 
-def test_a_model_too_large_for_a_device_fits_over_the_ranks_of_a_generator() -> None:
+def test_tensor_parallel_generator_fits_a_larger_model() -> None:
     sections: dict[str, Any] = {
         "device": "cuda",
         "model": {"path": "nowhere/Qwen3-32B"},
@@ -92,7 +93,7 @@ def test_a_model_too_large_for_a_device_fits_over_the_ranks_of_a_generator() -> 
     assert derive(make_config(**sections, generator={"tp": 4})).misfits == ()
 
 
-def test_sharding_divides_the_state_and_replication_does_not() -> None:
+def test_only_sharding_divides_the_state() -> None:
     parallelism = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     sizes = derive(make_config(trainer={"parallelism": parallelism, "dtype": "bfloat16"}, generator={"dtype": "bfloat16"}))
     assert sizes.processes["trainer"] == 8
@@ -107,21 +108,21 @@ def misfits(**sections: Any) -> list[str]:
     return [str(broken) for broken in derive(make_config(**sections)).misfits]
 
 
-def test_a_cache_too_small_on_cpu_is_pointed_out() -> None:
+def test_small_kv_cache_on_cpu_is_reported() -> None:
     (text,) = misfits(device="cpu", generator={"kv_cache_bytes": 256 * 90 * 1024 - 1})
-    assert "take 23.6 MB of cache" in text
+    assert "need 23.6 MB of KV cache" in text
     assert f"Set generator.kv_cache_bytes to {256 * 90 * 1024}" in text
     assert misfits(device="cpu", generator={"kv_cache_bytes": 256 * 90 * 1024}) == []
 
 
-def test_a_model_too_large_for_this_machine_is_pointed_out() -> None:
+def test_model_larger_than_this_machine_is_reported() -> None:
     (text,) = misfits(device="cpu", model={"path": "nowhere/Qwen3-32B"}, generator={"kv_cache_bytes": 10**15})
     # 32 762 123 264 parameters: 16 bytes each in the trainer, 4 in the generator, twice 4 between them, 171 GB of activations,
     # and the cache.
-    assert "trainer and generators need 1001088.5 GB" in text
+    assert "trainer and generators need about 1001088.5 GB" in text
 
 
-def test_a_rank_too_large_for_a_device_is_pointed_out() -> None:
+def test_rank_larger_than_a_device_is_reported() -> None:
     (text,) = misfits(device="cuda", model={"path": "nowhere/Qwen3-8B"})
     assert "a trainer rank needs about 184.3 GB" in text
     assert (
@@ -134,14 +135,14 @@ def test_a_rank_too_large_for_a_device_is_pointed_out() -> None:
     )
 
 
-def test_a_shared_device_must_be_divided() -> None:
+def test_shared_device_requires_a_memory_limit() -> None:
     shared = {"devices_per_host": 1, "share_devices": True}
     (text,) = misfits(device="cuda", hosts=shared)
     assert "Set generator.vllm.gpu_memory_utilization" in text
     assert misfits(device="cuda", hosts=shared, generator={"vllm": {"gpu_memory_utilization": 0.4}}) == []
 
 
-def test_with_an_unknown_device_too_few_accelerators_are_only_pointed_out() -> None:
+def test_too_few_accelerators_only_warn_if_the_device_is_unknown() -> None:
     (text,) = misfits(device="auto", hosts={"devices_per_host": 1})
     assert text.endswith("; on a CPU this does not matter.")
     assert misfits(device="cpu", hosts={"devices_per_host": 1}) == []
@@ -155,25 +156,25 @@ def test_cache_bytes_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "text"), [(12, "12 B"), (1500, "1.5 kB"), (6_533_120, "6.5 MB"), (65_524_246_528, "65.5 GB")]
 )
-def test_bytes_have_a_unit_that_suits_them(num_bytes: int, text: str) -> None:
+def test_bytes_are_formatted_with_a_suitable_unit(num_bytes: int, text: str) -> None:
     assert gigabytes(num_bytes) == text
 
 
-def test_the_factor_of_a_sum_is_noted_and_nothing_else_is() -> None:
+def test_sum_reduction_is_noted() -> None:
     assert derive(make_config()).notes == ()
     config = make_config(algorithm={"reduction": "sum"}, rollout={"groups_per_step": 4, "group_size": 2, "max_new_tokens": 100})
     (note,) = derive(config).notes
     assert "algorithm.reduction=sum" in note
     assert "up to 800" in note
-    assert f"# Notes\n{note}" in render_dry_run(config)
+    assert f"# Notes\n{note}" in dry_run_text(config)
 
 
-def test_rows_shorter_than_a_sequence_hold_one() -> None:
+def test_short_rows_hold_one_sequence() -> None:
     sections = {"rollout": {"max_new_tokens": 200}, "trainer": {"row_tokens": 100, "overlong": "truncate"}}
     assert derive(make_config(**sections)).max_microbatches == 4
 
 
-def test_adapters_are_all_that_has_gradients_and_moments_with_lora() -> None:
+def test_only_adapters_have_gradients_with_lora() -> None:
     full = derive(make_config(trainer={})).memory
     lora = derive(make_config(trainer={"lora": {"rank": 4}})).memory
     assert full is not None
@@ -196,7 +197,7 @@ def test_checkpointing_and_tensor_parallelism_save_activations() -> None:
     assert activations(parallelism={"tp": 2}) == pytest.approx(plain / 2, rel=1e-6)
 
 
-def test_what_fsdp_gathers_depends_on_when_it_reshards() -> None:
+def test_gathered_bytes_depend_on_resharding() -> None:
     def gathered(**plan: Any) -> int:
         memory = derive(make_config(model={"path": "nowhere/Qwen3-8B"}, trainer={"parallelism": plan})).memory
         assert memory is not None

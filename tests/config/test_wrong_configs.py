@@ -95,8 +95,8 @@ def test_wrong_type(tmp_path: Path) -> None:
     assert complaint(tmp_path, GOOD, "rollout.group_size=abc") == (
         'override rollout.group_size=abc: rollout.group_size="abc"\n'
         "  rule: must be an integer >= 2 and <= 1,000,000\n"
-        "  fix:  the default is 8. Number of completions per prompt. Advantages compare the completions of a group, so it needs "
-        "at least two."
+        "  fix:  the default is 8. Number of completions per prompt. Advantages compare the completions of a group, so it "
+        "needs at least two."
     )
     assert "name=5\n  rule: must be text" in complaint(tmp_path, "name: 5\nnum_steps: 3\n")
     assert "seed=true\n  rule: must be an integer >= 0" in complaint(tmp_path, GOOD + "seed: true\n")
@@ -359,7 +359,12 @@ def test_conflicting_numbers(tmp_path: Path, override: str, rule: str, fix: str)
             "cannot compile activation checkpointing under tensor parallelism",
             "set trainer.compile to false",
         ),
-        ("device: npu\ntrainer: {float8: rowwise}", "trainer.float8", "torchtitan supports float8 on CUDA", "set trainer.float8 to null"),
+        (
+            "device: npu\ntrainer: {float8: rowwise}",
+            "trainer.float8",
+            "supports float8 on CUDA",
+            "set trainer.float8 to null",
+        ),
         (
             "device: cpu\ntrainer: {float8: rowwise, compile: true}",
             "trainer.compile=true",

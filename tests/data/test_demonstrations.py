@@ -32,9 +32,7 @@ def answer_of(demonstration: Demonstration, tokenizer: Tokenizer) -> str:
         ("8", "8", "8"),
     ],
 )
-def test_the_working_is_the_running_sum(
-    tmp_path: Path, tokenizer: Tokenizer, expression: str, answer: str, working: str
-) -> None:
+def test_working_is_the_running_sum(tmp_path: Path, tokenizer: Tokenizer, expression: str, answer: str, working: str) -> None:
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps({"prompt": f"{expression} =", "answer": answer, "expression": expression}))
     stream = make_stream(DataConfig(source="jsonl", path=file, heldout_fraction=0.001), tokenizer, seed=0)
@@ -44,7 +42,7 @@ def test_the_working_is_the_running_sum(
     assert answer_of(short, tokenizer) == f"<answer>{answer}</answer>"
 
 
-def test_the_mask_covers_the_answer_and_its_end(tokenizer: Tokenizer, stream: PromptStream) -> None:
+def test_mask_covers_the_answer_and_its_end(tokenizer: Tokenizer, stream: PromptStream) -> None:
     warm_start = WarmStartConfig(num_steps=1, num_long_only_steps=1, batch_size=32)
     [batch] = chain_sum_demonstrations(stream, tokenizer, warm_start, seed=0)
     for index, demonstration in enumerate(batch):
@@ -54,7 +52,7 @@ def test_the_mask_covers_the_answer_and_its_end(tokenizer: Tokenizer, stream: Pr
         assert demonstration.token_ids[-1] == tokenizer.eos_ids[0]
 
 
-def test_reasoning_gym_scores_every_demonstration_as_right(tokenizer: Tokenizer, stream: PromptStream) -> None:
+def test_every_demonstration_scores_1(tokenizer: Tokenizer, stream: PromptStream) -> None:
     from reasoning_gym.utils import extract_answer
 
     warm_start = WarmStartConfig(num_steps=20, num_long_only_steps=10, batch_size=64)
@@ -65,7 +63,7 @@ def test_reasoning_gym_scores_every_demonstration_as_right(tokenizer: Tokenizer,
     assert max(demonstration.mask.sum() for demonstration in demonstrations) <= 26  # the quick start's max_new_tokens
 
 
-def test_worked_answers_come_first_and_then_short_ones_prevail(tokenizer: Tokenizer, stream: PromptStream) -> None:
+def test_short_answers_follow_worked_ones(tokenizer: Tokenizer, stream: PromptStream) -> None:
     warm_start = WarmStartConfig(num_steps=30, num_long_only_steps=10, short_fraction=0.75, batch_size=64)
     batches = list(chain_sum_demonstrations(stream, tokenizer, warm_start, seed=0))
     assert [len(batch) for batch in batches] == [64] * 30
@@ -74,7 +72,7 @@ def test_worked_answers_come_first_and_then_short_ones_prevail(tokenizer: Tokeni
     assert np.mean(is_short[10:]) == pytest.approx(0.75, abs=0.04)  # 1280 draws: standard deviation 0.012
 
 
-def test_demonstrations_show_training_questions_and_depend_on_the_seed(tokenizer: Tokenizer, stream: PromptStream) -> None:
+def test_demonstrations_use_training_questions_and_depend_on_the_seed(tokenizer: Tokenizer, stream: PromptStream) -> None:
     warm_start = WarmStartConfig(num_steps=10, num_long_only_steps=0, batch_size=16)
 
     def texts(seed: int) -> list[str]:

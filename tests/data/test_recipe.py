@@ -70,7 +70,7 @@ def test_matrices_are_normal_and_norms_are_one(recipe_dir: Path) -> None:
             assert abs(weight.mean()) < 0.003
 
 
-def test_the_tokenizer_gives_the_ids_that_autotokenizer_gives(recipe_dir: Path, tokenizer: Tokenizer) -> None:
+def test_tokenizer_agrees_with_autotokenizer(recipe_dir: Path, tokenizer: Tokenizer) -> None:
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(recipe_dir)
@@ -83,12 +83,12 @@ def test_the_tokenizer_gives_the_ids_that_autotokenizer_gives(recipe_dir: Path, 
         assert tokenizer.decode(ids) == reference.decode(ids) == text
 
 
-def test_a_question_of_three_terms_is_twelve_tokens(tokenizer: Tokenizer) -> None:
+def test_question_of_three_terms_has_twelve_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("State the final answer to the following arithmetic problem: 7 + 5 - 3 =")
     assert (ids[0], len(ids)) == (97, 12)
 
 
-def test_the_same_seed_makes_the_same_files_and_another_seed_other_weights(tmp_path: Path) -> None:
+def test_files_depend_only_on_recipe_and_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         create_model(tmp_path / name, RecipeConfig(), seed)
     assert names(tmp_path / "a") == FILES
@@ -97,19 +97,19 @@ def test_the_same_seed_makes_the_same_files_and_another_seed_other_weights(tmp_p
     assert changed == ["model.safetensors", "recipe.json"]
 
 
-def test_a_model_that_is_there_is_kept_and_another_one_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_model_is_kept_and_never_overwritten(tmp_path: Path) -> None:
     directory = tmp_path / "cache" / "model"
     create_model(directory, RecipeConfig(), seed=3)
     (directory / "config.json").write_text("changed by hand")
     create_model(directory, RecipeConfig(), seed=3)
     assert (directory / "config.json").read_text() == "changed by hand"
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="not the model of this recipe"):
         create_model(directory, RecipeConfig(), seed=4)
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="not the model of this recipe"):
         create_model(tmp_path / "cache", RecipeConfig(), seed=3)
 
 
-def test_a_model_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_creation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
@@ -119,7 +119,7 @@ def test_a_model_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypa
     assert names(tmp_path) == []
 
 
-def test_several_makers_at_once_end_with_one_complete_model(tmp_path: Path) -> None:
+def test_concurrent_creation_gives_one_complete_model(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: create_model(tmp_path / "model", RecipeConfig(), 0), range(8)))
     assert names(tmp_path) == ["model"]

@@ -25,13 +25,13 @@ def write_sums(path: Path, num: int) -> DataConfig:
     return write_jsonl(path, *({"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(num)))
 
 
-def test_a_question_is_held_out_by_the_hash_of_its_text() -> None:
+def test_question_is_held_out_by_the_hash_of_its_text() -> None:
     # The check value of CRC-32 is crc32("123456789") = 0xCBF43926 = 3421780262.
     assert is_heldout("123456789", 0.263)
     assert not is_heldout("123456789", 0.262)
 
 
-def test_a_prompt_is_the_question_as_it_stands(tokenizer: Tokenizer) -> None:
+def test_prompt_is_the_unchanged_question(tokenizer: Tokenizer) -> None:
     prompt = make_stream(gym_config(), tokenizer, seed=7)[3]
     assert prompt.index == 3
     assert prompt.task == "chain_sum"
@@ -42,7 +42,7 @@ def test_a_prompt_is_the_question_as_it_stands(tokenizer: Tokenizer) -> None:
     assert prompt.entry.keys() == {"question", "answer", "metadata"}
 
 
-def test_a_prompt_depends_on_seed_and_index_alone(tokenizer: Tokenizer) -> None:
+def test_prompt_depends_only_on_seed_and_index(tokenizer: Tokenizer) -> None:
     config = gym_config(num_prompts=100)
     forwards = make_stream(config, tokenizer, seed=7)
     backwards = make_stream(config, tokenizer, seed=7)
@@ -52,7 +52,7 @@ def test_a_prompt_depends_on_seed_and_index_alone(tokenizer: Tokenizer) -> None:
     assert [forwards[i].text for i in range(20)] != [other[i].text for i in range(20)]
 
 
-def test_every_epoch_shows_the_same_items_in_another_order(tokenizer: Tokenizer) -> None:
+def test_epochs_contain_the_same_items_in_another_order(tokenizer: Tokenizer) -> None:
     stream = make_stream(gym_config(num_prompts=50), tokenizer, seed=7)
     assert stream.num_prompts == 50
     first, second = ([stream[i].text for i in range(start, start + 50)] for start in (0, 50))
@@ -60,8 +60,8 @@ def test_every_epoch_shows_the_same_items_in_another_order(tokenizer: Tokenizer)
     assert sorted(first) == sorted(second)
 
 
-def test_a_negative_index_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(IndexError, match="counted from 0"):
+def test_negative_index_is_rejected(tokenizer: Tokenizer) -> None:
+    with pytest.raises(IndexError, match="indices start at 0"):
         make_stream(gym_config(), tokenizer, seed=7)[-1]
 
 
@@ -76,24 +76,22 @@ def test_heldout_prompts_are_distinct_fixed_and_never_trained_on(tokenizer: Toke
     assert make_stream(gym_config(), tokenizer, seed=8).heldout(200) == heldout
 
 
-def test_too_long_prompts_are_passed_over_and_counted(tokenizer: Tokenizer) -> None:
+def test_long_prompts_are_skipped(tokenizer: Tokenizer) -> None:
     config = gym_config(num_prompts=200, max_prompt_tokens=12)
     stream = make_stream(config, tokenizer, seed=7)
     prompts = [stream[i] for i in range(200)]
-    assert {len(prompt.token_ids) for prompt in prompts} == {12}
-    assert stream.num_skipped > 100  # half of the questions have four terms, which is 16 tokens
-    skipped = stream.num_skipped
-    assert [stream[i] for i in range(200)] == prompts
-    assert stream.num_skipped == skipped
+    assert {len(prompt.token_ids) for prompt in prompts} == {12}  # half of the questions have 16 tokens
     assert all(len(prompt.token_ids) == 12 for prompt in stream.heldout(20))
 
 
-def test_a_limit_that_no_prompt_meets_is_an_error(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"no usable training prompt among 125 .*raise data\.max_prompt_tokens"):
+def test_limit_that_no_prompt_meets_is_rejected(tokenizer: Tokenizer) -> None:
+    with pytest.raises(
+        ValueError, match=r"usable training prompt, but none of 125 .*Raise data\.max_prompt_tokens"
+    ):
         make_stream(gym_config(max_prompt_tokens=4), tokenizer, seed=7)
 
 
-def test_a_task_with_few_questions_runs_out_of_heldout_ones(tokenizer: Tokenizer) -> None:
+def test_task_with_few_questions_has_too_few_heldout_prompts(tokenizer: Tokenizer) -> None:
     one_term = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
     with pytest.raises(ValueError, match=r"too few distinct questions.*lower evaluation\.num_prompts"):
         make_stream(gym_config(task_config=one_term, heldout_fraction=0.5), tokenizer, seed=7).heldout(11)
@@ -102,20 +100,20 @@ def test_a_task_with_few_questions_runs_out_of_heldout_ones(tokenizer: Tokenizer
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "chainsum"}, "data.task=chainsum: .*did you mean chain_sum?"),
-        ({"task_config": {"min_term": 3}}, "refuses data.task_config=.*unexpected keyword argument 'min_term'"),
-        ({"task_config": {"min_terms": 9}}, "refuses data.task_config=.*max_terms must be >= min_terms"),
-        ({"task_config": {"seed": 1}}, "data.task_config.seed is set by the run"),
-        ({"system_prompt": "Add."}, "data.system_prompt is set, but the tokenizer has no chat template"),
-        ({"task": "maze", "task_config": {}, "max_prompt_tokens": 4096}, "no token for a part of"),
+        ({"task": "chainsum"}, 'data.task="chainsum": .*Did you mean chain_sum?'),
+        ({"task_config": {"min_term": 3}}, "rejects its options.*unexpected keyword argument 'min_term'"),
+        ({"task_config": {"min_terms": 9}}, "rejects its options.*max_terms must be >= min_terms"),
+        ({"task_config": {"seed": 1}}, "data.task_config.seed=1: the run sets this option"),
+        ({"system_prompt": "Add."}, "requires a chat template, but the tokenizer has no chat template"),
+        ({"task": "maze", "task_config": {}, "max_prompt_tokens": 4096}, "no token for some characters"),
     ],
 )
-def test_a_task_that_cannot_be_used_is_refused_at_once(tokenizer: Tokenizer, changes: dict[str, Any], message: str) -> None:
+def test_unusable_task_is_rejected_when_opened(tokenizer: Tokenizer, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_stream(gym_config(**changes), tokenizer, seed=7)
 
 
-def test_tasks_can_be_mixed(tokenizer: Tokenizer) -> None:
+def test_composite_task_mixes_tasks(tokenizer: Tokenizer) -> None:
     datasets = [{"name": "chain_sum", "weight": 1, "config": SUMS}, {"name": "spell_backward", "weight": 1, "config": {}}]
     config = gym_config(task="composite", task_config={"datasets": datasets})
     stream = make_stream(config, tokenizer, seed=7)
@@ -125,7 +123,7 @@ def test_tasks_can_be_mixed(tokenizer: Tokenizer) -> None:
     assert all(scorer.score_answer(prompt.entry["answer"], entry=prompt.entry) == 1.0 for prompt in prompts)
 
 
-def test_a_file_is_split_and_every_epoch_shows_each_question_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_file_is_split_and_epochs_contain_each_question_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
     stream = make_stream(write_sums(tmp_path / "sums.jsonl", 100), tokenizer, seed=7)
     num = stream.num_prompts
     heldout = {prompt.text for prompt in stream.heldout(100 - num)}
@@ -136,33 +134,37 @@ def test_a_file_is_split_and_every_epoch_shows_each_question_once(tmp_path: Path
     assert stream[5].task == "sums"
 
 
-def test_a_line_becomes_an_entry_with_its_other_keys_as_metadata(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_other_keys_of_a_line_become_metadata(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = write_jsonl(tmp_path / "one.jsonl", {"prompt": "1 + 2 =", "answer": "3", "level": 3})
     prompt = make_stream(config, tokenizer, seed=0)[4]
     assert prompt.index == 4
     assert prompt.entry == {"question": "1 + 2 =", "answer": "3", "metadata": {"level": 3}}
 
 
-def test_of_equal_questions_the_first_is_kept_and_long_ones_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_duplicate_and_long_questions_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = [{"prompt": "1 + 2 =", "answer": "3"}, {"prompt": "1 + 2 =", "answer": "4"}, {"prompt": "1" * 65, "answer": "0"}]
     stream = make_stream(write_jsonl(tmp_path / "three.jsonl", *lines), tokenizer, seed=0)
-    assert (stream.num_prompts, stream.num_skipped) == (1, 1)
+    assert stream.num_prompts == 1
     assert stream[0].entry["answer"] == "3"
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json}", "not JSON"),
+        ("{not json}", "must be JSON"),
         ("[1]", "must be an object with prompt and answer, got list"),
         ('{"prompt": "1 + 2 ="}', "answer is missing"),
         ('{"question": "1 + 2 =", "answer": "3"}', "prompt is missing"),
-        ('{"prompt": "1 + 2 =", "answer": 3}', "answer must be a string, got 3; put it in quotes"),
+        ('{"prompt": "1 + 2 =", "answer": 3}', "answer must be a string, got 3. Put it in quotes"),
         ('{"prompt": " ", "answer": "3"}', "prompt is empty"),
-        (b'{"prompt": "\xff", "answer": "3"}', "not JSON"),
+        (b'{"prompt": "\xff", "answer": "3"}', "must be JSON"),
+        ('{"prompt": "\\ud800", "answer": "3"}', r"must be Unicode text, but has the lone surrogate U\+D800"),
+        ('{"prompt": "1", "answer": "3", "level": "\\ud83d"}', r"must be Unicode text, but has the lone surrogate U\+D83D"),
+        ("[" * 10_000 + "]" * 10_000, "must not be nested deeper than 100 levels"),
+        ('{"prompt": "1", "answer": "3", "x": ' + "[" * 101 + "]" * 101 + "}", "must not be nested deeper than 100 levels"),
     ],
 )
-def test_a_wrong_line_is_named_and_empty_lines_are_not_wrong(
+def test_wrong_line_is_reported_by_number_and_empty_lines_are_skipped(
     tmp_path: Path, tokenizer: Tokenizer, line: str | bytes, message: str
 ) -> None:
     file = tmp_path / "bad.jsonl"
@@ -171,17 +173,19 @@ def test_a_wrong_line_is_named_and_empty_lines_are_not_wrong(
         make_stream(DataConfig(source="jsonl", path=file), tokenizer, seed=0)
 
 
-def test_a_file_with_too_few_questions_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_file_with_too_few_questions_is_rejected(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="no such file"):
         make_stream(DataConfig(source="jsonl", path=tmp_path / "missing"), tokenizer, seed=0)
-    with pytest.raises(ValueError, match="nothing to train on among 1 questions"):
+    with pytest.raises(ValueError, match="must have a training prompt, but none of its 1 questions is one"):
         make_stream(write_jsonl(tmp_path / "long.jsonl", {"prompt": "1" * 65, "answer": "0"}), tokenizer, seed=0)
     stream = make_stream(write_sums(tmp_path / "sums.jsonl", 20), tokenizer, seed=0)
-    with pytest.raises(ValueError, match=r"evaluation\.num_prompts=21: .* lower evaluation\.num_prompts"):
+    with pytest.raises(
+        ValueError, match=r"evaluation\.num_prompts=21, .* has \d held-out prompts\. Lower evaluation"
+    ):
         stream.heldout(21)
 
 
-def test_questions_go_through_the_chat_template_unless_told_otherwise(tmp_path: Path) -> None:
+def test_chat_template_is_applied_unless_disabled(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant] "
     (tmp_path / "chat_template.jinja").write_text(template)

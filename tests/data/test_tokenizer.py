@@ -24,27 +24,27 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_text_becomes_the_ids_of_its_characters_and_phrases(tokenizer: Tokenizer) -> None:
+def test_encoding_uses_characters_and_phrases(tokenizer: Tokenizer) -> None:
     # '7' is 0x37, so its id is 2 + 0x37 - 0x20 = 25; the last four ids are <think> </think> <answer> </answer>.
     assert tokenizer.encode("<think>7</think> <answer>7</answer>") == [98, 25, 99, 2, 100, 25, 101]
     assert tokenizer.encode("") == []
 
 
-def test_decoding_leaves_out_special_tokens_and_unused_ids(tokenizer: Tokenizer) -> None:
+def test_decoding_omits_special_tokens_and_unused_ids(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([98, 25, 105, 99, 2, 100, EOS_ID, 0]) == "<think>7</think> <answer>"
 
 
-def test_each_token_has_a_text_for_people(tokenizer: Tokenizer) -> None:
+def test_every_token_id_has_a_readable_text(tokenizer: Tokenizer) -> None:
     assert [tokenizer.token_text(i) for i in (0, 1, 2, 25, 98, 105)] == ["<pad>", "<eos>", " ", "7", "<think>", "<id 105>"]
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "caf\u00e9"])
-def test_text_without_a_token_is_refused(tokenizer: Tokenizer, text: str) -> None:
-    with pytest.raises(ValueError, match="no token for a part of"):
+def test_text_without_a_token_is_rejected(tokenizer: Tokenizer, text: str) -> None:
+    with pytest.raises(ValueError, match="no token for some characters"):
         tokenizer.encode(text)
 
 
-def test_every_file_may_name_end_of_sequence_tokens_and_generation_comes_first(directory: Path) -> None:
+def test_end_of_sequence_tokens_come_from_all_files_in_order(directory: Path) -> None:
     assert load_tokenizer(directory).eos_ids == (1,)
     (directory / "config.json").write_text('{"eos_token_id": 7}')
     assert load_tokenizer(directory).eos_ids == (7, 1)
@@ -52,19 +52,18 @@ def test_every_file_may_name_end_of_sequence_tokens_and_generation_comes_first(d
     assert load_tokenizer(directory).eos_ids == (9, 7, 1)
 
 
-def test_a_tokenizer_without_end_of_sequence_is_refused(directory: Path) -> None:
+def test_tokenizer_without_end_of_sequence_is_rejected(directory: Path) -> None:
     edit_config(directory, eos_token=None)
-    with pytest.raises(ValueError, match=r"give eos_token_id in generation_config\.json"):
+    with pytest.raises(ValueError, match=r"Set eos_token_id in generation_config\.json"):
         load_tokenizer(directory)
 
 
-def test_the_pad_id_falls_back_to_the_end_of_sequence(directory: Path) -> None:
-    assert load_tokenizer(directory).pad_id == 0
-    edit_config(directory, pad_token=None, eos_token={"content": "<eos>"})
-    assert load_tokenizer(directory).pad_id == 1
+def test_special_tokens_may_be_given_as_objects(directory: Path) -> None:
+    edit_config(directory, eos_token={"content": "<eos>"})
+    assert load_tokenizer(directory).eos_ids == (1,)
 
 
-def test_chats_are_rendered_as_transformers_renders_them(directory: Path) -> None:
+def test_chat_rendering_agrees_with_transformers(directory: Path) -> None:
     from transformers import AutoTokenizer
 
     assert not load_tokenizer(directory).chat_template
@@ -94,11 +93,11 @@ def test_older_files_without_tokenizer_json_are_converted(tmp_path: Path) -> Non
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("aba") == [2, 0]
     assert tokenizer.decode([2, 0, 4]) == "aba"
-    assert (tokenizer.eos_ids, tokenizer.pad_id) == ((4,), 3)
+    assert tokenizer.eos_ids == (4,)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no tokenizer here; give a folder with tokenizer\.json"):
+def test_directory_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer\. Use a directory with tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 

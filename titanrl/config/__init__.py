@@ -1,8 +1,7 @@
 """Configuration of a run: typed models, strict YAML, overrides, and errors that name the fix."""
 
-from titanrl.config.dry_run import render_dry_run
+from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRule, ConfigError
-from titanrl.config.files import check_files
 from titanrl.config.load import dump_config, load_config, validate
 from titanrl.config.operations import CheckpointConfig, EvaluationConfig, HostsConfig, LoggingConfig, TimeoutsConfig
 from titanrl.config.schema import Config
@@ -40,10 +39,9 @@ __all__ = [
     "TimeoutsConfig",
     "TrainerConfig",
     "WarmStartConfig",
-    "check_files",
     "dump_config",
     "load_config",
+    "print_dry_run",
     "read_source",
-    "render_dry_run",
     "validate",
 ]

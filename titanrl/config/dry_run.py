@@ -1,88 +1,133 @@
-"""What `--dry-run` shows: the resolved configuration, its sizes, and what stands in the way of a run."""
+"""The report of `--dry-run`: changed keys, placement, sizes, and warnings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
+from pydantic import BaseModel
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from titanrl.config.choices import DeviceKind
+from titanrl.config.errors import inline
 from titanrl.config.explain import explain_rule
-from titanrl.config.files import check_files
-from titanrl.config.load import dump_config
+from titanrl.config.placement import placements
 from titanrl.config.schema import Config
-from titanrl.config.sizes import Memory, Sizes, TrainerMemory, derive, gigabytes
+from titanrl.config.sizes import DEVICE_BYTES, Memory, Sizes, TrainerMemory, cpu_bytes, derive, gigabytes, host_bytes
 from titanrl.config.source import Source
 
 
-def render_dry_run(config: Config, source: Source | None = None) -> str:
-    """The text of a dry run. Starts nothing and writes nothing.
+def print_dry_run(
+    config: Config,
+    console: Console,
+    source: Source | None = None,
+    *,
+    device: DeviceKind = "cpu",
+    device_bytes: int | None = None,
+) -> None:
+    """Print the report of a dry run; tables have a frame on a terminal only.
 
     Args:
-        source: what `config` was made from; with it problems name lines and overrides.
+        config: Configuration.
+        console: Destination.
+        source: Source of the configuration; with it warnings name lines and overrides.
+        device: Kind of device that the run uses.
+        device_bytes: Memory of one accelerator of that kind; None assumes `DEVICE_BYTES`.
     """
-    sizes = derive(config)
-    table = {**_step_rows(config, sizes), **_memory_rows(config, sizes)}
-    width = max(map(len, table)) + 2
-    parts = [
-        "# Resolved configuration",
-        dump_config(config),
-        "# Sizes",
-        *(f"{name:<{width}}{text}" for name, text in table.items()),
-        *_listed("Notes", sizes.notes),
-        *_listed("Does not fit", [explain_rule(misfit, source) for misfit in sizes.misfits]),
-        *_listed("Not ready yet", check_files(config, source)),
-        "",
-        "Dry run: nothing was started or written.",
-    ]
-    return "\n".join(parts)
+    sizes = derive(config, device_bytes=device_bytes or DEVICE_BYTES)
+    _print_table(console, "Keys that differ from the defaults", ("key", "value", "default"), changed_keys(config))
+    columns = ("host", "devices", "role", "processes", "memory each", "available")
+    _print_table(console, "Hosts and devices", columns, _placement_rows(config, sizes, device, device_bytes))
+    _print_table(console, "Sizes", ("size", "value"), chain(_step_rows(config, sizes), _memory_rows(config, sizes.memory)))
+    _print_list(console, "Notes", sizes.notes)
+    _print_list(console, "May not fit", [explain_rule(misfit, source) for misfit in sizes.misfits])
 
 
-def _listed(title: str, problems: Sequence[str]) -> Iterator[str]:
-    if problems:
-        yield from ("", f"# {title}", *problems)
+def changed_keys(section: BaseModel, defaults: BaseModel | None = None, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield key, value and default of every key whose value differs from its default.
+
+    Args:
+        section: Section to compare.
+        defaults: Values to compare with; None compares with the defaults of the fields.
+        path: Prefix of the keys.
+    """
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        default = field.get_default() if defaults is None else getattr(defaults, name)
+        if isinstance(value, BaseModel):
+            below = list(changed_keys(value, default, f"{path}{name}."))
+            yield from below or ([(f"{path}{name}", "{}", "null")] if default is None else [])
+        elif field.is_required() or value != default:
+            yield f"{path}{name}", inline(value), "required" if field.is_required() else inline(default)
 
 
-def _step_rows(config: Config, sizes: Sizes) -> dict[str, str]:
+def _print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    _print_lines(console, f"# {title}")
+    console.print(table)
+    _print_lines(console, "")
+
+
+def _print_list(console: Console, title: str, items: Sequence[str]) -> None:
+    if items:
+        _print_lines(console, f"# {title}", *items, "")
+
+
+def _print_lines(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _placement_rows(config: Config, sizes: Sizes, device: DeviceKind, device_bytes: int | None) -> Iterator[Sequence[str]]:
+    accelerator = gigabytes(device_bytes) if device_bytes else f"{gigabytes(DEVICE_BYTES)} (assumed)"
+    for row in placements(config, sizes, device):
+        needed = "" if row.num_bytes is None else gigabytes(row.num_bytes)
+        available = accelerator if row.devices and device != "cpu" else ""
+        if device != "cpu" and row.role == "generator rank" and needed:
+            needed += " + KV cache"
+        yield row.host, row.devices, row.role, str(row.processes), needed, available
+    if device == "cpu" and sizes.memory is not None:
+        total = cpu_bytes(config, sizes.memory, sizes.memory.trainer.total)
+        available = "" if config.hosts.kind == "slurm" else gigabytes(host_bytes())
+        yield "", "cpu", "all ranks and published weights", "", f"{gigabytes(total)} together", available
+
+
+def _step_rows(config: Config, sizes: Sizes) -> Iterator[Sequence[str]]:
     groups = f"{config.rollout.groups_per_step} groups of {config.rollout.group_size}"
     or_more = " or more" if config.rollout.dynamic_sampling else ""
-    return {
-        "processes": ", ".join(f"{role} {count}" for role, count in sizes.processes.items()),
-        "sequences per step": f"{sizes.sequences_per_step}{or_more} ({groups})",
-        "tokens per step": f"up to {sizes.max_tokens_per_step:,} ({config.max_sequence_tokens} a sequence)",
-        "micro-batches per step": f"up to {sizes.max_microbatches}",
-        "buffer slots": str(sizes.buffer_slots),
-        "worst staleness": f"{sizes.worst_staleness} versions",
-    }
+    yield "sequences per step", f"{sizes.sequences_per_step}{or_more} ({groups})"
+    yield "tokens per step", f"up to {sizes.max_tokens_per_step:,} ({config.max_sequence_tokens} per sequence)"
+    yield "micro-batches per step", f"up to {sizes.max_microbatches}"
+    yield "buffer slots", str(sizes.buffer_slots)
+    yield "maximum staleness", f"{sizes.worst_staleness} versions"
 
 
-def _memory_rows(config: Config, sizes: Sizes) -> dict[str, str]:
-    memory = sizes.memory
+def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str]]:
     if memory is None:
-        return {"parameters": "not known: model.path has no readable config.json yet"}
-    return {
-        "parameters": f"{memory.num_parameters:,}",
-        "trainer rank": _trainer_text(config, memory.trainer),
-        "generator replica": _replica_text(config, memory),
-        "KV cache": _cache_text(config, memory),
-    }
+        yield "parameters", "unknown: model.path has no readable config.json"
+        return
+    yield "parameters", f"{memory.num_parameters:,}"
+    yield "trainer rank", _trainer_text(config, memory.trainer)
+    replica, tp = f"{gigabytes(memory.replica_weights)} of weights in {config.generator.dtype}", config.generator.tp
+    per_rank = f"; {gigabytes(memory.generator_rank_weights)} on each of {tp} ranks"
+    yield "generator replica", replica if tp == 1 else replica + per_rank
+    cache = f"{gigabytes(memory.kv_cache)} for {config.generator.max_num_seqs} completions of maximum length"
+    on_cpu = f"; {gigabytes(config.generator.kv_cache_bytes)} configured on CPU"
+    yield "KV cache", cache if config.device in ("cuda", "npu") else cache + on_cpu
 
 
 def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
-    parts = {
+    sizes = {
         f"parameters in {config.trainer.dtype}": trainer.parameters,
         "gradients": trainer.gradients,
-        "AdamW's moments": trainer.optimizer,
+        "AdamW moments": trainer.optimizer,
         f"gathered in {config.trainer.compute_dtype}": trainer.gathered,
         "activations (estimate)": trainer.activations,
     }
-    listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in sizes.items() if size)
     return f"{gigabytes(trainer.total)}: {listed}"
-
-
-def _replica_text(config: Config, memory: Memory) -> str:
-    text = f"{gigabytes(memory.replica_weights)} of weights in {config.generator.dtype}"
-    tp = config.generator.tp
-    return text if tp == 1 else f"{text}; {gigabytes(memory.generator_rank_weights)} on each of {tp} ranks"
-
-
-def _cache_text(config: Config, memory: Memory) -> str:
-    text = f"{gigabytes(memory.kv_cache)} for {config.generator.max_num_seqs} completions of full length"
-    if config.device in ("cuda", "npu"):
-        return text
-    return f"{text}; {gigabytes(config.generator.kv_cache_bytes)} configured on CPU"

@@ -128,7 +128,7 @@ def checkpoint_shape(path: Path) -> ModelShape | BrokenRule:
         return BrokenRule(values=values, rule="must be a Hugging Face model directory, but it has no config.json", fix=fix)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         return BrokenRule(values=values, rule=f"its config.json must be JSON: {error}", fix=fix)
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     if model_type != "qwen3":
@@ -137,9 +137,13 @@ def checkpoint_shape(path: Path) -> ModelShape | BrokenRule:
     # Defaults of transformers' Qwen3Config.
     raw = {"head_dim": 128, "tie_word_embeddings": False} | raw
     fields = {ours: raw.get(theirs) for ours, theirs in _HF_NAMES.items()}
-    missing = [_HF_NAMES[name] for name, value in fields.items() if not isinstance(value, int)]
+    missing = [
+        _HF_NAMES[name] for name, value in fields.items() if not isinstance(value, int) or (value < 1 and value is not False)
+    ]
     if missing:
-        return BrokenRule(values=values, rule=f"its config.json must contain the numbers {', '.join(missing)}", fix=fix)
+        return BrokenRule(
+            values=values, rule=f"its config.json must contain the positive numbers {', '.join(missing)}", fix=fix
+        )
     return ModelShape(**fields)
 
 

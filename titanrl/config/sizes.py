@@ -1,4 +1,4 @@
-"""What a configuration amounts to: processes, sequences, memory, and what of it does not fit."""
+"""Sizes derived from a configuration: processes, sequences and memory, and warnings about them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -9,81 +9,85 @@ from titanrl.config.schema import Config
 from titanrl.config.shapes import DTYPE_BYTES, ModelShape, model_shape
 
 DEVICE_BYTES = 80_000_000_000
-"""Memory of the accelerators most clusters have; what needs more is pointed out."""
-
+"""Assumed memory of an accelerator that this machine does not have."""
 
 LOGITS_AT_ONCE = 1 << 27
-"""Logits that exist at a time on a trainer rank, at most."""
+"""Maximum number of logits in memory on a trainer rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Bytes on one trainer rank. What the libraries and the allocator need comes on top."""
+    """Bytes on one trainer rank, without the overhead of libraries and allocator."""
 
     parameters: int
-    """Its share of the parameters, in `trainer.dtype`."""
+    """Sharded parameters, in `trainer.dtype`."""
     gradients: int
-    """Their gradients, in the same type; with LoRA those of the adapters."""
+    """Sharded gradients, in the same type; with LoRA only those of the adapters."""
     optimizer: int
-    """AdamW's two moments, likewise."""
+    """The two moments of AdamW, sharded like the gradients."""
     gathered: int
-    """What FSDP gathers for a while: the layer at work, the next one, embedding and output layer, in the compute type."""
+    """Parameters gathered by FSDP at a time: two layers, embedding and output layer, in `trainer.compute_dtype`."""
     activations: int
-    """An estimate of what one micro-batch of full rows keeps for its backward pass, and of its logits."""
+    """Estimated activations of one micro-batch of full rows, including its logits."""
 
     @property
     def state(self) -> int:
-        """What is there all the time."""
+        """Bytes that are allocated permanently."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """The most at once."""
+        """Peak memory."""
         return self.state + self.gathered + self.activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes that follow from the model's shape."""
+    """Bytes derived from the sizes of the model."""
 
     num_parameters: int
-    """Parameters of the policy."""
+    """Number of parameters of the policy."""
     trainer: TrainerMemory
-    """On one trainer rank."""
+    """Memory of one trainer rank."""
     replica_weights: int
-    """Weights of one generator replica, over all its ranks."""
+    """Weights of one generator replica, summed over its ranks."""
     generator_rank_weights: int
-    """What one of its tensor-parallel ranks holds of them."""
+    """Weights on one tensor-parallel rank of a replica."""
     kv_cache: int
-    """Cache that `generator.max_num_seqs` completions of full length take in one replica, shared evenly by its ranks."""
+    """KV cache of `generator.max_num_seqs` completions of maximum length, summed over the ranks of a replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Numbers derived from a configuration."""
+    """Sizes derived from a configuration."""
 
     processes: Mapping[str, int]
-    """How many there are, by role."""
+    """Number of processes by role."""
     sequences_per_step: int
-    """Completions trained on in one optimizer step."""
+    """Number of completions per optimizer step."""
     max_tokens_per_step: int
-    """Their prompts and completions, if all have full length."""
+    """Number of tokens per optimizer step if all sequences have maximum length."""
     buffer_slots: int
-    """Groups under way or waiting at once."""
+    """Number of groups in flight or waiting."""
     worst_staleness: int
-    """Versions the oldest token of a batch can lag behind."""
+    """Maximum age of a token, in published versions."""
     max_microbatches: int
-    """Micro-batches of one step, if all sequences have full length."""
+    """Number of micro-batches per step if all sequences have maximum length."""
     memory: Memory | None
-    """None if the shape of the model is not known yet."""
+    """Memory, or None if the model is not readable yet."""
     misfits: tuple[BrokenRule, ...]
-    """What does not fit, as far as one can tell without starting anything."""
+    """Rules that are probably broken, according to estimates."""
     notes: tuple[str, ...]
-    """What is allowed but easily overlooked."""
+    """Remarks on values that are allowed but often unintended."""
 
 
-def derive(config: Config) -> Sizes:
-    """The sizes of a run. Reads at most the model's config.json; starts nothing."""
+def derive(config: Config, *, device_bytes: int = DEVICE_BYTES) -> Sizes:
+    """Return the sizes of a run; reads only the model's config.json.
+
+    Args:
+        config: Configuration.
+        device_bytes: Memory of one accelerator.
+    """
     shape = model_shape(config)
     memory = None if shape is None else _memory(config, shape)
     sequences = config.rollout.groups_per_step * config.rollout.group_size
@@ -102,20 +106,20 @@ def derive(config: Config) -> Sizes:
         worst_staleness=config.worst_staleness,
         max_microbatches=_max_microbatches(config, sequences),
         memory=memory,
-        misfits=tuple(_misfits(config, memory)),
+        misfits=tuple(_misfits(config, memory, device_bytes)),
         notes=tuple(notes(config)),
     )
 
 
 def notes(config: Config) -> Iterator[str]:
-    """What is allowed but easily overlooked, a sentence or two each."""
+    """Yield remarks on values that are allowed but often unintended."""
     algorithm, rollout = config.algorithm, config.rollout
     if algorithm.reduction == "sum":
         tokens = rollout.groups_per_step * rollout.group_size * rollout.max_new_tokens
         yield (
-            "algorithm.reduction=sum: the gradient is that of token_mean times the tokens sampled in the step, up to "
-            f"{tokens:,}; for the same step of plain SGD divide learning_rate by as much. AdamW cancels the factor (but for "
-            f"eps={algorithm.eps:g}), except where max_grad_norm={algorithm.max_grad_norm:g} cuts some gradients and others not"
+            "algorithm.reduction=sum: the gradient is that of token_mean times the number of sampled tokens, up to "
+            f"{tokens:,}. AdamW cancels this factor except for eps={algorithm.eps:g}, but it makes "
+            f"max_grad_norm={algorithm.max_grad_norm:g} clip more gradients."
         )
 
 
@@ -158,9 +162,9 @@ def _trainer_memory(config: Config, shape: ModelShape) -> TrainerMemory:
 
 
 def _activations(config: Config, shape: ModelShape) -> int:
-    """Bytes of one micro-batch: what each layer keeps by token, one layer in full, and logits with their gradient.
+    """Estimate the bytes of one micro-batch: stored activations, one layer in full, and logits with their gradient.
 
-    Sequence parallelism shares all of it among the tensor-parallel ranks. Selective checkpointing keeps about half of it.
+    Sequence parallelism divides them among the tensor-parallel ranks. Selective checkpointing stores about half of them.
     """
     trainer = config.trainer
     tokens = trainer.rows_per_microbatch * trainer.row_tokens
@@ -170,43 +174,53 @@ def _activations(config: Config, shape: ModelShape) -> int:
     return (tokens * kept // trainer.parallelism.tp + 2 * logits) * DTYPE_BYTES[trainer.compute_dtype]
 
 
-def _misfits(config: Config, memory: Memory | None) -> Iterator[BrokenRule]:
-    if config.device == "auto":  # which device it will be is not known before torch is loaded
+def _misfits(config: Config, memory: Memory | None, device_bytes: int) -> Iterator[BrokenRule]:
+    if config.device == "auto":  # the configuration alone does not determine the device
         for broken in config.device_shortage():
             yield replace(broken, fix=f"{broken.fix}; on a CPU this does not matter")
     if memory is not None:
-        yield from _accelerator_misfits(config, memory) if config.device in ("cuda", "npu") else _cpu_misfits(config, memory)
+        if config.device in ("cuda", "npu"):
+            yield from _accelerator_misfits(config, memory, device_bytes)
+        else:
+            yield from _cpu_misfits(config, memory)
 
 
 def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
-    configured = config.generator.kv_cache_bytes
+    configured, available = config.generator.kv_cache_bytes, host_bytes()
     if memory.kv_cache > configured:
         yield BrokenRule(
             values={"generator.kv_cache_bytes": configured, "generator.max_num_seqs": config.generator.max_num_seqs},
-            rule=f"max_num_seqs completions of full length take {gigabytes(memory.kv_cache)} of cache; beyond it they wait",
+            rule=f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, or some wait",
             fix=f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs",
         )
-    if config.hosts.kind == "slurm":
-        return  # the memory of other machines is not known here
-    ranks, generator = config.trainer.parallelism.world_size, config.generator
-    published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
-    generators = generator.num_ranks * memory.generator_rank_weights + generator.replicas * configured
-    needed = ranks * memory.trainer.total + published + generators
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > available:
+    needed = cpu_bytes(config, memory, memory.trainer.total)
+    if config.hosts.kind != "slurm" and needed > available:
         yield BrokenRule(
-            values={**_model_values(config), "generator.replicas": generator.replicas},
-            rule=f"trainer and generators need {gigabytes(needed)}, this machine has {gigabytes(available)}",
-            fix="take a smaller model, fewer replicas, or trainer.dtype=bfloat16",
+            values={**model_values(config), "generator.replicas": config.generator.replicas},
+            rule=f"trainer and generators need about {gigabytes(needed)}, and this machine has {gigabytes(available)}",
+            fix="use a smaller model, fewer replicas, or trainer.dtype=bfloat16",
         )
 
 
-def _accelerator_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
+def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
+    """Return the memory of trainer, published weights and generators on one machine without accelerators."""
+    generator = config.generator
+    published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
+    generators = generator.num_ranks * memory.generator_rank_weights + generator.replicas * generator.kv_cache_bytes
+    return config.trainer.parallelism.world_size * trainer_rank_bytes + published + generators
+
+
+def host_bytes() -> int:
+    """Return the physical memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> Iterator[BrokenRule]:
     shares = config.hosts.share_devices
     if shares and "gpu_memory_utilization" not in config.generator.vllm:
         yield BrokenRule(
             values={"hosts.share_devices": True, "generator.vllm": config.generator.vllm},
-            rule="vLLM takes 0.9 of a device by default, which leaves the trainer on it too little",
+            rule="vLLM reserves 0.9 of a device by default, which leaves too little for the trainer",
             fix="set generator.vllm.gpu_memory_utilization, for example to 0.4",
         )
     shard = {"trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard}
@@ -218,22 +232,22 @@ def _accelerator_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]
     if shares:
         total = memory.trainer.total + memory.generator_rank_weights
         needs = {"trainer rank with its generator rank": (total, shard | tp, "trainer.parallelism.dp_shard or generator.tp")}
-    device = gigabytes(DEVICE_BYTES)
     for role, (needed, values, keys) in needs.items():
-        if needed > DEVICE_BYTES:
+        if needed > device_bytes:
             yield BrokenRule(
-                values={**_model_values(config), **values},
-                rule=f"a {role} needs about {gigabytes(needed)} without KV cache, a device often has {device}",
-                fix=f"raise {keys}, take bfloat16, a smaller model or larger devices",
+                values={**model_values(config), **values},
+                rule=f"a {role} needs about {gigabytes(needed)} without KV cache, and a device has {gigabytes(device_bytes)}",
+                fix=f"raise {keys}, or use bfloat16, a smaller model or larger devices",
             )
 
 
-def _model_values(config: Config) -> dict[str, object]:
+def model_values(config: Config) -> dict[str, object]:
+    """Return the model's key and value, for error messages."""
     return {"model.path": None if config.model.path is None else str(config.model.path)}
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Bytes with a unit that suits their size, in powers of ten: `65.5 GB`, `1.6 MB`."""
+    """Format bytes in powers of ten: `65.5 GB`, `1.6 MB`."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

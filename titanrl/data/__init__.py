@@ -1,1 +1,1 @@
-"""Prompts: where they come from, how they become tokens, and the tiny model and demonstrations of the quick start."""
+"""Prompt streams, tokenizers, and the tiny model and demonstrations of the quick start."""

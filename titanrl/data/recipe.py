@@ -1,7 +1,7 @@
 """The tiny Qwen3 of the quick start, as a Hugging Face directory: 102 tokens, 408 320 parameters by default.
 
-The alphabet is the 95 printable ASCII characters plus five phrases of the chain_sum task as single tokens, so a question is
-12 to 16 tokens long.
+The vocabulary contains the 95 printable ASCII characters and, as single tokens, five phrases of the chain_sum task. A question
+is thus 12 to 16 tokens long.
 """
 
 import json
@@ -28,15 +28,16 @@ PHRASES = (
     "</answer>",
 )
 VOCAB_SIZE = 112
-"""Rows of the embedding: the 102 tokens, rounded up to a multiple of 16."""
+"""Rows of the embedding: 102 tokens, padded to a multiple of 16."""
 
+_SPECIAL_IDS = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
 _STAMP = "recipe.json"
 
 
 def write_tokenizer(directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`: `<pad>` 0, `<eos>` 1, the alphabet 2 to 96, the phrases 97 to 101."""
     vocab = {token: index for index, token in enumerate((PAD_TOKEN, EOS_TOKEN, *ALPHABET))}
-    # A character outside the alphabet becomes <pad>, which titanrl's Tokenizer.encode refuses: no text is silently changed.
+    # Characters outside the alphabet become <pad>, which titanrl's Tokenizer.encode rejects, so no text changes silently.
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=PAD_TOKEN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -54,9 +55,14 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def write_model_config(directory: Path, recipe: RecipeConfig) -> None:
-    """Write `config.json` and `generation_config.json` in the layout of the published Qwen3 checkpoints."""
-    special = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    config = {
+    """Write `config.json` and `generation_config.json`."""
+    _write_json(directory / "config.json", model_config(recipe))
+    _write_json(directory / "generation_config.json", _SPECIAL_IDS)
+
+
+def model_config(recipe: RecipeConfig) -> dict[str, Any]:
+    """Return the contents of `config.json`, with the keys of the published Qwen3 checkpoints."""
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": VOCAB_SIZE,
@@ -72,22 +78,22 @@ def write_model_config(directory: Path, recipe: RecipeConfig) -> None:
         "max_position_embeddings": recipe.max_positions,
         "initializer_range": recipe.init_std,
         "rms_norm_eps": 1e-6,
-        # transformers 5 writes rope_parameters instead, but reads this one too, as older readers do.
+        # transformers 5 writes rope_parameters instead, but reads this key too.
         "rope_theta": 10_000.0,
         "tie_word_embeddings": True,
         "use_cache": True,
         "dtype": "float32",
-        **special,
+        **_SPECIAL_IDS,
     }
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", special)
 
 
 def create_model(directory: Path, recipe: RecipeConfig, seed: int) -> None:
-    """Make the whole directory, random weights included; one that is there already, from the same recipe and seed, is kept.
+    """Write the model directory with random weights; keep an existing one of the same recipe and seed.
 
-    It appears complete or not at all, also when several processes make it at once. Raises ValueError if the directory holds
-    something else.
+    The directory appears atomically, also if several processes create it concurrently.
+
+    Raises:
+        ValueError: The directory exists and contains something else.
     """
     stamp = json.dumps({"recipe": recipe.model_dump(), "seed": seed}, indent=2)
     if not directory.exists():
@@ -101,11 +107,11 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int) -> None:
             (made / _STAMP).write_text(stamp, encoding="utf-8")
             _move(made, directory)
     if not (directory / _STAMP).is_file() or (directory / _STAMP).read_text(encoding="utf-8") != stamp:
-        raise ValueError(f"{directory} holds something else than the model of this recipe and seed {seed}; move it away")
+        raise ValueError(f"{directory}: not the model of this recipe and seed {seed}. Move the directory away.")
 
 
 def _move(source: Path, target: Path) -> None:
-    """Rename a folder; if another process was quicker, its folder stays."""
+    """Rename a directory; keep the target if another process created it first."""
     try:
         os.replace(source, target)
     except OSError:
@@ -114,7 +120,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _random_weights(recipe: RecipeConfig, seed: int) -> dict[str, FloatArray]:
-    """Norms are one, matrices are drawn from N(0, init_std^2). The output projection is the embedding, so it has no entry."""
+    """Return weights by name: ones for norms, N(0, init_std^2) for matrices, and none for the tied output layer."""
     rng = np.random.default_rng(seed)
     return {
         name: np.ones(shape, np.float32)
@@ -125,7 +131,7 @@ def _random_weights(recipe: RecipeConfig, seed: int) -> dict[str, FloatArray]:
 
 
 def _weight_shapes(recipe: RecipeConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes by Hugging Face name."""
+    """Return the shapes of the weights by Hugging Face name."""
     hidden, head_dim = recipe.hidden_size, recipe.head_dim
     query, key_value = recipe.num_heads * head_dim, recipe.num_kv_heads * head_dim
     layer: dict[str, tuple[int, ...]] = {

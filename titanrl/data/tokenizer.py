@@ -1,4 +1,4 @@
-"""A small typed view of a Hugging Face tokenizer directory."""
+"""A small typed wrapper of a Hugging Face tokenizer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,52 +10,51 @@ import tokenizers
 
 
 class Tokenizer:
-    """Text to token ids and back, and the ids that end a completion. Made by `load_tokenizer`."""
+    """A tokenizer and the token ids that end a completion. Created by `load_tokenizer`."""
 
     def __init__(self, path: Path, backend: tokenizers.Tokenizer) -> None:
-        """Read the special tokens that the files beside the tokenizer name.
+        """Read the special tokens from the files beside the tokenizer.
 
-        Raises ValueError if none of them names an end-of-sequence token.
+        Raises:
+            ValueError: No file names an end-of-sequence token.
         """
         self._path = path
         self._backend = backend
         config = _read_json(path / "tokenizer_config.json")
         self._unk_id = self._id_of(config.get("unk_token"))
         self.eos_ids: tuple[int, ...] = self._find_eos_ids(config)
-        """Every id that ends a completion; the first is the one to write at the end of a text."""
-        pad_id = self._id_of(config.get("pad_token"))
-        self.pad_id: int = self.eos_ids[0] if pad_id is None else pad_id
-        """Filler for places that no token holds."""
+        """Token ids that end a completion; the first one is appended to demonstrations."""
         self.chat_template: bool = "chat_template" in config or (path / "chat_template.jinja").is_file()
-        """Whether the directory brings a chat template."""
+        """True if the directory contains a chat template."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with nothing put before or after it.
+        """Return the token ids of a text, without adding special tokens.
 
-        Raises ValueError if the tokenizer has no token for a part of the text.
+        Raises:
+            ValueError: The tokenizer has no token for some characters of the text.
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         if self._unk_id is not None and self._unk_id in ids:
             raise ValueError(
-                f"the tokenizer in {self._path} has no token for a part of {text[:200]!r}; "
-                "use a model whose tokenizer covers the task's text, or a task that fits the tokenizer"
+                f"{self._path}: the tokenizer has no token for some characters (got {text[:200]!r}). "
+                "Use a model whose tokenizer covers the text of the task, or another task."
             )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens such as the end of sequence, and ids without a token, leave no trace."""
+        """Return the text of token ids, omitting special tokens and ids without a token."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token for people to read, special tokens included; `<id 105>` for an id without a token."""
+        """Return the text of one token, special tokens included; `<id 105>` for an id without a token."""
         if self._backend.id_to_token(token_id) is None:
             return f"<id {token_id}>"
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's own chat template, up to where the assistant begins to speak."""
+        """Return the token ids of a conversation in the model's chat template, up to the start of the assistant's reply."""
         text: str = self._template_renderer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
@@ -76,13 +75,13 @@ class Tokenizer:
         found.update({} if eos_id is None else {eos_id: None})
         if not found:
             raise ValueError(
-                f"{self._path}: no end-of-sequence token; give eos_token_id in generation_config.json or config.json, "
-                "or eos_token in tokenizer_config.json"
+                f"{self._path}: no end-of-sequence token. Set eos_token_id in generation_config.json or config.json, "
+                "or eos_token in tokenizer_config.json."
             )
         return tuple(found)
 
     def _id_of(self, token: str | Mapping[str, Any] | None) -> int | None:
-        """Id of a token named in tokenizer_config.json, where it stands as text or as an object with `content`."""
+        """Return the id of a token from tokenizer_config.json, given as text or as an object with `content`."""
         if token is None:
             return None
         token_id: int | None = self._backend.token_to_id(token if isinstance(token, str) else token["content"])
@@ -90,14 +89,15 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Open the tokenizer of a Hugging Face directory; nothing is fetched from elsewhere.
+    """Load the tokenizer of a Hugging Face directory, without network access.
 
-    Raises ValueError if the directory holds no tokenizer that the `tokenizers` library can run.
+    Raises:
+        ValueError: The directory has no tokenizer that the `tokenizers` library supports.
     """
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.json").is_file():
-        raise ValueError(f"{path}: no tokenizer here; give a folder with tokenizer.json, or with vocab.json and merges.txt")
-    # Importing transformers takes seconds, the tokenizers library it wraps takes 20 ms. So transformers is loaded only to
-    # convert older files, or at the first `render_chat`.
+        raise ValueError(f"{path}: no tokenizer. Use a directory with tokenizer.json, or with vocab.json and merges.txt.")
+    # Importing transformers takes seconds, and tokenizers 20 ms. So transformers is imported only to convert older files, or
+    # by the first `render_chat`.
     file = path / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else _convert(path)
     return Tokenizer(path, backend)
@@ -108,11 +108,11 @@ def _convert(path: Path) -> tokenizers.Tokenizer:
 
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"{path}: {type(tokenizer).__name__} runs in Python only; save the tokenizer with tokenizer.json")
+        raise ValueError(f"{path}: {type(tokenizer).__name__} has no fast version. Save the tokenizer with tokenizer.json.")
     return tokenizer.backend_tokenizer
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Content of a JSON file, nothing if there is none."""
+    """Return the contents of a JSON file; empty if it does not exist."""
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return content

@@ -1,0 +1,93 @@
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from titanrl.config import Config, Source
+from titanrl.config.dry_run import changed_keys, print_dry_run
+
+
+def dry_run_text(config: Config, source: Source | None = None, *, terminal: bool = False, **options: Any) -> str:
+    file = io.StringIO()
+    print_dry_run(config, Console(file=file, width=200, force_terminal=terminal), source, **options)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def make_config(**sections: Any) -> Config:
+    return Config(name="a", num_steps=3, **sections)
+
+
+def test_report_starts_with_the_keys_that_differ_from_the_defaults() -> None:
+    lines = dry_run_text(make_config(rollout={"group_size": 4})).splitlines()
+    assert lines[0] == "# Keys that differ from the defaults"
+    assert [line.split() for line in lines[1:5]] == [
+        ["key", "value", "default"],
+        ["name", '"a"', "required"],
+        ["num_steps", "3", "required"],
+        ["rollout.group_size", "4", "8"],
+    ]
+    assert lines[5] == ""
+
+
+def test_changed_keys_include_presets_and_optional_sections() -> None:
+    config = make_config(algorithm={"preset": "dapo"}, warm_start={"num_steps": 500}, trainer={"lora": {}})
+    assert set(changed_keys(config)) == {
+        ("name", '"a"', "required"),
+        ("num_steps", "3", "required"),
+        ("algorithm.preset", '"dapo"', "null"),
+        ("algorithm.advantage", '"grpo"', '"dr_grpo"'),
+        ("algorithm.clip_high", "0.28", "0.2"),
+        ("warm_start.num_steps", "500", "460"),
+        ("trainer.lora", "{}", "null"),
+    }
+
+
+def placement(text: str) -> list[list[str]]:
+    """Rows of the placement table, columns separated by two spaces or more."""
+    table = text.partition("# Hosts and devices\n")[2].partition("\n\n")[0].splitlines()[1:]
+    return [[cell for cell in line.split("  ") if cell] for line in table]
+
+
+def test_placement_on_cpu_shares_the_memory_of_the_machine() -> None:
+    rows = placement(dry_run_text(make_config()))
+    assert [cell.strip() for cell in rows[0][:4]] == ["this machine", "cpu", "trainer rank", "1"]
+    assert "together" in " ".join(rows[-1])
+    assert rows[-1][-1].strip().endswith("GB")
+
+
+def test_placement_on_accelerators_compares_with_the_memory_of_a_device() -> None:
+    config = make_config(
+        device="cuda",
+        model={"path": "nowhere/Qwen3-8B"},
+        trainer={"parallelism": {"dp_shard": 4}},
+        generator={"replicas": 2, "tp": 2, "dtype": "bfloat16"},
+    )
+    text = dry_run_text(config, device="cuda", device_bytes=24_000_000_000)
+    trainer, generator = ([cell.strip() for cell in row] for row in placement(text)[:2])
+    assert trainer[:4] == ["this machine", "cuda 0-3", "trainer rank", "4"]
+    assert generator[:5] == ["this machine", "cuda 4-7", "generator rank", "4", "8.2 GB + KV cache"]
+    assert trainer[-1] == generator[-1] == "24.0 GB"
+    assert "and a device has 24.0 GB" in text
+
+
+def test_placement_on_slurm_counts_processes_per_host() -> None:
+    config = make_config(
+        device="cuda",
+        trainer={"parallelism": {"dp_shard": 16}},
+        generator={"replicas": 4, "tp": 2},
+        hosts={"kind": "slurm", "trainer_hosts": 2, "generator_hosts": 2},
+    )
+    trainer, generator = ([cell.strip() for cell in row] for row in placement(dry_run_text(config, device="cuda"))[:2])
+    assert trainer[:4] == ["trainer hosts (2)", "cuda 0-7", "trainer rank", "8"]
+    assert generator[:4] == ["generator hosts (2)", "cuda 0-3", "generator rank", "4"]
+    assert trainer[-1] == "80.0 GB (assumed)"
+
+
+@pytest.mark.parametrize(("terminal", "framed"), [(True, True), (False, False)])
+def test_tables_have_lines_on_a_terminal_only(terminal: bool, framed: bool) -> None:
+    assert ("\u2500" in dry_run_text(make_config(), terminal=terminal)) == framed
+
+
+def test_brackets_in_values_are_printed() -> None:
+    assert "[0.5, 0.75]" in dry_run_text(make_config(algorithm={"betas": [0.5, 0.75]}))

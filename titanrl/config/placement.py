@@ -1,0 +1,62 @@
+"""Placement of the processes of a run on hosts and devices, with the memory that each process needs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titanrl.config.choices import DeviceKind
+from titanrl.config.schema import Config
+from titanrl.config.sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Equal processes of one role on one host, or on several equal hosts.
+
+    Example: `Placement(host="trainer hosts (4)", devices="0-7", role="trainer rank", processes=8, num_bytes=52_000_000_000)`
+    """
+
+    host: str
+    """Host, or kind and number of hosts."""
+    devices: str
+    """Indices of the accelerators, `cpu`, or empty if the role uses no device."""
+    role: str
+    """Role of the processes."""
+    processes: int
+    """Number of processes per host."""
+    num_bytes: int | None
+    """Estimated memory of one process; None if unknown or negligible."""
+
+
+def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
+    """Yield the placement of every role, on the hosts that `hosts.kind` selects."""
+    hosts, memory = config.hosts, sizes.memory
+    ranks, generators = config.trainer.parallelism.world_size, config.generator.num_ranks
+    here = "this machine"
+    trainer_host = generator_host = here
+    if hosts.kind == "slurm":
+        trainer_host, generator_host = f"trainer hosts ({hosts.trainer_hosts})", f"generator hosts ({hosts.generator_hosts})"
+        ranks, generators = ranks // hosts.trainer_hosts, generators // hosts.generator_hosts
+    first = 0 if hosts.kind == "slurm" or hosts.share_devices else ranks
+    yield Placement(
+        host=trainer_host,
+        devices=_devices(device, 0, ranks),
+        role="trainer rank",
+        processes=ranks,
+        num_bytes=None if memory is None else memory.trainer.total,
+    )
+    cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
+    yield Placement(
+        host=generator_host,
+        devices=_devices(device, first, generators),
+        role="generator rank",
+        processes=generators,
+        num_bytes=None if memory is None else memory.generator_rank_weights + cache,
+    )
+    for role in ("rollout", "sandbox", "buffer", "controller"):
+        yield Placement(host=here, devices="", role=role, processes=sizes.processes[role], num_bytes=None)
+
+
+def _devices(device: DeviceKind, first: int, count: int) -> str:
+    if device == "cpu":
+        return "cpu"
+    return f"{device} {first}" if count == 1 else f"{device} {first}-{first + count - 1}"
