@@ -29,11 +29,11 @@ from torch.distributed.tensor import distribute_tensor
 from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS, build_module, constant, tp_placement
 from titanrl.actors import Actor, endpoint
+from titanrl.config.choices import Verify
 from titanrl.launch.environment import worker_environment
 from titanrl.launch.fleet import Fleet, join_process_group
 from titanrl.launch.supervision import Supervisor
 from titanrl.weights.copying import Copies
-from titanrl.weights.digest import Verify
 from titanrl.weights.layout import local_part
 from titanrl.weights.manifest import Commit, WeightManifest
 from titanrl.weights.publish import WeightPublisher

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-DeviceKind = Literal["cpu", "cuda", "npu"]
+from titanrl.config.choices import DeviceKind, DeviceName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ DEVICES: dict[DeviceKind, Device] = {
 }
 
 
-def resolve_device(name: DeviceKind | Literal["auto"]) -> Device:
+def resolve_device(name: DeviceName) -> Device:
     """Return the device of a run; `auto` selects the first of NPU, CUDA and CPU that has a driver and a build of torch.
 
     Raises:

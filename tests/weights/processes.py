@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from titanrl.actors import Actor, endpoint
+from titanrl.config.choices import TransportName
 from titanrl.weights.manifest import Commit, WeightManifest
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import WeightStore
-from titanrl.weights.transport import TransportName
 
 
 class MemoryStore:

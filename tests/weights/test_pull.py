@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.weights.processes import MemoryStore, publish_versions
+from titanrl.config.choices import Verify
 from titanrl.weights.arena import MappedArena
-from titanrl.weights.digest import Verify
 from titanrl.weights.layout import PartOf
 from titanrl.weights.manifest import ArenaHandle, Commit, WeightManifest, WeightMismatchError
 from titanrl.weights.publish import WeightPublisher

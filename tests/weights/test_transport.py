@@ -13,10 +13,10 @@ from monarch.actor import this_host
 
 from tests.weights.processes import Reader, Writer
 from titanrl.actors import set_up_process
+from titanrl.config.choices import TransportName
 from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, StoreHandle, WeightMismatchError, commits_key, rank_key
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import spawn_store
-from titanrl.weights.transport import TransportName
 
 STATE = {"w": torch.randn(40, 30), "b": torch.randn(7), "scale": torch.tensor(0.3), "buffer": torch.randn(5)}
 KEEP = ["buffer"]

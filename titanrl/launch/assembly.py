@@ -10,6 +10,7 @@ from typing import Any
 
 from monarch.actor import ProcMesh
 
+from titanrl.config.choices import TransportName
 from titanrl.config.schema import Config
 from titanrl.device import Device
 from titanrl.generator.actor import Generator, GeneratorSetup
@@ -24,7 +25,6 @@ from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
-from titanrl.weights.transport import TransportName
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from titanrl.device import DeviceKind
+from titanrl.config.choices import DeviceKind, Dtype
 
 CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head that vLLM 0.32.0 has a CPU kernel for."""
@@ -50,7 +50,7 @@ def vllm_problems(
     hf_config: Mapping[str, Any],
     *,
     device: DeviceKind,
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Dtype,
     tp: int,
     kv_cache_bytes: int,
     max_len: int,

@@ -21,11 +21,10 @@ from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
+    from titanrl.config.choices import TransportName, Verify
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.datums import DataResult
     from titanrl.trainer.learner import LossName
-    from titanrl.weights.digest import Verify
-    from titanrl.weights.transport import TransportName
 
 ROW_MULTIPLE = 8
 """Divisor of the length of rows on each tensor-parallel rank, if rows may have any length."""

@@ -5,15 +5,12 @@ and swapped blocks. docs/weights.md says what it costs.
 """
 
 import zlib
-from typing import Literal
 
 import numpy as np
 import torch
 
+from titanrl.config.choices import Verify
 from titanrl.weights.manifest import Digest
-
-Verify = Literal["off", "sampled", "full"]
-"""Share of the bytes that a checksum covers."""
 
 _WORD = 8
 _BLOCK_WORDS = 1 << 13

@@ -4,14 +4,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from titanrl.config.choices import TransportName, Verify
 from titanrl.weights.arena import Arena
 from titanrl.weights.copying import Copies, CopyOut, pin
-from titanrl.weights.digest import Verify, digest
+from titanrl.weights.digest import digest
 from titanrl.weights.layout import local_parts, plan_pack
 from titanrl.weights.manifest import VERSIONS_HELD, ByteLayout, WeightManifest, layout_key
 from titanrl.weights.state import TensorFingerprint
 from titanrl.weights.store import WeightStore
-from titanrl.weights.transport import TransportName, make_transports
+from titanrl.weights.transport import make_transports
 
 
 class WeightPublisher:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from titanrl.config.choices import Verify
 from titanrl.weights.copying import Copies, copy_in, pin
-from titanrl.weights.digest import Verify, digest
+from titanrl.weights.digest import digest
 from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
 from titanrl.weights.manifest import (
     VERSIONS_HELD,

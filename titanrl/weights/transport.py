@@ -11,10 +11,11 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from titanrl.config.choices import TransportName
 from titanrl.weights.arena import Arena, MappedArena, host_id, sequence_in
 from titanrl.weights.manifest import (
     ArenaHandle,
@@ -27,9 +28,6 @@ from titanrl.weights.manifest import (
     rank_key,
 )
 from titanrl.weights.store import WeightStore
-
-TransportName = Literal["arena", "rdma", "store"]
-"""Transports that `weights.transport` can select."""
 
 _SLOWEST_BYTES_PER_S = 50e6
 _SHORTEST_TIMEOUT_S = 60
