@@ -57,17 +57,27 @@ def test_every_shell_command_is_one_the_tests_run() -> None:
     assert sum(bool(TRAINS.match(line)) for _, line in COMMANDS) > 5
 
 
-@pytest.mark.parametrize(
-    ("block", "line"), [each for each in COMMANDS if TRAINS.match(each[1])], ids=lambda value: str(value)[:60]
-)
-def test_training_command_passes_its_dry_run(block: Block, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def training_commands(*, is_dry: bool) -> list[tuple[Block, str]]:
+    """Return each different training command once, with or without `--dry-run`."""
+    commands = {line.removeprefix(".venv/bin/"): block for block, line in COMMANDS if TRAINS.match(line)}
+    return [(block, line) for line, block in commands.items() if ("--dry-run" in line) == is_dry]
+
+
+@pytest.mark.parametrize(("block", "line"), training_commands(is_dry=True), ids=str)
+def test_dry_run_of_the_pages_succeeds(block: Block, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from titanrl.grpo import GRPO  # takes a second
 
     write_files(block.page, folder)
-    arguments = [word for word in shlex.split(line)[3:] if word != "--dry-run"]
     with pytest.raises(SystemExit) as ended:
-        command.main(GRPO, [*arguments, "--dry-run"])
+        command.main(GRPO, shlex.split(line)[3:])
     assert ended.value.code == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize(("block", "line"), training_commands(is_dry=False), ids=str)
+def test_training_command_has_a_valid_configuration(block: Block, line: str, folder: Path) -> None:
+    write_files(block.page, folder)
+    arguments = command.parse(shlex.split(line)[3:])
+    load_config(arguments.config or arguments.resume / "config.yaml", arguments.overrides)
 
 
 @pytest.mark.parametrize("target", sorted({line.split()[1] for _, line in COMMANDS if line.startswith("make ")}))
