@@ -1,6 +1,9 @@
 """Runs whose scorer raises, always or sometimes."""
 
+import json
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.conftest import REPO, Finished, Start
 
@@ -27,9 +30,15 @@ def test_failed_rollouts_are_left_out_counted_and_marked(start_run: Start, plain
     groups = finished.rollouts()
     failed = [completion for group in groups for completion in group["completions"] if completion["reward"] is None]
     assert {completion["error"] for completion in failed} == {"AssertionError: unlucky"}
-    assert all(completion["text"] and len(completion["text"]) % 4 == 0 for completion in failed)
-    for group in groups:
-        is_failed = [completion["reward"] is None for completion in group["completions"]]
-        assert is_failed == sorted(is_failed), "rollouts of the record come first"
+    assert all(len(completion["text"]) % 4 == 0 for completion in failed)
+    lines = map(json.loads, (finished.run_dir / "advantages.jsonl").read_text().splitlines())
+    advantages = {(line["index"], line["version"]): line["advantages"] for line in lines}
+    trained = [group for group in groups if (group["index"], group["version"]) in advantages]
+    assert len(trained) == 2 * 8
+    for group in trained:
+        rewards = [completion["reward"] for completion in group["completions"] if completion["reward"] is not None]
+        assert [completion["reward"] for completion in group["completions"]][: len(rewards)] == rewards
+        centred = [reward - sum(rewards) / len(rewards) for reward in rewards]  # dr_grpo over the scored rollouts
+        assert advantages[group["index"], group["version"]] == pytest.approx(centred)
     assert all(0.0 < row["reward/error_frac"] < 1.0 for row in finished.steps)
     assert "AssertionError: unlucky" in finished.output

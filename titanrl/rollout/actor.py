@@ -176,7 +176,7 @@ class RolloutWorker(Actor):
         record = record_of(trained, reservation.handle, has_payload=has_payload, num_overlong=num_overlong)
         await self._outbox.deliver(record, trained.rollouts)
         if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
-            append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group))
+            append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group, record))
 
     async def _answer(self, prompt: Prompt) -> Group:
         requests = [greedy_request(prompt, self._setup.config.rollout.max_new_tokens)]
@@ -190,12 +190,13 @@ class RolloutWorker(Actor):
             await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(first)).strip())
             raise
 
-    def _readable(self, group: Group) -> dict[str, Any]:
+    def _readable(self, group: Group, record: GroupRecord) -> dict[str, Any]:
         """Convert a group to a line of `rollouts.jsonl`.
 
-        The completions with a reward come first, in the order of the group's record. Those whose scorer failed come last.
+        The completions with a reward come first, in the order of the group's record. Those whose scorer failed come last. The
+        version is the record's, so that `index` and `version` identify the group's line in `advantages.jsonl`.
         """
-        versions = group.rollouts[0].versions if group.rollouts else group.failures[0].completion.versions
+        version = record.max_version if group.rollouts else int(group.failures[0].completion.versions.max())
         completions = [
             {**self._readable_completion(sampled_part(rollout)), "reward": rollout.reward} for rollout in group.rollouts
         ]
@@ -204,7 +205,7 @@ class RolloutWorker(Actor):
             for failure in group.failures
         ]
         return {
-            "version": int(versions.max()),
+            "version": version,
             "index": group.prompt.index,
             "task": group.prompt.task,
             "prompt": group.prompt.text,
