@@ -45,6 +45,8 @@ CHECK_LIMIT_S = 60.0
 """Limit of importing the scorer, and of sampling from a task."""
 HELDOUT_LIMIT_S = 2.0
 """Time after which the search for held-out prompts stops without an error."""
+MAX_HEADER_BYTES = 100 << 20
+"""Limit of the safetensors format."""
 
 _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.preflight import _serve; _serve()"
 
@@ -145,7 +147,10 @@ def _device_bytes(device: DeviceKind) -> int | None:
 
 
 def _broken_by_folders(config: Config) -> Iterator[BrokenRule]:
-    for key, folder in {"output_dir": config.output_dir, "cache_dir": config.cache_dir}.items():
+    folders = {"output_dir": config.output_dir}
+    if config.model.path is None or config.warm_start is not None:
+        folders["cache_dir"] = config.cache_dir
+    for key, folder in folders.items():
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             rule = f"must be a writable directory, but {existing} is not"
@@ -303,7 +308,7 @@ def _is_whole(file: Path) -> bool:
     try:
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(header_bytes)) if header_bytes < 100 << 20 else None
+            header = json.loads(stream.read(min(header_bytes, MAX_HEADER_BYTES)))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return False
