@@ -50,7 +50,7 @@ class RecipeConfig(Section):
     num_kv_heads: Count = 2
     """Number of key-value heads; must divide `num_heads`."""
     head_dim: Literal[32, 64, 80, 96, 112, 128, 160, 192, 224, 256] = 32
-    """Width of one head; vLLM's CPU attention supports exactly these sizes."""
+    """Width of one attention head, one of the sizes that vLLM's CPU attention supports."""
     intermediate_size: Count = 384
     """Width of the feed-forward block."""
     init_std: PositiveFloat = 0.05
