@@ -4,10 +4,11 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from titanrl.config import ConfigError, read_source
@@ -22,11 +23,10 @@ GOOD = "name: a\nnum_steps: 3\ndevice: cpu\n"
 
 
 @pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in an empty directory, from which modules can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return
 
 
 def problems(text: str = "", *overrides: str) -> list[str]:
@@ -183,6 +183,23 @@ def test_usable_config_passes_and_calls_meanwhile() -> None:
     calls: list[int] = []
     preflight(validate(read_source("run.yaml")), meanwhile=lambda: calls.append(1))
     assert calls == [1]
+
+
+def test_hanging_check_ends_with_its_parent() -> None:
+    Path("rewards.py").write_text("import os, time; open('pid', 'w').write(f'{os.getpid()}\\n'); time.sleep(100)")
+    data = f"data: {{scorer: rewards:score, {write_questions(50)}}}\nevaluation: {{num_prompts: 1}}\n"
+    Path("run.yaml").write_text(GOOD + data)
+    command = [sys.executable, "-m", "titanrl.grpo", "--config", "run.yaml", "--dry-run"]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not (Path("pid").is_file() and Path("pid").read_text().endswith("\n")):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    pid, deadline = int(Path("pid").read_text()), time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 # Model

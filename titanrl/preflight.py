@@ -38,6 +38,7 @@ from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
 from titanrl.loading import import_object
 from titanrl.models.hf_config import torchtitan_problems, vllm_problems
+from titanrl.sandbox.confine import end_with_parent
 
 PROCESSES_PER_CORE = 100
 """Limit of processes on one machine."""
@@ -379,7 +380,8 @@ def _serve() -> None:
     """Run one check in a child process: read it from stdin, and write the broken rules to stdout."""
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # imported modules may print
-    check, config, values = pickle.load(sys.stdin.buffer)
+    parent_pid, check, config, values = pickle.load(sys.stdin.buffer)
+    end_with_parent(parent_pid)
     broken: tuple[BrokenRule, ...] = ()
     try:
         check(config)
@@ -400,7 +402,7 @@ class _Child:
         self._values, self._limit_s = values, limit_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
         with tempfile.TemporaryFile() as order:
-            order.write(pickle.dumps(sys.path) + pickle.dumps((check, config, values)))
+            order.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, config, values)))
             order.seek(0)
             command = [sys.executable, "-c", _CHILD]
             self._process = subprocess.Popen(command, stdin=order, stdout=subprocess.PIPE, stderr=self._errors)
