@@ -1,7 +1,7 @@
 """Execute the Python blocks of pages: `python -m tests.docs.run_blocks OVERRIDES PAGE ...`, in a folder like a checkout.
 
 All blocks of a page share one namespace and may await, as in a notebook. `load_config` gets the overrides, a JSON list, on top
-of those in the block, so that runs are small.
+of those in the block, so that the run is small. A start takes a while, so every page after the first gets the run of the first.
 """
 
 import ast
@@ -36,17 +36,33 @@ async def run_block(block: Block, namespace: dict[str, Any]) -> None:
     print(f"ran {block}", flush=True)
 
 
+async def run_pages(pages: Sequence[Path]) -> None:
+    """Execute the pages one after another, with one run for all of them."""
+    from titanrl.grpo import GRPO
+
+    start, close = GRPO.start, GRPO.close
+    started: list[GRPO] = []
+
+    async def start_once(self: GRPO) -> GRPO:
+        if not started:
+            started.append(await start(self))
+        return started[0]
+
+    async def close_later(self: GRPO) -> None:
+        pass
+
+    GRPO.start, GRPO.close = start_once, close_later
+    for page in pages:
+        await run_page(page)
+    await close(started[0])
+
+
 def main(extra: Sequence[str], pages: Sequence[Path]) -> None:
-    """Execute the pages one after another."""
+    """Execute the pages with small runs."""
     load = titanrl.config.load_config
     titanrl.config.load_config = lambda path, overrides=(): load(path, [*overrides, *extra])
     sys.path.insert(0, str(Path.cwd()))
-
-    async def run_all() -> None:
-        for page in pages:
-            await run_page(page)
-
-    asyncio.run(run_all())
+    asyncio.run(run_pages(pages))
 
 
 if __name__ == "__main__":
