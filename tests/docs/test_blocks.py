@@ -1,4 +1,4 @@
-"""What the pages tell people to write and to type is right."""
+"""Code blocks of the pages: configurations, commands and generated files."""
 
 import json
 import re

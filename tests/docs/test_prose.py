@@ -25,7 +25,7 @@ def prose() -> ModuleType:
         ("a.py", 'def f():\n    """What the passes reply."""\n', "noun clause"),
         ("a.py", 'class C:\n    x: int\n    """Whether it runs."""\n', "noun clause"),
         ("a.py", 'def f():\n    """The sum of both."""\n', "does not start with a verb"),
-        ("a.py", "x = 1  # computed " + "anew\n", "phrase"),
+        ("a.py", "x = 1  # computed a" + "new\n", "phrase"),
         ("page.md", "No" + "body reads it.\n", "phrase"),
     ],
 )
