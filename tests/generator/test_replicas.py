@@ -1,11 +1,10 @@
 """Two real replicas behind one weight sync: a replica that drains delays neither the other one nor the controller.
 
-They run torchtitan's model in bfloat16, which no other test generates with.
+They generate in bfloat16, which no other test does: replica 0 with torchtitan's model, replica 1 with vLLM's own.
 """
 
 import asyncio
 import os
-import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,24 +96,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     create_model(folder / "model", RecipeConfig(max_positions=MAX_LEN), seed=1)
     config = load_config("configs/quickstart.yaml")
-    settings = config.generator.model_copy(update={"model_impl": "titan", "dtype": "bfloat16", "on_update": "drain"})
+    settings = config.generator.model_copy(update={"dtype": "bfloat16", "on_update": "drain"})
 
     async def start() -> tuple[Pair, Fleet, Supervisor]:
         supervisor = Supervisor()
         fleet = Fleet(folder, supervisor)
         store = await spawn_store(fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",)))
-        setup = GeneratorSetup(
-            model_dir=folder / "model",
-            config=settings,
-            device=DEVICES["cpu"],
-            max_len=MAX_LEN,
-            stop_ids=(),
-            reader=WeightReader("pair", store),
-        )
+        setups = [
+            GeneratorSetup(
+                model_dir=folder / "model",
+                config=settings.model_copy(update={"model_impl": impl}),
+                device=DEVICES["cpu"],
+                max_len=MAX_LEN,
+                stop_ids=(),
+                reader=WeightReader("pair", store),
+            )
+            for impl in ("titan", "native")
+        ]
         (folder / "tmp").mkdir()
         environment = generator_environment(config, DEVICES["cpu"], 0) | {"TMPDIR": str(folder / "tmp")}
         procs = [fleet.spawn(f"replica{i}", this_host(), 1, environment, ("titanrl.generator.actor",)) for i in (0, 1)]
-        meshes = tuple(proc.spawn("generator", Generator, setup) for proc in procs)
+        meshes = tuple(proc.spawn("generator", Generator, setup) for proc, setup in zip(procs, setups, strict=True))
         generators = GeneratorMeshes(meshes, supervisor, config.timeouts)
         await generators.start()
         pools = tuple(GeneratorPool([actor], max_num_seqs=256) for actor in generators.actors)
@@ -181,15 +183,11 @@ def test_stats_return_at_once_while_a_pull_drains(pair: Pair) -> None:
         await pair.generators.take_stats()
         freed = await sync.publish()
         await freed.wait()
-        started = time.perf_counter()
         stats = await pair.generators.take_stats()
-        waited = time.perf_counter() - started
         assert not slow.done(), "the statistics came after the drain"
         assert stats.wall_s > 0
         await slow
         await sync.weights.ready()
-        drained = time.perf_counter() - started
-        assert waited < drained / 2
 
     pair.do(scenario())
 
