@@ -22,6 +22,7 @@ import rich.console
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
+from titanrl.launch.environment import temporary_folder
 from titanrl.metrics.console import Console
 from titanrl.preflight import dry_run
 
@@ -95,7 +96,7 @@ def run(make_run: MakeRun, config: Config, resume: Path | None, source: Source) 
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
         training = make_run(config, resume=resume, console=console, source=source)
-        with console, log_to(training.run_dir / "logs" / "controller_0.log"):
+        with console, log_to(training.run_dir / "logs" / "controller_0.log"), temporary_folder():
             code, cause, watchdog = asyncio.run(train(training, err))
         watchdog.cancel()
         training.summarize(code=code, cause=cause)

@@ -120,11 +120,14 @@ def start_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def plain_run(start_run: Start) -> Finished:
+def plain_run(start_run: Start, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """One uninterrupted run shared by many tests; it also fills the cache."""
-    command = start_run("plain")
+    temporary = tmp_path_factory.mktemp("temporary")
+    command = start_run("plain", TMPDIR=str(temporary))
     command.wait_for_step(1)
     finished = command.finish()
     assert finished.code == 0, finished.output
     assert command.leftovers() == []
+    left = [name for name in os.listdir(temporary) if not name.startswith("torchinductor")]  # a cache that runs share
+    assert left == []
     return finished

@@ -1,6 +1,11 @@
 """Environment variables of each role's processes, set before the interpreter starts."""
 
-from collections.abc import Iterable
+import getpass
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from titanrl.config.schema import Config
 from titanrl.device import Device, num_threads
@@ -13,6 +18,27 @@ _KEEP_MEMORY = {
 }
 # All files are local; a library that queries a hub would wait for the network.
 _COMMON = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def temporary_folder() -> Iterator[None]:
+    """Give this process, and those started in the body, a folder for temporary files; delete it afterwards.
+
+    Monarch's sockets would otherwise remain, as the processes of a run exit without the teardown that deletes them. torch's
+    compile cache stays where other runs find it.
+    """
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    before = os.environ.get("TMPDIR")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    with tempfile.TemporaryDirectory(prefix="titanrl-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("TMPDIR")
+            if before is not None:
+                os.environ["TMPDIR"] = before
+            tempfile.tempdir = None
 
 
 def trainer_environment(config: Config, device: Device) -> dict[str, str]:
