@@ -85,9 +85,7 @@ def test_long_prompts_are_skipped(tokenizer: Tokenizer) -> None:
 
 
 def test_limit_that_no_prompt_meets_is_rejected(tokenizer: Tokenizer) -> None:
-    with pytest.raises(
-        ValueError, match=r"usable training prompt, but none of 125 .*Raise data\.max_prompt_tokens"
-    ):
+    with pytest.raises(ValueError, match=r"usable training prompt, but none of 125 .*Raise data\.max_prompt_tokens"):
         make_stream(gym_config(max_prompt_tokens=4), tokenizer, seed=7)
 
 
@@ -179,9 +177,7 @@ def test_file_with_too_few_questions_is_rejected(tmp_path: Path, tokenizer: Toke
     with pytest.raises(ValueError, match="must have a training prompt, but none of its 1 questions is one"):
         make_stream(write_jsonl(tmp_path / "long.jsonl", {"prompt": "1" * 65, "answer": "0"}), tokenizer, seed=0)
     stream = make_stream(write_sums(tmp_path / "sums.jsonl", 20), tokenizer, seed=0)
-    with pytest.raises(
-        ValueError, match=r"evaluation\.num_prompts=21, .* has \d held-out prompts\. Lower evaluation"
-    ):
+    with pytest.raises(ValueError, match=r"evaluation\.num_prompts=21, .* has \d held-out prompts\. Lower evaluation"):
         stream.heldout(21)
 
 
