@@ -38,6 +38,11 @@ class Finished:
     run_dir: Path
 
     @property
+    def as_start(self) -> tuple[str, str]:
+        """Overrides that start another run from this run's exported model."""
+        return ("warm_start=null", f"model.path={self.run_dir}/checkpoints/final")
+
+    @property
     def steps(self) -> list[dict[str, Any]]:
         """Metrics of the steps, without evaluation lines."""
         return [row for row in read_metrics(self.run_dir / "metrics.jsonl") if "reward/mean" in row]

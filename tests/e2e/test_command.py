@@ -70,24 +70,17 @@ def test_libraries_print_nothing(plain_run: Finished) -> None:
         assert noise not in plain_run.output
 
 
-def test_same_seed_gives_the_same_curve(start_run: Start, plain_run: Finished) -> None:
-    again = start_run("again", "checkpoint.every_steps=0").finish()
-    assert again.code == 0, again.output
-    for name in ("reward/mean", "grad/norm", "loss/policy", "tokens/response_len_mean", "mismatch/logprob_abs_max"):
-        assert [row[name] for row in again.steps] == [row[name] for row in plain_run.steps], name
-    assert again.evaluations() == plain_run.evaluations()
-
-
-def test_resumed_run_equals_an_uninterrupted_one(start_run: Start, plain_run: Finished) -> None:
-    command = start_run("resumed", "num_steps=6")
+def test_same_seed_gives_the_same_curve_even_after_a_resume(start_run: Start, plain_run: Finished) -> None:
+    command = start_run("resumed", "num_steps=6")  # steps 1 and 2 are from this process, 3 and 4 from the resumed one
     command.wait_for_step(3)
     command.process.send_signal(signal.SIGKILL)
     command.finish()
     resumed = start_run("resumed", "num_steps=4", resume=True).finish()
     assert resumed.code == 0, resumed.output
     assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4]
-    for name in ("reward/mean", "grad/norm", "loss/policy"):
+    for name in ("reward/mean", "grad/norm", "loss/policy", "tokens/response_len_mean", "mismatch/logprob_abs_max"):
         assert [row[name] for row in resumed.steps] == [row[name] for row in plain_run.steps], name
+    assert resumed.evaluations() == plain_run.evaluations()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +136,7 @@ def test_killed_process_ends_the_run_and_is_named(start_run: Start, plain_run: F
 
 def test_task_without_signal_ends_with_starvation_error(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     (tmp_path / "same_reward.py").write_text("def score(text, entry):\n    return 0.5\n")
-    overrides = ("data.scorer=same_reward:score", "rollout.starvation_timeout_s=3")
+    overrides = (*plain_run.as_start, "data.scorer=same_reward:score", "rollout.starvation_timeout_s=3")
     finished = start_run("starved", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
     assert finished.code == 1
     last = finished.output.splitlines()[-1]

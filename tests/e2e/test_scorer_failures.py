@@ -12,7 +12,8 @@ def test_scorer_that_always_raises_ends_the_run_with_its_exception(
     start_run: Start, plain_run: Finished, tmp_path: Path
 ) -> None:
     (tmp_path / "broken_reward.py").write_text("def score(text, entry):\n    return 1 / 0\n")
-    finished = start_run("broken", "data.scorer=broken_reward:score", PYTHONPATH=f"{REPO}:{tmp_path}").finish()
+    overrides = (*plain_run.as_start, "data.scorer=broken_reward:score")
+    finished = start_run("broken", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
     assert finished.code == 1
     last = finished.output.splitlines()[-1]
     assert "ScorerError: data.scorer: the scorer failed on all 32 completions" in last
@@ -24,7 +25,7 @@ def test_failed_rollouts_are_left_out_counted_and_marked(start_run: Start, plain
     (tmp_path / "unlucky_reward.py").write_text(
         "def score(text, entry):\n    assert len(text) % 4, 'unlucky'\n    return len(text) % 2\n"
     )
-    overrides = ("data.scorer=unlucky_reward:score", "num_steps=2", "logging.rollouts_per_step=8")
+    overrides = (*plain_run.as_start, "data.scorer=unlucky_reward:score", "num_steps=2", "logging.rollouts_per_step=8")
     finished = start_run("unlucky", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
     assert finished.code == 0, finished.output
     groups = finished.rollouts()
