@@ -110,12 +110,13 @@ class GRPO:
                 microbatches, proximal_version=past.proximal, reference_version=past.reference
             )
             stepping = parts.trainer.optim_step(params, after=parts.weights.pushed)
+            taking = parts.generators.take_stats()
             values = self._batch_metrics(batch, ages)  # while the trainer computes
             losses = await passes
         with self._timer.phase("sync"):  # the last push reads the weights
             await parts.weights.pushed()
         with self._timer.phase("optim"):
-            update, generated = await asyncio.gather(stepping, parts.generators.take_stats())
+            update, generated = await stepping, await taking
         await self._publish(batch, update)
         parts.buffer.prefetch()
         values |= metrics_of.optimizer_metrics(update, params.learning_rate)

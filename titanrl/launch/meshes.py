@@ -1,7 +1,7 @@
 """The controller's typed view of the actor meshes: requests with a name and a deadline, and the replies of all ranks as one."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +73,13 @@ def merge_outputs(num_data: int, replies: "Iterable[DataResult]") -> ForwardBack
     )
 
 
+def start_request(request: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
+    """Start a request as a task that may never be awaited, because the caller failed or was interrupted before."""
+    task = asyncio.create_task(request, name=name)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # an exception counts as retrieved
+    return task
+
+
 @dataclass(slots=True)
 class TrainerMesh:
     """The trainer ranks as one object. Every request goes to all ranks; each rank serves its requests in order."""
@@ -129,9 +136,9 @@ class TrainerMesh:
             params: options of this step.
             after: awaited before the request is sent, such as a push that still reads the weights.
         """
-        task = asyncio.create_task(self._optim_step(params, after), name="optim_step")
+        task = start_request(self._optim_step(params, after), "optim_step")
         self._queued.append(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._queued.remove)
         return task
 
     async def _optim_step(self, params: AdamParams, after: Callable[[], Awaitable[None]] | None) -> OptimUpdate:
@@ -140,11 +147,6 @@ class TrainerMesh:
         updates: list[OptimUpdate] = await self._all("optim_step", self.mesh.optim_step.call(params))
         update = same_on_all_ranks("optim_step", [replace(update, busy_s=0.0) for update in updates])
         return replace(update, busy_s=fmean(update.busy_s for update in updates))
-
-    def _forget(self, task: "asyncio.Task[Any]") -> None:
-        self._queued.remove(task)
-        if not task.cancelled():
-            task.exception()  # retrieved here, because the caller may have given up on it
 
     async def measure_correction(self, microbatch: MicroBatch, *, proximal_version: int | None = None) -> LossSums:
         """Return the sums of the off-policy correction over a micro-batch and all ranks, from a forward pass alone."""
@@ -252,8 +254,11 @@ class GeneratorMeshes:
         call = self.meshes[replica].pull_weights.call(commit)
         await self.supervisor.ask(f"generator_{replica}.pull_weights", call, self.timeouts.sync_s)
 
-    async def take_stats(self) -> GenerationStats:
-        """Return the work of all replicas since the last call."""
+    def take_stats(self) -> "asyncio.Task[GenerationStats]":
+        """Request the work of all replicas since the last call."""
+        return start_request(self._take_stats(), "take_stats")
+
+    async def _take_stats(self) -> GenerationStats:
         stats = await self._each("generator.stats", [actor.stats.call_one() for actor in self.actors], self.timeouts.step_s)
         return GenerationStats(
             num_tokens=sum(stat.num_tokens for stat in stats),
@@ -318,8 +323,7 @@ class BufferClient:
         """Request the next batch, so that it is sent as soon as it is complete; `take_batch` waits for it."""
         if self._requested is None:
             request = self.actor.take_batch.call_one(self.groups_per_step)
-            self._requested = asyncio.create_task(resolve(request), name="next batch")
-            self._requested.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may never be awaited
+            self._requested = start_request(resolve(request), "next batch")
 
     async def take_batch(self) -> Batch:
         """Return the next batch; the deadline starts now. If this wait is interrupted or times out, the request stays.
