@@ -198,12 +198,17 @@ class GRPO:
         await self.parts.trainer.export_model(target)
         return target
 
-    async def close(self) -> None:
-        """Stop every process, write the report, and print where everything is. A second call does nothing."""
+    async def close(self, error: BaseException | None = None) -> None:
+        """Stop every process, write the report, and print where everything is. A second call does nothing.
+
+        Args:
+            error: why the run ended, if it failed; recorded as its cause.
+        """
+        code, cause = (0, "") if error is None else (1, f"{type(error).__name__}: {error}")
         was_open = self._recorder is not None
-        await self.stop()
+        await self.stop(code=code, cause=cause)
         if was_open:
-            self.summarize()
+            self.summarize(code=code, cause=cause)
 
     async def stop(self, *, code: int = 0, cause: str = "") -> None:
         """Stop every process and close every file, whatever state the run is in. A second call does nothing.
@@ -236,15 +241,15 @@ class GRPO:
         """Start the run; stop it if the start fails."""
         try:
             return await self.start()
-        except BaseException:  # an interrupt, too
-            await self.close()
+        except BaseException as error:  # an interrupt, too
+            await self.close(error)
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the run."""
-        await self.close()
+        """Close the run; record the exception of the body as its cause."""
+        await self.close(error)
 
     @property
     def parts(self) -> "Parts":

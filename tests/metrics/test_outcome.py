@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.metrics.outcome import INTERRUPTED, Outcome, last_lines, relative, summarize
+from titanrl.metrics.outcome import INTERRUPTED, TERMINATED, Outcome, last_lines, relative, summarize
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.types import StepMetrics
 
@@ -52,10 +52,11 @@ def test_run_without_finite_metrics_is_summarized(values: Mapping[str, float], t
     assert outcome.report is not None
 
 
-def test_interrupt_names_step_and_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [INTERRUPTED, TERMINATED])
+def test_interrupt_names_step_and_cause(tmp_path: Path, code: int) -> None:
     run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25})
-    outcome = summarize(run_dir, code=INTERRUPTED, cause="interrupted by SIGINT", num_steps=9)
-    assert outcome.sentence.startswith("stopped after step 1: interrupted by SIGINT. mean reward in training 0.250")
+    outcome = summarize(run_dir, code=code, cause="interrupted", num_steps=9)
+    assert outcome.sentence.startswith("stopped after step 1: interrupted. mean reward in training 0.250")
 
 
 def test_report_that_cannot_be_written_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class EngineLoop:
             engine = build()
             while self._run_commands(engine):
                 self._step(engine)
-        except Exception as error:
+        except Exception as error:  # the edge of the thread: every pending future gets the cause
             reason = f"the engine failed: {error!r}"
             raise
         finally:

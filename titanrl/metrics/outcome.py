@@ -9,8 +9,8 @@ from titanrl.metrics.report import write_report
 from titanrl.metrics.run_directory import read_metrics
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, series
 
-INTERRUPTED = 130
-"""Exit code of a run that was interrupted."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes of a run that was ended by SIGINT and by SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +49,15 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
         metrics = run_dir / "metrics.jsonl"
         rows = by_step(read_metrics(metrics)) if metrics.exists() else []
         sentence, idle = learned(rows), balance_line(rows)
-    except Exception as error:
+    except Exception as error:  # a damaged file must not hide how the run ended
         problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")
     if code != 0:
         # Without an interrupt the cause is printed as the very last line.
-        reason = f": {cause}" if code == INTERRUPTED else ""
+        reason = f": {cause}" if code in (INTERRUPTED, TERMINATED) else ""
         sentence = f"stopped after step {rows[-1]['step'] if rows else 0}{reason}. {sentence}".strip()
     try:
         report = write_report(run_dir, {"outcome": sentence}) if rows else None
-    except Exception as error:
+    except Exception as error:  # nor may a missing package or a full disk
         problems.append(f"the report cannot be written ({type(error).__name__}: {error})")
     is_finished = code == 0 and bool(rows) and rows[-1]["version"] >= num_steps
     return Outcome(
