@@ -6,9 +6,10 @@
 EXTRA ?= cpu
 $(if $(filter cpu cuda npu,$(EXTRA)),,$(error EXTRA=$(EXTRA) is not one of cpu, cuda, npu))
 ARGS ?=
+WORKERS ?= 2
 VENV ?= .venv
 UV ?= uv
-TORCH_VERSION := 2.13.0
+TORCH_VERSION := $(patsubst torch==%+cpu,%,$(shell cat requirements/torch-cpu.txt))
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
@@ -16,11 +17,11 @@ PIP := $(BIN)/python -m pip install --no-deps --no-compile --no-input --quiet --
 
 # A stamp is named after the contents of the lists it was made from; while it exists, the install is skipped.
 digest = $(firstword $(shell cat $(1) | cksum))
-RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt pyproject.toml Makefile titanrl/weights/_stream.c)
+RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt requirements/torch-cpu.txt pyproject.toml Makefile titanrl/weights/_stream.c)
 DEV := $(RUNTIME)-dev-$(call digest,requirements/dev.txt)
 DOCS := $(RUNTIME)-docs-$(call digest,requirements/docs.txt)
 
-.PHONY: help venv demo test test-slow lint docs bench requirements clean
+.PHONY: help venv demo demo-tools test test-slow test-faults lint docs bench requirements clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -31,11 +32,17 @@ venv: $(RUNTIME) ## install what a run needs into .venv (EXTRA=cpu|cuda|npu)
 demo: $(RUNTIME) ## the quick start: watch a small policy learn (ARGS="seed=1 num_steps=50")
 	$(BIN)/python -m titanrl.grpo --config configs/quickstart.yaml $(ARGS)
 
-test: $(DEV) $(DOCS) ## all tests except the slow ones
-	$(BIN)/python -m pytest $(ARGS)
+demo-tools: $(RUNTIME) ## a policy learns to call a calculator (ARGS="max_staleness=1")
+	$(BIN)/python -m titanrl.grpo --config configs/tools.yaml $(ARGS)
+
+test: $(DEV) $(DOCS) ## all tests except the slow ones (WORKERS=2 processes)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(ARGS)
 
 test-slow: $(DEV) ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-faults: $(DEV) ## every kind of fault of every process in every phase, about half an hour; writes runs/bench/fault_matrix.json
+	FAULT_MATRIX=runs/bench/fault_matrix.json $(BIN)/python -m pytest -m slow tests/e2e/test_fault_matrix.py $(ARGS)
 
 lint: $(DEV) ## ruff, mypy, import layers, prose
 	$(BIN)/ruff check .
@@ -48,7 +55,7 @@ docs: $(DOCS) ## build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 	@echo "Open site/index.html, or run $(BIN)/mkdocs serve."
 
-BENCHMARKS ?= quickstart weight_sync trainer_step generator controller async_speedup
+BENCHMARKS ?= quickstart weight_sync trainer_step generator controller rollouts async_speedup chaos
 
 bench: $(RUNTIME) ## run every benchmark and write JSON to runs/bench (BENCHMARKS="quickstart" for one)
 	$(foreach name,$(BENCHMARKS),$(BIN)/python -m benchmarks.$(name) --json runs/bench/$(name).json $(ARGS) &&) true
@@ -94,7 +101,7 @@ $(DOCS): $(RUNTIME)
 
 # compileall uses all cores where pip uses one. It also runs where PYTHONDONTWRITEBYTECODE is set; otherwise each process of each run
 # would compile again. Some packages ship templates that are not valid Python, so a failure is ignored.
-COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib titanrl tests || true
 
 # Any build of this torch version is accepted. If there is none, pip tries its configured sources briefly, and then PyTorch's index.
 torch_present = $(BIN)/python -c 'from importlib.metadata import version as v; assert v("torch").split("+")[0] == "$(TORCH_VERSION)"' \

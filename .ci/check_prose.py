@@ -21,7 +21,7 @@ from pathlib import Path
 VERBS = frozenset(
     """
     abort accept acquire add adjust admit advance agree align allocate allow alternate announce answer append apply ask
-    assemble assert assign attach average await balance bind block bound bring broadcast buffer build bundle cache calculate
+    act assemble assert assign attach average await balance bind block bound bring broadcast buffer build bundle cache calculate
     call cancel cast change charge check choose clamp clean clear clip clone close collate collect combine commit compare
     compile complete compute confine connect consume continue convert copy count cover create cut deal decide declare decode
     decorate decrease delete deliver derive describe detach detect determine discard dispatch display distribute divide do

@@ -26,6 +26,7 @@ from titanrl.grpo import GRPO
 from titanrl.tables import MicroBatch
 from titanrl.types import (
     AdamParams,
+    Admission,
     Completion,
     EngineLoad,
     GenerationRequest,
@@ -68,7 +69,7 @@ class StubTrainer(Actor):
 
     @endpoint
     async def forward_backward(
-        self, microbatch: MicroBatch, loss: str, proximal_version: int | None, reference_version: int | None
+        self, microbatch: MicroBatch, proximal_version: int | None, reference_version: int | None
     ) -> LossSums:
         """Count the sequences of a micro-batch."""
         num_sequences = sum(len(rank.sequences) for rank in microbatch.rows)
@@ -77,7 +78,7 @@ class StubTrainer(Actor):
         )
 
     @endpoint
-    async def optim_step(self, params: AdamParams) -> OptimUpdate:
+    async def optim_step(self, params: AdamParams, completes: bool) -> OptimUpdate:
         """Increase the version."""
         self._version += 1
         return OptimUpdate(version=self._version, grad_norm=1.0, skipped=False)
@@ -107,7 +108,11 @@ class StubGenerator(Actor):
 
     @concurrent_endpoint
     async def generate(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], answers: "Port[Any]"
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        num_kept: Sequence[int],
+        answers: "Port[Any]",
+        admission: Admission,
     ) -> None:
         """Send completions for every group, `GROUPS_PER_MESSAGE` groups at a time."""
         load = EngineLoad(num_requests=0, num_queued=0)
@@ -190,8 +195,8 @@ async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, floa
         await run.step()
         seconds = []
         for _ in range(NUM_STEPS):
-            await run.parts.weights.ready()
-            await run.parts.buffer.wait_until_full()
+            await run.session.weights.ready()
+            await run.session.rollouts.buffer.wait_until_full()
             gc.collect()
             seconds.append((await run.step()).values["time/step_s"])
         return {
@@ -208,7 +213,7 @@ async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, floa
 async def bytes_per_group(run: GRPO) -> float:
     """Return the bytes of records, plan and handles of a batch, per group."""
     groups_per_step = run.config.rollout.groups_per_step
-    batch = await run.parts.buffer.take_batch()
+    batch = await run.session.rollouts.buffer.take_batch()
     plan = run._plan(batch)
     messages = [batch, *plan.microbatches, batch.records.handles.copy()]
     return sum(len(pickle.dumps(message, -1)) for message in messages) / groups_per_step
@@ -230,7 +235,7 @@ def stub_config(folder: Path, name: str, groups_per_step: int, num_tokens: int, 
         f"max_staleness={max_staleness}",
         f"rollout.groups_per_step={groups_per_step}",
         f"rollout.max_new_tokens={num_tokens}",
-        "data.scorer=benchmarks.controller:reward",
+        "data.rewards={answer: benchmarks.controller:reward}",
         "trainer.row_tokens=512",
         "trainer.rows_per_microbatch=512",
         "generator.max_num_seqs=65536",

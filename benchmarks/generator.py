@@ -17,17 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import this_host
-
 from benchmarks.machine import describe_machine
 from titanrl.actors import endpoint
 from titanrl.config import Config, load_config
-from titanrl.data.recipe import create_model
 from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment
 from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
 from titanrl.launch.supervision import Supervisor
+from titanrl.models.recipe import create_model
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import GenerationRequest, SamplingParams
 
@@ -79,14 +78,14 @@ async def measure(
     supervisor = Supervisor()
     fleet = Fleet(folder, supervisor)
     environment = generator_environment(config, DEVICES["cpu"], 0)
-    procs = fleet.spawn("generator", this_host(), 1, environment, ("benchmarks.generator",))
+    procs = fleet.spawn("generator", local_host(), 1, environment, ("benchmarks.generator",))
     setup = GeneratorSetup(
         model_dir=model_dir,
         config=config.generator,
         device=DEVICES["cpu"],
         max_len=PROMPT_TOKENS + NEW_TOKENS,
         stop_ids=(),
-        reader=None,  # type: ignore[arg-type] # nothing is pulled here
+        reader=None,  # nothing is pulled here
     )
     actor: Any = procs.spawn("generator", RandomGenerator, setup)
     bare = Bare(model_dir, environment, overrides)
@@ -176,8 +175,9 @@ def serve_bare(config: Config, model_dir: Path) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     from titanrl.generator.engine import build_engine, sampling_params
+    from titanrl.models.directory import open_model
 
-    engine = build_engine(model_dir, config.generator, DEVICES["cpu"], PROMPT_TOKENS + NEW_TOKENS)
+    engine = build_engine(open_model(model_dir), config.generator, DEVICES["cpu"], PROMPT_TOKENS + NEW_TOKENS)
     print("bare ready", flush=True)
     for line in sys.stdin:
         began = time.perf_counter()

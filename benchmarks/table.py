@@ -134,10 +134,43 @@ def reward_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def chaos_table(result: Mapping[str, Any]) -> str:
+    """Return the figures of a run whose processes were hit, and the recoveries of each kind of process."""
+    minutes = result["runs"]["undisturbed"]["seconds"] / 60
+    lines = [
+        "| | |",
+        "|---|---|",
+        f"| faults injected, survived | {result['faults_injected']}, {result['faults_survived']} |",
+        f"| samples lost, trained on twice | {result['samples_lost']}, {result['samples_duplicated']} |",
+        f"| steps with a token older than the bound | {result['staleness_violations']} |",
+        f"| throughput, of that without faults | {result['throughput_ratio']:.0%} |",
+        f"| held-out score at the end, of that without faults | {chaos_score(result)} |",
+        "",
+        "| process | faults | seconds to recover, median | longest |",
+        "|---|---|---|---|",
+        *(chaos_row(kind, figures) for kind, figures in {**result["by_kind"], "all": result}.items()),
+    ]
+    every = f"a fault every {result['seconds_between_faults']:g} s for {minutes:.0f} minutes"
+    return "\n".join(lines) + f"\n\n`python -m benchmarks.chaos --json FILE`, {every}, {where(result['machine'])}."
+
+
+def chaos_row(kind: str, figures: Mapping[str, Any]) -> str:
+    """Return the recoveries of one kind of process as a row."""
+    seconds = figures["recovery_s"]
+    spread = f"{seconds['median']:.1f} | {seconds['max']:.1f}" if seconds else "- | -"
+    return f"| {kind} | {figures['faults_injected']} | {spread} |"
+
+
+def chaos_score(result: Mapping[str, Any]) -> str:
+    """Return the scores of both runs."""
+    return f"{result['heldout_last']:.3f}, {result['runs']['undisturbed']['heldout_last']:.3f}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "README.md": ("quickstart.json", quickstart_table),
     "docs/weights.md": ("weight_sync.json", weight_sync_tables),
     "docs/async.md": ("async_reward.json", reward_table),
+    "docs/faults.md": ("chaos.json", chaos_table),
 }
 """Kept result of each document, and the function that makes a table of it."""
 

@@ -38,14 +38,15 @@ from torchtitan.tools.utils import get_peak_flops
 
 from benchmarks.memory import peak_bytes
 from titanrl.algorithms.packing import pack
-from titanrl.config.sections import AlgorithmConfig, TrainerConfig
-from titanrl.config.shapes import PUBLISHED, ModelShape
-from titanrl.models.qwen3 import qwen3_spec
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.sections import TrainerConfig
+from titanrl.config.shapes import ModelShape
+from titanrl.models.directory import open_model, published_shapes
 from titanrl.trainer import head
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner, new_optimizer
 from titanrl.trainer.model import PolicyModel, build_model
-from titanrl.types import AdamParams, GroupHandle, Rollout, SequencePlan
+from titanrl.types import AdamParams, GroupHandle, Segment, SequencePlan
 
 ADAM = AdamParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
 
@@ -73,7 +74,7 @@ ON_CPU = TrainerConfig(row_tokens=256, rows_per_microbatch=8)
 CASES = {
     "cpu": {"small": Case(shape=SMALL, trainer=ON_CPU, num_microbatches=2, median_tokens=50)},
     "cuda": {
-        name: Case(shape=PUBLISHED[name], trainer=ON_CUDA, num_microbatches=4, median_tokens=1000)
+        name: Case(shape=published_shapes()[name], trainer=ON_CUDA, num_microbatches=4, median_tokens=1000)
         for name in ("Qwen3-0.6B", "Qwen3-1.7B")
     },
 }
@@ -110,7 +111,7 @@ def step_figures(case: Case, folder: Path, num_steps: int) -> dict[str, Any]:
 
     def rl_step() -> None:
         for batch in rows:
-            learner.forward_backward(batch, "policy")
+            learner.forward_backward(batch)
         learner.optim_step(ADAM)
 
     seconds = alternate({"rl": rl_step, "bare": bare.step}, num_steps)
@@ -174,18 +175,15 @@ def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
     plans = []
     for slot, length in enumerate(lengths):
         mask = np.arange(length) >= max(1, length // 4)
-        rollout = Rollout(
+        segment = Segment(
             token_ids=random.integers(0, case.shape.vocab_size, length),
             mask=mask,
             logprobs=np.where(mask, -np.log(case.shape.vocab_size), 0.0).astype(np.float32),
             versions=np.where(mask, 0, -1),
-            reward=1.0,
-            reward_parts={},
-            finish_reason="stop",
         )
         handle = GroupHandle(shard=0, slot=slot, serial=0)
-        payload[handle] = {0: rollout}
-        plans.append(SequencePlan(handle=handle, rollout=0, length=length, advantage=float(random.normal()), weight=1e-4))
+        payload[handle] = {0: segment}
+        plans.append(SequencePlan(handle=handle, segment=0, length=length, advantage=float(random.normal()), weight=1e-4))
     rows = [tuple(plans[i] for i in row) for row in packed]
     step = config.rows_per_microbatch
     batches = [collate(rows[start : start + step], payload, config.row_tokens) for start in range(0, len(rows), step)]
@@ -282,7 +280,7 @@ def model_of(case: Case, folder: Path) -> PolicyModel:
         "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(hf))
-    return build_model(qwen3_spec(folder, DEVICE), folder, case.trainer, DEVICE)
+    return build_model(open_model(folder), case.trainer, DEVICE)
 
 
 def alternate(works: Mapping[str, Callable[[], object]], num_times: int) -> dict[str, float]:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from monarch.actor import this_host
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
@@ -31,7 +30,8 @@ from benchmarks.payloads import PAYLOADS, build_module, constant, tp_placement
 from titanrl.actors import Actor, endpoint
 from titanrl.config.choices import Verify
 from titanrl.launch.environment import worker_environment
-from titanrl.launch.fleet import Fleet, join_process_group
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.weights.copying import Copies
 from titanrl.weights.layout import local_part
@@ -259,10 +259,10 @@ class Bench:
         layout, imports = LAYOUTS[self.layout], ("titanrl.weights.store", "benchmarks.weight_sync")
         sizes = {"store": 1, "copier": 1, "writers": layout.fsdp * layout.tp, "readers": layout.reader_tp}
         procs = {
-            role: self._fleet.spawn(role, this_host(), size, worker_environment(), imports) for role, size in sizes.items()
+            role: self._fleet.spawn(role, local_host(), size, worker_environment(), imports) for role, size in sizes.items()
         }
         for role in ("writers", "readers"):
-            await join_process_group(procs[role], one_machine=True)
+            await self._fleet.join_process_group(procs[role], one_machine=True)
         self.store = await spawn_store(procs["store"])
         self.copier: Any = procs["copier"].spawn("copier", Copier)
         self.writers = procs["writers"].spawn("writers", Writer, self.store)

@@ -31,21 +31,21 @@ def test_failed_import_enables_garbage_collection_again() -> None:
 
 
 def test_import_object_returns_the_named_attribute() -> None:
-    assert import_object("json:dumps", key="data.scorer") is json.dumps
+    assert import_object("json:dumps", key="data.source") is json.dumps
 
 
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("json", "data.scorer: not an import path (got 'json'). Write it as `package.module:name`."),
+        ("json", "data.source: not an import path (got 'json'). Write it as `package.module:name` or `file.py:name`."),
         (
             "no_such_module:f",
-            "data.scorer: importing no_such_module raised ModuleNotFoundError: No module named 'no_such_module'",
+            "data.source: importing no_such_module raised ModuleNotFoundError: No module named 'no_such_module'",
         ),
-        ("json:no_such_name", "data.scorer: module json has no attribute 'no_such_name' (got 'json:no_such_name')."),
+        ("json:no_such_name", "data.source: module json has no attribute 'no_such_name' (got 'json:no_such_name')."),
     ],
     ids=["no-colon", "no-module", "no-attribute"],
 )
 def test_import_error_names_key_and_path(path: str, problem: str) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)):
-        import_object(path, key="data.scorer")
+        import_object(path, key="data.source")

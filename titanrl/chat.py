@@ -1,33 +1,38 @@
-"""Talk to a trained policy: `python -m titanrl.chat RUN_DIR`.
+"""Talk to a trained policy: `titanrl chat RUN_DIR`.
 
 transformers loads the policy from the run's Hugging Face export, so it completes prompts as it does in any other program.
 """
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.metrics.run_directory import read_lines
+from titanrl.packages import installed_version
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.chat") -> None:
     """Complete one prompt per line until the input ends."""
-    parser = argparse.ArgumentParser(prog="python -m titanrl.chat", description="Talk to a trained policy.")
+    parser = argparse.ArgumentParser(prog=prog, description="Talk to a trained policy.")
     parser.add_argument("run_dir", type=Path, help="directory of a finished run")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 (the default) is greedy")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     model_dir = arguments.run_dir / "checkpoints" / "final"
     if not (model_dir / "config.json").is_file():
-        sys.exit(f"RUN_DIR: checkpoints/final has no trained model (got {arguments.run_dir}). Name a finished run.")
+        parser.exit(2, f"RUN_DIR: checkpoints/final has no trained model (got {arguments.run_dir}). Name a finished run.\n")
+    if installed_version("torch") is None:
+        parser.exit(2, "torch: the package is not installed. Install what TitanRL needs: titanrl doctor --install\n")
     try:
         config = load_config(arguments.run_dir / "config.yaml")
     except ConfigError as error:
-        sys.exit(str(error))
+        parser.exit(2, f"{error}\n")
     complete = load_policy(model_dir, config, arguments.temperature)
-    example = next(read_lines(arguments.run_dir / "rollouts.jsonl"), None)
+    rollouts = arguments.run_dir / "rollouts.jsonl"  # a fine-tuning has none
+    example = next(read_lines(rollouts), None) if rollouts.is_file() else None
     if example is not None:
         print(f"The policy was trained on prompts like this one: {example['prompt']}")
     for prompt in read_prompts():
@@ -38,7 +43,8 @@ def main() -> None:
 
 
 def read_prompts() -> Iterator[str]:
-    """Yield the lines of standard input, without empty ones."""
+    """Yield the lines of standard input, without empty ones, until its end or Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:
             line = input("> " if sys.stdin.isatty() else "").strip()

@@ -1,7 +1,7 @@
 """A run as a command: arguments, signals, exit codes, and the last lines.
 
-Exit codes: 0 done, 2 bad configuration (message only), 130 (SIGINT) or 143 (SIGTERM) interrupted and closed in order,
-1 anything else.
+Exit codes: 0 done, 2 bad configuration (message only), 130 (SIGINT), 143 (SIGTERM) or 129 (SIGHUP) interrupted and closed in
+order, 1 anything else.
 """
 
 import argparse
@@ -15,59 +15,39 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol, TextIO
+from typing import NoReturn, TextIO
 
 import rich.console
 
+from titanrl import temporary, terminal
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.load import validate
+from titanrl.config.program import check_program
 from titanrl.config.source import read_source
 from titanrl.launch.environment import temporary_folder
 from titanrl.metrics.console import Console
 from titanrl.preflight import dry_run
+from titanrl.run import Run
 
 CLOSE_LIMIT_S = 25.0
 """Longest time from the end of the work to the end of every process, even if something hangs."""
+SAVE_LIMIT_S = 10.0
+"""Longest time from an interrupt to the end of the checkpoint that `checkpoint.on_interrupt` asks for."""
 
 
-class Run(Protocol):
-    """A training run, as the command needs it; `titanrl.grpo.GRPO` is one."""
-
-    run_dir: Path
-    console: Console
-
-    @property
-    def num_unsaved_steps(self) -> int:
-        """Steps taken since the last checkpoint."""
-
-    async def start_and_train(self) -> None:
-        """Do the whole run."""
-
-    async def stop(self, *, code: int, cause: str) -> None:
-        """Stop every process."""
-
-    def summarize(self, *, code: int, cause: str) -> None:
-        """Write the report and print the last lines."""
-
-
-class MakeRun(Protocol):
-    """Constructor of a run."""
-
-    def __call__(self, config: Config, *, resume: Path | None, console: Console, source: Source) -> Run:
-        """Check everything that can be checked before a process is started."""
-
-
-def main(make_run: MakeRun, argv: Sequence[str] | None = None) -> None:
-    """Run the command line, then end the process."""
-    arguments = parse(argv)
+def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "titanrl train") -> None:
+    """Run the command line of a kind of run, then end the process."""
+    terminal.prepare()
+    arguments = parse(argv, prog=prog, purpose=kind.purpose)
     try:
         path = arguments.resume / "config.yaml" if arguments.resume else arguments.config
         source = read_source(path, arguments.overrides)
         config = validate(source)
+        check_program(config, kind.program, source)
         if arguments.dry_run:
             dry_run(config, source)
             sys.exit(0)
-        code = run(make_run, config, arguments.resume, source)
+        code = run(kind, config, arguments.resume, source)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -75,18 +55,18 @@ def main(make_run: MakeRun, argv: Sequence[str] | None = None) -> None:
     leave(code)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None, *, prog: str = "titanrl train", purpose: str = "") -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m titanrl.grpo", description="Train a policy with GRPO.")
+    parser = argparse.ArgumentParser(prog=prog, description=purpose)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--config", type=Path, help="YAML file of the run, such as configs/quickstart.yaml")
+    which.add_argument("--config", type=Path, help="YAML file of the run, or the name of a shipped configuration")
     which.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
     return parser.parse_args(argv)
 
 
-def run(make_run: MakeRun, config: Config, resume: Path | None, source: Source) -> int:
+def run(kind: type[Run], config: Config, resume: Path | None, source: Source) -> int:
     """Train, and print how the run ended; return the exit code.
 
     Raises:
@@ -95,11 +75,16 @@ def run(make_run: MakeRun, config: Config, resume: Path | None, source: Source) 
     with own_stderr() as stderr:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
-        training = make_run(config, resume=resume, console=console, source=source)
-        with console, log_to(training.run_dir / "logs" / "controller_0.log"), temporary_folder():
-            code, cause, watchdog = asyncio.run(train(training, err))
-        watchdog.cancel()
-        training.summarize(code=code, cause=cause)
+        code, cause = 1, ""
+        try:
+            training = kind(config, resume=resume, console=console, source=source)
+            with console, log_to(training.run_dir / "logs" / "controller_0.log"), temporary_folder():
+                code, cause, watchdog = asyncio.run(train(training, err))
+            watchdog.cancel()
+            training.summarize(code=code, cause=cause)
+        except OSError as error:  # before the start or after the end: the run directory cannot be written
+            place = "" if error.filename else f": '{config.run_dir}'"
+            code, cause = code or 1, cause or f"{type(error).__name__}: {error}{place}"
         if code == 1:
             err.print(f"error: {cause}", markup=False, highlight=False)
     return code
@@ -114,7 +99,8 @@ async def train(training: Run, err: rich.console.Console) -> tuple[int, str, thr
     """
     code, cause = await outcome(training)
     logging.getLogger(__name__).info("closing; exit code %d", code)
-    watchdog = threading.Timer(CLOSE_LIMIT_S, leave_at_once, (code, cause, err))
+    limit_s = CLOSE_LIMIT_S - SAVE_LIMIT_S / 2 if training.config.checkpoint.on_interrupt else CLOSE_LIMIT_S  # 30 s in all
+    watchdog = threading.Timer(limit_s, leave_at_once, (code, cause, err, limit_s))
     watchdog.daemon = True
     watchdog.start()
     await training.stop(code=code, cause=cause)
@@ -128,32 +114,60 @@ async def outcome(training: Run) -> tuple[int, str]:
     try:
         await task
     except asyncio.CancelledError:
+        interrupt.report(is_saved=False)
         return interrupt.code, "interrupted"
     except Exception as error:  # the edge of the program: the user gets the cause, the log the traceback
         logging.getLogger(__name__).exception("the run failed")
-        return 1, f"{type(error).__name__}: {error}"
+        return 1, " ".join(f"{type(error).__name__}: {error}".split())  # one line, the last one of the output
+    if interrupt.saves:
+        interrupt.report(is_saved=True)
+        return interrupt.code, "interrupted"
     return 0, ""
 
 
 class Interrupt:
-    """Handles SIGINT and SIGTERM: the first closes the run in order, the second ends this process at once."""
+    """Handles SIGINT, SIGTERM and SIGHUP: the first closes the run in order, the second ends this process at once.
+
+    With `checkpoint.on_interrupt`, the first lets the running step end and saves a checkpoint before the run closes.
+    """
 
     def __init__(self, task: "asyncio.Task[None]", training: Run) -> None:
         """Install the handlers. Signals of Python's own, not the loop's, are handled even while the loop is blocked."""
         self._task, self._training = task, training
         self._loop = asyncio.get_running_loop()
         self.code = 128 + signal.SIGINT
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._first)
+        self.saves = False
+        """True after an interrupt that waits for a checkpoint."""
+        terminal.handle_ending(self._first)
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         self.code = 128 + number
-        for either in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(either, self._second)
+        terminal.handle_ending(self._second)
+        self.saves = self._training.is_training and self._training.config.checkpoint.on_interrupt
+        if self.saves:
+            doing, offer = "interrupted; saving a checkpoint after the running step, then closing in order", ""
+            self._loop.call_soon_threadsafe(self._save)
+        else:
+            steps = self._training.num_unsaved_steps
+            doing = "interrupted; closing in order" + (f"; the last {steps} steps are in no checkpoint" if steps else "")
+            offer = " With checkpoint.on_interrupt=true, a run saves one first." if steps else ""
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._training.console.warn(f"{doing}. A second signal ends the run at once.{offer}")
+
+    def _save(self) -> None:
+        self._training.end_after_step()
+        self._loop.call_later(SAVE_LIMIT_S, self._task.cancel)
+
+    def report(self, *, is_saved: bool) -> None:
+        """Say what became of the checkpoint that an interrupt waited for."""
+        if not self.saves:
+            return
         steps = self._training.num_unsaved_steps
-        unsaved = f"; the last {steps} steps are in no checkpoint" if steps else ""
-        self._training.console.warn(f"interrupted; closing in order{unsaved}. A second signal ends the run at once.")
-        self._loop.call_soon_threadsafe(self._task.cancel)
+        if is_saved and not steps:
+            self._training.console.warn(f"saved step {self._training.state.step}; --resume continues after it")
+        else:
+            reason = f"step and checkpoint took more than {SAVE_LIMIT_S:g} s"
+            self._training.console.warn(f"no checkpoint was saved, because {reason}; the last {steps} steps are in none")
 
     def _second(self, number: int, frame: FrameType | None) -> None:
         os._exit(self.code)
@@ -161,15 +175,16 @@ class Interrupt:
 
 def leave(code: int) -> NoReturn:
     """End this process without the interpreter's clean-up; every file is written by now."""
+    temporary.delete_all()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def leave_at_once(code: int, cause: str, err: rich.console.Console) -> None:
+def leave_at_once(code: int, cause: str, err: rich.console.Console, limit_s: float) -> None:
     """End this process although something hangs; the run's processes end with it."""
-    slow = f"closing took more than {CLOSE_LIMIT_S:g} s"
+    slow = f"closing took more than {limit_s:g} s"
     err.print(f"error: {cause} ({slow})" if cause else f"error: {slow}", markup=False, highlight=False)
     os._exit(code or 1)
 
@@ -177,18 +192,21 @@ def leave_at_once(code: int, cause: str, err: rich.console.Console) -> None:
 @contextlib.contextmanager
 def own_stderr() -> Iterator[TextIO]:
     """Yield a stream to the real stderr; until `log_to`, file descriptor 2 still leads there for libraries, too."""
-    with os.fdopen(os.dup(2), "w", buffering=1) as stderr:
-        try:
-            yield stderr
-        finally:
-            os.dup2(stderr.fileno(), 2)
+    descriptor = os.dup(2)
+    stream = terminal.lasting_stream(descriptor)
+    try:
+        yield stream
+    finally:
+        stream.flush()
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Send log records, and everything that libraries write to file descriptor 2, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", buffering=1) as log:
+    with path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
         os.dup2(log.fileno(), 2)
         logging.basicConfig(
             stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True

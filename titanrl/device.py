@@ -1,13 +1,12 @@
 """Kinds of devices and their capabilities, determined without importing torch."""
 
-import importlib.metadata
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from titanrl.config.choices import DeviceKind, DeviceName
+from titanrl.packages import installed_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +45,19 @@ def resolve_device(name: DeviceName) -> Device:
 
 
 def missing_for(kind: DeviceKind) -> str | None:
-    """Return the missing prerequisite of a device on this machine, or None if the device is usable."""
+    """Return the missing prerequisite of a device on this machine, or None if the device is usable.
+
+    While torch is not installed, the driver alone decides; `titanrl.packages` reports that torch is missing.
+    """
+    torch = installed_version("torch")
     if kind == "npu":
         if not Path("/dev/davinci_manager").exists():
             return "no Ascend driver (/dev/davinci_manager)"
-        return None if importlib.util.find_spec("torch_npu") else "the package torch-npu is not installed"
+        return "the package torch-npu is not installed" if torch and not installed_version("torch-npu") else None
     if kind == "cuda":
         if not Path("/dev/nvidiactl").exists():
             return "no NVIDIA driver (/dev/nvidiactl)"
-        version = importlib.metadata.version("torch")
-        return f"the installed torch {version} is a CPU build" if version.endswith("+cpu") else None
+        return f"the installed torch {torch} is a CPU build" if torch and torch.endswith("+cpu") else None
     return None
 
 

@@ -9,54 +9,55 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 
 import asyncio
 import time
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from titanrl import command
+from titanrl.actors import StoppedError
 from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.algorithms.minibatches import StepPlan, plan_step
+from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.algorithms.schedule import adam_params
-from titanrl.command import main
-from titanrl.config import Config, Source, dump_config
-from titanrl.config.sizes import notes
-from titanrl.data.tokenizer import load_tokenizer
-from titanrl.device import resolve_device
-from titanrl.launch.past_policies import PastPolicies
-from titanrl.launch.progress import RunState, checkpoint_dir, free_run_dir, resumable_state, write_state
-from titanrl.launch.starting_model import prepare_starting_model
-from titanrl.launch.warm_start import warm_start
-from titanrl.loading import loading
+from titanrl.config import Config, Source
+from titanrl.errors import TitanRLError
+from titanrl.evaluated import EvaluatedRun
+from titanrl.launch.meshes import merge_losses
+from titanrl.launch.past_policies import PastPolicies, PastVersions
+from titanrl.launch.progress import checkpoint_dir
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
-from titanrl.metrics.outcome import last_lines, summarize
-from titanrl.metrics.phases import PhaseTimer
-from titanrl.metrics.record import Recorder
-from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.trackers import make_trackers
-from titanrl.preflight import preflight
-from titanrl.replay.buffer import Batch
-from titanrl.tables import BatchPlan, Table
-from titanrl.types import EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
+from titanrl.plugins import loaded
+from titanrl.replay.actors import TokensLostError
+from titanrl.replay.batch import Batch, Replayed
+from titanrl.replay.saved import Freshness, TrainedBatch, joined, versions_behind
+from titanrl.tables import BatchPlan
+from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 
 if TYPE_CHECKING:
-    from titanrl.launch.assembly import Parts
+    from titanrl.launch.assembly import Roles
 
 
-class NonFiniteGradientError(Exception):
-    """Training cannot continue: gradients are not finite step after step."""
+_Begun = tuple[StepPlan, PastVersions, dict[str, float], LossSums, "asyncio.Task[OptimUpdate]", "asyncio.Task[GenerationStats]"]
+"""Plan, past policies and metrics of a batch, the losses of its first optimizer step, and the requests behind its passes."""
+
+GROUPS = "groups"
+"""Folder of a checkpoint with the state of the buffer."""
 
 
-class GRPO:
-    """A training run: its processes, and the order in which they are called.
+class GRPO(EvaluatedRun):
+    """A training run: rollout workers, trainer and generators, and the order in which they are called.
 
     Example:
         async with GRPO(load_config("configs/quickstart.yaml")) as run:
             metrics = await run.step()
     """
+
+    with_data = True
 
     def __init__(
         self,
@@ -65,245 +66,253 @@ class GRPO:
         resume: Path | None = None,
         console: Console | None = None,
         source: Source | None = None,
+        **objects: object,
     ) -> None:
-        """Check everything that can be checked before a process is started.
-
-        Args:
-            config: the run.
-            resume: run directory to continue in; None makes a new one.
-            console: shows progress; made from `config.logging` by default.
-            source: source of the configuration; with it messages name lines and overrides.
-
-        Raises:
-            ConfigError: a file or device that the configuration names is missing.
-        """
-        self.config = config
-        self.state = RunState(step=0, version=0, next_index=0) if resume is None else resumable_state(resume)
-        self.run_dir = (resume or free_run_dir(config.run_dir)).resolve()
-        preflight(config, source, meanwhile=_import_heavy_packages)
-        self.device = resolve_device(config.device)
-        self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
-        self._resume_step = None if resume is None else self.state.step
-        self._saved_step = self.state.step
-        self._timer = PhaseTimer(on_change=self.console.current_phase)
-        self._published: list[int] = []
-        self._unpublished: list[Table] = []
-        self._num_skipped_in_a_row = 0
-        self._warned_of_scorer = False
-        self._parts: Parts | None = None
-        self._recorder: Recorder | None = None
+        """Check everything that can be checked before a process is started; see `Run`."""
+        super().__init__(config, resume=resume, console=console, source=source, **objects)
+        self._num_published = 0
+        self._unpublished: list[TrainedBatch] = []
+        self._num_deaths = 0  # of rollout workers, when a batch was last given back
+        self._warned_of_reward = False
+        self._advantage = loaded(self._plugins, "algorithm.advantage")
+        self._replay = ReplaySchedule(config.replay, config.num_steps, loaded(self._plugins, "replay.priority"))
         self._past: PastPolicies
-
-    # The loop
 
     async def step(self) -> StepMetrics:
         """Take a batch, plan it, train on it, publish the weights, report."""
-        started, parts = time.perf_counter(), self.parts
-        with self._timer.phase("rollout"):
-            batch = await parts.weights.unless_failed(parts.buffer.take_batch())
-        ages, plan = self._ages(batch), self._plan(batch)
-        params = adam_params(self.config.algorithm, self.state.version, self.config.num_steps)
-        with self._timer.phase("train"):
-            past = await self._past.compute(plan.microbatches, version=self.state.version, published=self._published[-1])
-            microbatches = await self._past.with_correction_totals(plan.microbatches, past)
-            passes = parts.trainer.forward_backward(
-                microbatches, proximal_version=past.proximal, reference_version=past.reference
-            )
-            stepping = parts.trainer.optim_step(params, after=parts.weights.pushed)
-            taking = parts.generators.take_stats()
-            values = self._batch_metrics(batch, ages)  # while the trainer computes
-            losses = await passes
+        await self._hooks.before_step(self)
+        started, session = time.perf_counter(), self.session
+        params = self.steered(adam_params(self.config.algorithm, session.trainer.version, self.config.num_steps))
+        while True:
+            with self._timer.phase("rollout"):
+                batch = await self._take_batch()
+            try:
+                with self._timer.phase("train"):
+                    begun = await self._begin(batch, params)
+                break
+            except TitanRLError as error:  # it may come from any trainer rank, in the words of another one
+                await self._take_back(batch, error)
+        plan, past, values, first, stepping, taking = begun
         with self._timer.phase("sync"):  # the last push reads the weights
-            await parts.weights.pushed()
+            await session.weights.pushed()
         with self._timer.phase("optim"):
-            update, generated = await stepping, await taking
-        await self._publish(batch, update)
-        parts.buffer.prefetch()
-        values |= metrics_of.optimizer_metrics(update, params.learning_rate)
-        return self._report(batch, plan, values, losses, update, generated, time.perf_counter() - started)
+            losses, updates, generated = [first], [await stepping], await taking
+        for number, minibatch in enumerate(plan.updates[1:], 2):
+            with self._timer.phase("train"):
+                passes, stepping = await self._pass(minibatch, past, params, completes=number == len(plan.updates))
+                losses.append(await passes)
+            with self._timer.phase("optim"):
+                updates.append(await stepping)
+        await self._publish(batch, plan, updates)
+        session.rollouts.buffer.prefetch()
+        values |= metrics_of.optimizer_metrics(updates, params.learning_rate)
+        metrics = self._report(batch, plan, values, losses, updates, generated, time.perf_counter() - started)
+        await self._hooks.after_step(self, metrics)
+        return metrics
 
-    async def train(self, num_steps: int | None = None) -> None:
-        """Step until the policy has `num_steps` versions (default: the configuration's), with evaluations and checkpoints."""
-        num_steps = num_steps or self.config.num_steps
-        if self.state.step == 0:
-            await self.evaluate()
-        while self.state.version < num_steps:
-            await self.step()
-            if is_due(self.state.step, self.config.evaluation.every_steps) or self.state.version == num_steps:
-                await self.evaluate()
-            if is_due(self.state.step, self.config.checkpoint.every_steps) or self.state.version == num_steps:
-                await self.save()
+    async def _begin(self, batch: Batch, params: AdamParams) -> _Begun:
+        """Plan a batch, and accumulate the gradient of its first mini-batch."""
+        session, ages, plan = self.session, self._ages(batch), self._plan(batch)
+        if self.config.trainer.max_optimizer_steps > 1:
+            await session.trainer.hold_rollouts(plan.microbatches)
+        versions = {"version": session.trainer.version, "published": session.weights.versions[-1]}
+        past = await self._past.compute(plan.first_epoch, **versions)
+        passes, stepping = await self._pass(plan.updates[0], past, params, completes=len(plan.updates) == 1)
+        taking = session.generators.take_stats()
+        values = self._batch_metrics(batch, ages)  # while the trainer computes
+        return plan, past, values, await passes, stepping, taking
 
-    async def start_and_train(self) -> None:
-        """Do the whole run: start, train, export the model."""
-        await self.start()
-        await self.train()
-        await self.export()
+    async def _pass(
+        self, minibatch: BatchPlan, past: PastVersions, params: AdamParams, *, completes: bool
+    ) -> "tuple[asyncio.Task[LossSums], asyncio.Task[OptimUpdate]]":
+        """Request the passes over a mini-batch, and the optimizer step behind them."""
+        trainer = self.session.trainer
+        microbatches = await self._past.with_correction_totals(minibatch.microbatches, past)
+        passes = trainer.forward_backward(microbatches, proximal_version=past.proximal, reference_version=past.reference)
+        return passes, trainer.optim_step(params, after=self.session.weights.pushed, completes=completes)
 
-    async def evaluate(self) -> EvaluationResult:
-        """Score greedy completions of held-out prompts, sampled with the newest weights."""
-        with self._timer.phase("evaluate"):
-            await self.parts.weights.ready()
-            result = await self.parts.workers.evaluate(self.config.evaluation.num_prompts)
-        self.recorder.evaluation(self.state.step, result)
-        return result
+    async def _take_back(self, batch: Batch, error: TitanRLError) -> None:
+        """Give a batch back whose tokens are lost, because the rollout worker that had them has died.
 
-    # Start and end
+        Raises:
+            TitanRLError: The error has another cause.
+        """
+        workers = self.session.rollouts.workers
+        if TokensLostError.__name__ not in f"{error!r}" or workers.num_deaths == self._num_deaths:
+            raise error
+        self._num_deaths = workers.num_deaths
+        await self.session.trainer.zero_grad()
+        await workers.take_back(batch.all_records.handles)
 
-    async def start(self) -> Self:
-        """Start every process, load or warm-start the policy, publish it to the generators, and start the rollouts."""
-        with loading():
-            from titanrl.launch.assembly import RunFiles, assemble  # imports torch, which a dry run does not need
+    async def sample_evaluation(self, name: str) -> EvaluationResult:
+        """Sample and score completions of an evaluation set with the newest weights."""
+        await self.session.weights.ready()
+        return await self.session.rollouts.workers.evaluate(name)
 
-        config, console = self.config, self.console
-        for note in notes(config):
-            console.note(note)
-        self._recorder = recorder = self._open_recorder()
-        base = prepare_starting_model(config)
-        files = RunFiles(run_dir=self.run_dir, model_dir=base.initial, stop_ids=load_tokenizer(base.initial).eos_ids)
-        console.note(describe_staleness(config))
-        console.phase("start", f"trainer x{config.trainer.parallelism.world_size}, generator x{config.generator.num_ranks}")
-        self._parts = parts = await assemble(
-            config, self.device, files, self.state.next_index, on_event=recorder.directory.event
-        )
-        generators = asyncio.create_task(parts.generators.start())
-        await asyncio.gather(parts.trainer.start(), parts.workers.start())
-        await parts.trainer.load_model(base.base if base.is_ready else base.initial)
-        if not base.is_ready and config.warm_start is not None:
-            await warm_start(parts, config, config.warm_start, base.base, console)
-        self._past = PastPolicies(parts.trainer, config.algorithm)
-        await self._past.start()
+    async def sample_beside_training(self, names: Sequence[str], version: int, results: list[EvaluationResult]) -> None:
+        """Evaluate sets with a version, on a generator of its own that keeps this version meanwhile; append each result."""
+        session = self.session
+        (part,) = session.evaluator.parts
+        await part.wait_until_up()  # before the lease of a pull, for which publications may wait
+        if not await session.weights.pull_held(version, partial(session.evaluator.pull_weights, 0)):
+            raise StoppedError(f"version {version} was overwritten while the generator was replaced")
+        for name in names:
+            results.append(await session.rollouts.workers.evaluate_on(part, name))
+
+    def roles(self) -> "Roles":
+        """Return all roles."""
+        from titanrl.launch.assembly import Roles  # imports torch
+
+        return Roles(rollouts=True)
+
+    async def begin(self) -> None:
+        """Publish the policy to the generators and start the rollouts."""
+        self.console.note(describe_staleness(self.config))
+        self._num_published, self._num_deaths, self._unpublished = 0, 0, []
+        passes = {"epochs": self.config.trainer.epochs, "num_minibatches": self.config.trainer.minibatches_per_batch}
+        self._past = PastPolicies(self.session.trainer, self.config.algorithm, self.config.checkpoint, **passes)
+        await self._past.start()  # keeps the reference policy, before a checkpoint replaces the weights
         if self._resume_step is not None:
-            await parts.trainer.load_checkpoint(self._resume_step)
-        await generators
-        self._publish_version(self.state.version, then=parts.workers.run)
-        await parts.weights.ready()
-        return self
+            await self._continue(self._resume_step)
+        else:
+            self._publish_version(self.state.version, then=self.session.rollouts.workers.run)
+            await self.session.weights.ready()
 
-    async def save(self) -> Path:
-        """Write a checkpoint that a later run can resume from; return its folder."""
-        with self._timer.phase("checkpoint"):
-            await self.parts.weights.ready()
-            await self.parts.trainer.save_checkpoint(self.state.step)
-            write_state(self.recorder.directory.checkpoints, self.state)
-        folder = checkpoint_dir(self.recorder.directory.checkpoints, self.state.step)
-        self._saved_step = self.state.step
-        self.recorder.directory.event("checkpoint", step=self.state.step, path=str(folder))
-        return folder
+    async def _continue(self, step: int) -> None:
+        """Continue with the groups of a checkpoint, between two publications if it was saved there.
 
-    async def export(self) -> Path:
-        """Write the policy as a Hugging Face directory, with configuration and tokenizer; return it."""
-        await self.parts.weights.ready()
-        target = self.recorder.directory.checkpoints / "final"
-        await self.parts.trainer.export_model(target)
-        return target
-
-    async def close(self, error: BaseException | None = None) -> None:
-        """Stop every process, write the report, and print where everything is. A second call does nothing.
-
-        Args:
-            error: why the run ended, if it failed; recorded as its cause.
+        The generators get the weights published last before the trainer loads its own, which can be newer.
         """
-        code, cause = (0, "") if error is None else (1, f"{type(error).__name__}: {error}")
-        was_open = self._recorder is not None
-        await self.stop(code=code, cause=cause)
-        if was_open:
-            self.summarize(code=code, cause=cause)
+        state, session, config = self.state, self.session, self.config
+        published = list(state.published or (state.version,))
+        num_updates, groups_per_step = state.version - published[-1], config.rollout.groups_per_step
+        is_unchanged = state.num_held == num_updates * groups_per_step  # else the size of batches has changed
+        in_interval = 0 < num_updates < config.algorithm.updates_per_publish and is_unchanged
+        if in_interval:
+            await session.trainer.load_published(step, published[-1])
+            self._past.resume(published[-1])
+        else:  # the interval ends here, perhaps because the configuration has changed
+            published += [] if published[-1] == state.version else [state.version]
+            await self.resume()
+        session.weights.versions[:] = published[:-1]
+        self._num_published = len(published) - 1
+        trained = await self._load_groups(step, published)
+        self._unpublished = trained if in_interval else []
 
-    async def stop(self, *, code: int = 0, cause: str = "") -> None:
-        """Stop every process and close every file, whatever state the run is in. A second call does nothing.
+        async def run() -> None:
+            if trained and not in_interval:
+                await session.rollouts.buffer.release(*joined(trained))
+            await session.rollouts.workers.run()
 
-        Args:
-            code: exit code of the run, for its last event.
-            cause: why it ended, if the code is not 0.
+        self._publish_version(published[-1], then=run)
+        await session.weights.ready()
+        if in_interval:
+            await self.resume()
+
+    async def _load_groups(self, step: int, published: Sequence[int]) -> list[TrainedBatch]:
+        """Load the groups of a checkpoint; return the batches trained on since the last publication."""
+        folder = checkpoint_dir(self.recorder.directory.checkpoints, step) / GROUPS
+        if not folder.exists():
+            return []
+        per_publish, bound = self.config.groups_per_publish, self.config.worst_staleness
+        freshness = Freshness(published=tuple(published), groups_per_publish=per_publish, bound=bound)
+        restored = await self.session.rollouts.buffer.load(folder, freshness)
+        counts = {"ready": restored.num_ready, "in_flight": restored.num_in_flight, "too_old": len(restored.too_old)}
+        self.recorder.directory.event("restored", step=step, **counts)
+        self.recorder.directory.drop_rollouts(restored.too_old)
+        return restored.trained
+
+    async def save_parts(self, folder: Path) -> None:
+        """Write the trainer's state, the weights published last if they are older, and the buffer's groups.
+
+        In synchronous training, all groups between two publications are sampled together, which a resumed run repeats, too.
+        Right after a publication, it samples them again. Later it continues with the finished ones.
         """
-        if self._parts is not None:
-            parts, self._parts = self._parts, None
-            for problem in await parts.close(self.config.timeouts.close_s):
-                self.console.warn(f"while closing: {problem}")
-        if self._recorder is not None:
-            self._recorder.directory.event("end", code=code, cause=cause)
-            self._recorder.close()
-            self._recorder = None
-        self.console.close()
+        state, session = self.state, self.session
+        await session.rollouts.workers.wait_until_up()
+        buffer, published = session.rollouts.buffer, session.weights.versions[-2 - self.config.worst_staleness :]
+        in_interval = published[-1] != state.version and self._past.kept == published[-1]
+        kept = published[-1] if in_interval else None
+        if published[-1] != state.version and not in_interval:  # after optimizer steps of the user's own
+            published.append(state.version)
+        self.state = replace(state, published=tuple(published), in_flight=(), num_held=0)
+        from_index = None
+        if self.config.max_staleness == 0:
+            if self._unpublished:
+                await buffer.wait_until_full()
+            else:
+                from_index = state.next_index
+        if from_index is None or self.config.replay.fraction:
+            saved = await buffer.save(folder / GROUPS, self._unpublished, from_index)
+            self.state = replace(self.state, next_index=saved.next_index, in_flight=saved.in_flight, num_held=saved.num_held)
+        await session.trainer.save_checkpoint(state.step, kept)  # last: a shard that dies before it makes `save` begin again
 
-    def summarize(self, *, code: int = 0, cause: str = "") -> None:
-        """Write the report of a stopped run and print its last lines.
-
-        Args:
-            code: exit code of the run.
-            cause: why it ended, if the code is not 0.
-        """
-        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=self.config.num_steps)
-        self.console.done(last_lines(self.run_dir, outcome))
-
-    async def __aenter__(self) -> Self:
-        """Start the run; stop it if the start fails."""
-        try:
-            return await self.start()
-        except BaseException as error:  # an interrupt, too
-            await self.close(error)
-            raise
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the run; record the exception of the body as its cause."""
-        await self.close(error)
-
-    @property
-    def parts(self) -> "Parts":
-        """Clients of the running processes."""
-        assert self._parts is not None, "the run has not started"
-        return self._parts
-
-    @property
-    def recorder(self) -> Recorder:
-        """Destination of metrics and events."""
-        assert self._recorder is not None, "the run has not started"
-        return self._recorder
-
-    @property
-    def num_unsaved_steps(self) -> int:
-        """Steps taken since the last checkpoint."""
-        return self.state.step - self._saved_step
+    async def finish_parts(self) -> None:
+        """Wait until the groups are on disk."""
+        await self.session.rollouts.buffer.finish_save()
 
     # Details of a step
 
-    def _plan(self, batch: Batch) -> BatchPlan:
-        """Compute advantages, loss weights and packing of a batch."""
+    def _plan(self, batch: Batch) -> StepPlan:
+        """Compute advantages, and loss weights and packing of each mini-batch."""
         config = self.config
-        return plan_batch(
-            batch.records,
+        plan = partial(
+            plan_batch,
             algorithm=config.algorithm,
             constant_length=config.algorithm.constant_length or config.rollout.max_new_tokens,
             row_tokens=config.trainer.row_tokens,
             rows_per_microbatch=config.trainer.rows_per_microbatch,
             dp_size=config.trainer.parallelism.dp_size,
             share_prompts=config.trainer.share_prompts,
+            own_advantage=self._advantage,
+            weight_of=config.data.weight_of,
         )
+        epochs, num_minibatches = config.trainer.epochs, config.trainer.minibatches_per_batch
+        seed = (config.seed, self.state.step)
+        return plan_step(batch.all_records, plan, epochs=epochs, num_minibatches=num_minibatches, seed=seed)
+
+    async def _take_batch(self) -> Batch:
+        """Take a batch, with groups to replay. Discard it if `training.publish` has made it too old since the last step."""
+        session, bound = self.session, self.config.worst_staleness
+        buffer = session.rollouts.buffer
+        while True:
+            batch = await session.weights.unless_failed(buffer.take_batch())
+            versions = session.weights.versions
+            if len(versions) == self._num_published or versions_behind(versions, batch.oldest_version) <= bound:
+                break
+            groups = len(batch.records.groups)
+            self._count(batch)
+            await buffer.discard(batch.records.handles, before_version=versions[-1 - bound])
+            self.recorder.directory.event("drop", step=self.state.step + 1, groups=groups, reason="too old")
+        if not self.config.replay.fraction:
+            return batch
+        version = session.trainer.version
+        return replace(batch, replayed=await buffer.replay(version, self._replay.beta(version)))
 
     def _ages(self, batch: Batch) -> list[int]:
         """Return, for each group, the versions published since its oldest token was sampled; assert the staleness bound."""
         versions = batch.records.groups["min_version"].tolist()
-        age_of = {version: len(self._published) - bisect_right(self._published, version) for version in set(versions)}
+        age_of = {version: versions_behind(self.session.weights.versions, version) for version in set(versions)}
         ages = [age_of[version] for version in versions]
         bound = self.config.worst_staleness
         assert max(ages) <= bound, f"step {self.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
+        self._num_published = len(self.session.weights.versions)
         return ages
 
-    async def _publish(self, batch: Batch, update: OptimUpdate) -> None:
-        """Publish after `updates_per_publish` updates and free their slots afterwards; free those of a skipped step now."""
-        handles = batch.records.handles
-        if update.skipped:
-            self._count_skipped(update)
-            await self.parts.buffer.release(handles)
+    async def _publish(self, batch: Batch, plan: StepPlan, updates: Sequence[OptimUpdate]) -> None:
+        """Publish after `updates_per_publish` steps and free their slots afterwards; free those of a skipped step now."""
+        records, update = batch.all_records.by_index(), updates[-1]
+        for taken in updates:
+            self.count_skipped(taken, largest_reward=float(np.abs(batch.records.rewards).max()))
+        if all(taken.skipped for taken in updates):
+            await self.session.rollouts.buffer.release(records.handles)
             return
-        self._num_skipped_in_a_row = 0
-        self._unpublished.append(handles)
-        if update.version - self._published[-1] >= self.config.algorithm.updates_per_publish:
-            trained, self._unpublished = np.concatenate(self._unpublished), []
-            self._publish_version(update.version, then=partial(self.parts.buffer.release, trained))
+        weight_of, advantages = self.config.data.weight_of, plan.advantages_N
+        priorities = self._replay.priorities(records, advantages, weight_of) if self.config.replay.fraction else None
+        self._unpublished.append((records.handles, priorities))
+        if update.version - self.session.weights.versions[-1] >= self.config.algorithm.updates_per_publish:
+            trained, self._unpublished = joined(self._unpublished), []
+            self._publish_version(update.version, then=partial(self.session.rollouts.buffer.release, *trained))
 
     def _publish_version(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
         """Start to publish a version; await `then` when no request is served with an older one any more."""
@@ -313,72 +322,91 @@ class GRPO:
             await then()
             directory.event("publication", version=version)
 
-        self._published.append(version)
-        self.parts.weights.publish(version, then=published)
-
-    def _count_skipped(self, update: OptimUpdate) -> None:
-        self._num_skipped_in_a_row += 1
-        self.recorder.directory.event("skipped_step", step=self.state.step + 1, grad_norm=update.grad_norm)
-        if self._num_skipped_in_a_row > self.config.algorithm.max_skipped_steps:
-            raise NonFiniteGradientError(
-                f"algorithm.max_skipped_steps: {self._num_skipped_in_a_row} steps in a row had a non-finite gradient (got "
-                f"{self.config.algorithm.max_skipped_steps}). Lower algorithm.learning_rate; grad/norm and "
-                "mismatch/logprob_abs_max in metrics.jsonl show where it began."
-            )
+        self.session.weights.publish(version, then=published)
+        self._num_published += 1
 
     def _batch_metrics(self, batch: Batch, ages: Sequence[int]) -> dict[str, float]:
         """Return the metrics that depend on the batch alone."""
+        has_filter, filtered = self.config.rollout.group_filter is not None, batch.drops.get("filtered", 0)
         return {
+            **({"group/filtered_frac": filtered / batch.num_tried} if has_filter else {}),
             **metrics_of.rollout_metrics(
                 batch.records,
                 num_tried=batch.num_tried,
                 num_without_signal=batch.num_without_signal,
                 num_tried_rollouts=batch.num_tried_rollouts,
                 num_errors=batch.num_errors,
+                of_turns=bool(batch.counts),
             ),
+            **metrics_of.episode_metrics(batch.counts),
             **metrics_of.age_metrics(ages),
+            **self._replay_metrics(batch.replayed),
             **metrics_of.buffer_metrics(
                 num_in_flight=batch.num_in_flight,
                 num_ready=batch.num_ready,
                 num_held=batch.num_held,
                 num_tried=batch.num_tried,
+                num_bytes=batch.usage.num_bytes,
+                num_spilled_bytes=batch.usage.num_spilled_bytes,
             ),
         }
+
+    def _replay_metrics(self, replayed: Replayed | None) -> dict[str, float]:
+        if replayed is None:
+            return {}
+        version, num_stored, num_evicted = self.session.trainer.version, replayed.num_stored, replayed.num_evicted
+        return metrics_of.replay_metrics(replayed.records, version=version, num_stored=num_stored, num_evicted=num_evicted)
 
     def _report(
         self,
         batch: Batch,
-        plan: BatchPlan,
+        plan: StepPlan,
         batch_metrics: Mapping[str, float],
-        losses: LossSums,
-        update: OptimUpdate,
+        losses: Sequence[LossSums],
+        updates: Sequence[OptimUpdate],
         generated: GenerationStats,
         step_s: float,
     ) -> StepMetrics:
         """Count the step and record everything about it."""
-        self.state = RunState(step=self.state.step + 1, version=update.version, next_index=batch.next_index)
+        trained = (int(part.sums["num_tokens"]) for part, update in zip(losses, updates, strict=True) if not update.skipped)
+        self._count(batch, trained_tokens=sum(trained))
+        version, busy_s, merged = updates[-1].version, sum(update.busy_s for update in updates), merge_losses(losses)
+        self.state = replace(self.state, step=self.state.step + 1, version=version, next_index=batch.next_index)
         values = {
             **batch_metrics,
-            **metrics_of.staleness_metrics(losses),
-            **metrics_of.loss_metrics(losses),
+            **metrics_of.staleness_metrics(merged),
+            **metrics_of.loss_metrics(merged, len(losses)),
             **metrics_of.speed_metrics(
-                trained_tokens=plan.num_placed, generated=generated, trainer_busy_s=update.busy_s, step_s=step_s
+                trained_tokens=plan.num_placed, generated=generated, trainer_busy_s=busy_s, step_s=step_s
             ),
-            **self.parts.weights.take_metrics(),
+            **self.session.weights.take_metrics(),
             **self._timer.take(),
             "perf/packing_efficiency": plan.packing_efficiency,
+            **self.state.counts.metrics(),
         }
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
         self.recorder.step(metrics)
         self._record_groups(batch, plan)
         return metrics
 
-    def _record_groups(self, batch: Batch, plan: BatchPlan) -> None:
+    def _count(self, batch: Batch, trained_tokens: int = 0) -> None:
+        """Add the groups of a batch, and those discarded before it, to the counts of the run."""
+        counts = self.state.counts.plus(
+            prompts=batch.num_tried,
+            rollouts=batch.num_tried_rollouts,
+            environment_steps=batch.counts.get("turns", 0),
+            generated_tokens=batch.num_tried_tokens,
+            trained_tokens=trained_tokens,
+        )
+        self.state = replace(self.state, counts=counts)
+
+    def _record_groups(self, batch: Batch, plan: StepPlan) -> None:
         """Record the advantages of the groups that `rollouts.jsonl` shows, and the groups dropped since the last batch."""
         directory, rollout = self.recorder.directory, self.config.rollout
-        groups = batch.records.by_index().groups
+        groups = batch.all_records.by_index().groups
         ends = np.cumsum(groups["num_rollouts"])
-        shown = np.flatnonzero(groups["index"] % rollout.groups_per_step < self.config.logging.rollouts_per_step)
+        is_shown = groups["index"] % rollout.groups_per_step < self.config.logging.rollouts_per_step
+        shown = np.flatnonzero(is_shown & np.isin(groups["index"], batch.records.groups["index"]))
         starts = ends - groups["num_rollouts"]
         rows = [
             (int(groups["index"][i]), int(groups["max_version"][i]), plan.advantages_N[starts[i] : ends[i]].tolist())
@@ -386,31 +414,16 @@ class GRPO:
         ]
         if rows:
             directory.log_advantages(self.state.step, rows)
-        if num_dropped := batch.num_tried - len(groups):
-            directory.event("drop", step=self.state.step, groups=num_dropped, reason="no signal, or no reward")
+        for reason, num_dropped in batch.drops.items():
+            directory.event("drop", step=self.state.step, groups=num_dropped, reason=reason)
         if batch.num_errors:
             directory.event("scorer_error", step=self.state.step, count=batch.num_errors, error=batch.first_error)
-            if not self._warned_of_scorer:
-                self._warned_of_scorer = True
+            if not self._warned_of_reward:
+                self._warned_of_reward = True
                 self.console.warn(
-                    f"the scorer failed on {batch.num_errors} of {batch.num_tried_rollouts} completions, which are left out "
+                    f"{batch.num_errors} of {batch.num_tried_rollouts} completions have no reward, and are left out "
                     f"(first error: {batch.first_error}); reward/error_frac counts them"
                 )
-
-    def _open_recorder(self) -> Recorder:
-        """Open the run directory and start the trackers."""
-        config = self.config
-        directory = RunDirectory(self.run_dir, resume_step=self._resume_step)
-        directory.write_config(dump_config(config))
-        directory.event("start" if self._resume_step is None else "resume", step=self.state.step)
-        trackers = make_trackers(
-            config.logging.loggers,
-            self.run_dir,
-            config.model_dump(mode="json"),
-            warn=self.console.warn,
-            resume_step=self._resume_step,
-        )
-        return Recorder(directory, trackers, self.console)
 
 
 def describe_staleness(config: Config) -> str:
@@ -423,16 +436,9 @@ def describe_staleness(config: Config) -> str:
     )
 
 
-def is_due(step: int, every: int) -> bool:
-    """Return whether an action of every `every` steps is due after `step`; 0 means never."""
-    return every > 0 and step % every == 0
-
-
-def _import_heavy_packages() -> None:
-    """Import torch and everything else that `GRPO.start` needs, which takes seconds."""
-    with loading():
-        import titanrl.launch.assembly  # noqa: F401
+main = partial(command.main, GRPO, prog="python -m titanrl.grpo")
+"""Function `main(argv, prog=...)` that trains as a command."""
 
 
 if __name__ == "__main__":
-    main(GRPO)
+    main()

@@ -1,9 +1,15 @@
 """Imports: of objects that the configuration names, and of heavy packages at less cost."""
 
 import gc
+import hashlib
 import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -24,7 +30,9 @@ def loading() -> Iterator[None]:
 
 
 def import_object(path: str, *, key: str) -> Any:
-    """Import the object that `package.module:name` names.
+    """Import the object that `package.module:name` or `file.py:name` names.
+
+    A file is executed once per process. Modules beside it can be imported, as from a script.
 
     Args:
         path: Import path, as the configuration gives it.
@@ -33,14 +41,38 @@ def import_object(path: str, *, key: str) -> Any:
     Raises:
         ValueError: The module cannot be imported, or has no such attribute.
     """
-    module, _, name = path.partition(":")
+    module, _, name = path.rpartition(":")
     if not (module and name):
-        raise ValueError(f"{key}: not an import path (got {path!r}). Write it as `package.module:name`.")
+        raise ValueError(f"{key}: not an import path (got {path!r}). Write it as `package.module:name` or `file.py:name`.")
+    is_file = module.endswith(".py")
+    if is_file and not os.path.isfile(module):
+        raise ValueError(f"{key}: no such file (got {path!r}). Write its path relative to the configuration file.")
     try:
-        imported = importlib.import_module(module)
+        imported = _import_file(Path(module)) if is_file else importlib.import_module(module)
     except Exception as error:  # the module is the user's and may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"{key}: importing {module} raised {cause} (got {path!r}). Correct the path or the module.") from error
     if name not in vars(imported):
         raise ValueError(f"{key}: module {module} has no attribute {name!r} (got {path!r}). Correct the name after the colon.")
     return vars(imported)[name]
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a file as a module of its own name, which no other file shares."""
+    file = file.resolve()
+    name = f"{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up while it is executed
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

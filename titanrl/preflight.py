@@ -1,70 +1,89 @@
 """Checks of a configuration against this machine, before a run starts anything and in `--dry-run`.
 
-Nothing here imports torch or vLLM. The task, the data and the scorer are checked in child processes: code of the user or of a
-task may crash or hang there, and the checks run in parallel with whatever the caller imports meanwhile.
+Nothing here imports torch or vLLM. `titanrl.child_checks` checks data and the user's objects in child processes.
 """
 
 import ast
 import difflib
-import importlib.metadata
 import importlib.util
-import inspect
 import json
 import os
-import pickle
-import re
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from titanrl import packages
+from titanrl.child_checks import policy_tokenizer, start_checks
 from titanrl.config.choices import DeviceKind
-from titanrl.config.dry_run import print_dry_run
-from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
+from titanrl.config.dry_run import print_dry_run, print_table
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
+from titanrl.config.evaluation import broken_by_positions
 from titanrl.config.explain import explain_rule
+from titanrl.config.rewards import JudgeOptions, OverlongOptions
 from titanrl.config.schema import Config
-from titanrl.config.shapes import ModelShape, checkpoint_shape, recipe_shape
+from titanrl.config.shapes import ModelShape
 from titanrl.config.sizes import cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source
-from titanrl.data.recipe import model_config, write_tokenizer
-from titanrl.data.streams import make_encoder, open_stream
+from titanrl.data import examples
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
-from titanrl.loading import import_object
-from titanrl.models.hf_config import torchtitan_problems, vllm_problems
-from titanrl.sandbox.confine import end_with_parent
+from titanrl.extensions import plugins_of
+from titanrl.models.directory import model_shape, read_model, recipe_model
+from titanrl.models.vllm_limits import vllm_problems
+from titanrl.plugins import Plugins
 
 PROCESSES_PER_CORE = 100
 """Limit of processes on one machine."""
-CHECK_LIMIT_S = 60.0
-"""Limit of importing the scorer, and of sampling from a task."""
-HELDOUT_LIMIT_S = 2.0
-"""Time after which the search for held-out prompts stops without an error."""
+PROCESS_BYTES = dict.fromkeys(("controller", "trainer", "generator", "teacher", "evaluator"), 200 << 20) | {
+    "rollout": 100 << 20
+}
+"""Memory that a process of a role needs for itself at least; measured on CPU: 250 MB, and 170 MB for a rollout worker."""
+SCALARS: Mapping[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "None": (type(None),),
+}
+"""Types of vLLM's options that are checked, with those of the values that YAML can write for them."""
 MAX_HEADER_BYTES = 100 << 20
 """Limit of the safetensors format."""
 
-_CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.preflight import _serve; _serve()"
 
-
-def preflight(config: Config, source: Source | None = None, *, meanwhile: Callable[[], object] = lambda: None) -> None:
+def preflight(
+    config: Config,
+    source: Source | None = None,
+    *,
+    plugins: Plugins | None = None,
+    training: bool = True,
+    sampling: bool = True,
+    rollouts: bool = True,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:
     """Check that a run of this configuration can start on this machine. Nothing is started or written.
 
     Args:
         config: Configuration.
         source: Source of the configuration; with it messages name lines and overrides.
-        meanwhile: Function to call while child processes check data and scorer.
+        plugins: The user's objects; those that the configuration names by default.
+        training: Check what a trainer needs.
+        sampling: Check what generators need.
+        rollouts: Check the prompts, which a session without rollouts does not use.
+        meanwhile: Function to call while child processes check data and the user's objects.
 
     Raises:
         ConfigError: The run cannot start. The error lists all reasons.
     """
-    children = [_Child(check, config, values, limit_s) for check, values, limit_s in _child_checks(config)]
-    broken = list(broken_rules(config))
+    plugins = plugins_of(config, {}) if plugins is None else plugins
+    has_tokenizer = config.model.path is None or not any(_broken_by_model(config, sampling=sampling))
+    children = start_checks(config, plugins, with_data=rollouts, has_tokenizer=has_tokenizer)
+    broken = list(broken_rules(config, training=training, sampling=sampling))
     if not broken:
         meanwhile()
     for child in children:
@@ -73,14 +92,36 @@ def preflight(config: Config, source: Source | None = None, *, meanwhile: Callab
         raise ConfigError(*(explain_rule(rule, source) for rule in broken))
 
 
-def broken_rules(config: Config) -> Iterator[BrokenRule]:
-    """Yield the rules that the configuration breaks on this machine, without those of task, data and scorer."""
+def broken_rules(config: Config, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
+    """Yield the rules that the configuration breaks on this machine, without those of data and the user's objects.
+
+    Without `training` or `sampling`, rules that concern only a trainer or only generators are left out.
+    """
     yield from _broken_by_device(config)
     yield from _broken_by_machine(config)
-    yield from _broken_by_model(config)
-    yield from _broken_by_engine_args(config)
-    yield from _broken_by_packages(config)
+    yield from _broken_by_model(config, sampling=sampling)
+    yield from _broken_by_teacher(config)
+    if sampling:
+        yield from _broken_by_engine_args(config)
+    yield from packages.broken_rules(config, _device_kind(config), training=training, sampling=sampling)
+    yield from _broken_by_rewards(config)
     yield from _broken_by_folders(config)
+
+
+def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
+    """Read the examples of a fine-tuning.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    try:
+        tokenizer = policy_tokenizer(config)
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise ConfigError(explain_rule(rule_of(str(error), model_values(config)), source)) from error
+    try:
+        return examples.read_examples(config, tokenizer)
+    except BrokenRules as error:
+        raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
 
 
 def dry_run(config: Config, source: Source | None = None) -> None:
@@ -91,8 +132,12 @@ def dry_run(config: Config, source: Source | None = None) -> None:
     """
     device = config.device if config.device != "auto" else resolve_device("auto").kind
     console = Console(width=None if sys.stdout.isatty() else 200)
-    print_dry_run(config, console, source, device=device, device_bytes=_device_bytes(device))
-    preflight(config, source)
+    device_bytes = _device_bytes(device)
+    print_dry_run(config, console, source, shape=model_shape(config), device=device, device_bytes=device_bytes)
+    preflight(config, source, rollouts=config.sft is None)
+    if config.sft is not None:
+        numbers = read_examples(config, source).summary(config.sft.batch_size, config.num_steps)
+        print_table(console, "Examples", ("number", "value"), numbers.items())
     console.print("Ready to start. The dry run started and wrote nothing.", highlight=False)
 
 
@@ -107,13 +152,20 @@ def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
     if config.hosts.kind == "slurm" and shutil.which("sbatch") is None:
         rule = "slurm requires the command sbatch, which is not on PATH"
         yield BrokenRule(values={"hosts.kind": "slurm"}, rule=rule, fix="start the run on a Slurm login node")
+    if config.hosts.kind == "slurm" and not config.hosts.trusted_network:
+        yield BrokenRule(
+            values={"hosts.kind": "slurm", "hosts.trusted_network": False},
+            rule="hosts of slurm listen on the network, and a program that can connect to them can execute code as you",
+            fix="set hosts.trusted_network to true if you trust everybody who can reach them (docs/security.md)",
+        )
 
 
 def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
     if config.hosts.kind == "slurm":
         return
-    sizes = derive(config)
+    sizes = derive(config, model_shape(config))
     num_processes, limit = sum(sizes.processes.values()), PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    has_generators = config.num_generator_ranks > 0
     if num_processes > limit:
         keys = {
             "rollout.num_workers": config.rollout.num_workers,
@@ -122,14 +174,26 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
         }
         rule = f"a run must not start more than {limit:,} processes on this machine, {PROCESSES_PER_CORE} per CPU core, "
         yield BrokenRule(values=keys, rule=f"{rule}and these values start {num_processes:,}", fix="lower the largest of them")
+        return
+    at_least = sum(number * PROCESS_BYTES.get(role, 0) for role, number in sizes.processes.items())
+    if at_least > host_bytes():
+        yield BrokenRule(
+            values={"generator.replicas": config.generator.replicas, "rollout.num_workers": config.rollout.num_workers},
+            rule=f"the processes of a run need {gigabytes(at_least)} before they load a model, and this machine has "
+            f"{gigabytes(host_bytes())}",
+            fix="lower the larger of them",
+        )
+        return
     if sizes.memory is not None and _device_kind(config) == "cpu":
         needed, available = cpu_bytes(config, sizes.memory, sizes.memory.trainer.state), host_bytes()
         if needed > available:
-            rule = f"weights, gradients, optimizer state and KV cache need {gigabytes(needed)} without activations, "
+            what = "gradients, optimizer state and KV cache" if has_generators else "gradients and optimizer state"
+            cache = {"generator.kv_cache_bytes": config.generator.kv_cache_bytes} if has_generators else {}
             yield BrokenRule(
-                values={**model_values(config), "generator.kv_cache_bytes": config.generator.kv_cache_bytes},
-                rule=f"{rule}and this machine has {gigabytes(available)}",
-                fix="use a smaller model, fewer replicas, or less KV cache",
+                values={**model_values(config), **cache},
+                rule=f"weights, {what} need {gigabytes(needed)} without activations, and this machine has "
+                f"{gigabytes(available)}",
+                fix="use a smaller model, fewer replicas, or less KV cache" if has_generators else "use a smaller model",
             )
 
 
@@ -158,61 +222,88 @@ def _broken_by_folders(config: Config) -> Iterator[BrokenRule]:
             yield BrokenRule(values={key: str(folder)}, rule=rule, fix=f"correct {key}")
 
 
-def _broken_by_packages(config: Config) -> Iterator[BrokenRule]:
-    # Distributions, not modules: a run directory named `wandb` would look like the module.
-    if config.trainer.float8 is not None and not any(importlib.metadata.distributions(name="torchao")):
-        yield BrokenRule(
-            values={"trainer.float8": config.trainer.float8},
-            rule="the package torchao must be installed",
-            fix="pip install torchao, or set trainer.float8 to null",
-        )
-    for logger in config.logging.loggers:
-        if not any(importlib.metadata.distributions(name=logger)):
-            yield BrokenRule(
-                values={"logging.loggers": list(config.logging.loggers)},
-                rule=f"the package {logger} must be installed",
-                fix=f"pip install {logger}, or remove it from logging.loggers",
-            )
-
-
 def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
-    """Yield options of `generator.vllm` that do not exist, from the source of vLLM: importing it takes many seconds."""
+    """Yield options of `generator.vllm` that vLLM does not have or take, from its source: importing it takes many seconds."""
     spec = importlib.util.find_spec("vllm") if config.generator.vllm else None
     if spec is None or spec.origin is None:
         return
     tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     options = {
-        field.target.id
+        field.target.id: ast.unparse(field.annotation)
         for node in tree.body
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
-    for key in config.generator.vllm.keys() - options:
+    for key, value in config.generator.vllm.items():
+        if key in options:
+            kinds = set(options[key].split(" | "))
+            if kinds <= SCALARS.keys() and not any(_is_a(value, kind) for kind in kinds):
+                yield BrokenRule(
+                    values={f"generator.vllm.{key}": value},
+                    rule=f"vLLM takes {options[key]}",
+                    fix="correct the value; vllm.EngineArgs documents the options",
+                )
+            continue
         near = difflib.get_close_matches(key, options, n=1)
         fix = f"did you mean {near[0]}?" if near else "remove it; vllm.EngineArgs documents the options"
         yield BrokenRule(values={f"generator.vllm.{key}": config.generator.vllm[key]}, rule="no such vLLM option", fix=fix)
 
 
+def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
+    """Yield what the built-in rewards need beyond their own options: a package, a key, room for the penalty."""
+    rewards = {f"data.rewards.{name}": (reward, config.rollout.max_new_tokens) for name, reward in config.data.rewards.items()}
+    for subset in config.evaluation_sets.values():
+        if subset.has_own_data:
+            own = subset.data.rewards.items()
+            rewards |= {f"{subset.key}.data.rewards.{name}": (reward, subset.max_new_tokens) for name, reward in own}
+    for key, (reward, max_new_tokens) in rewards.items():
+        if reward.function == "math_verify" and packages.installed_version("math-verify") is None:
+            yield BrokenRule(
+                values={f"{key}.function": reward.function},
+                rule="the package math-verify must be installed",
+                fix='pip install "titanrl[math]"',
+            )
+        elif reward.function == "judge":
+            variable = JudgeOptions.model_validate(reward.options).key_variable
+            if variable is not None and not os.environ.get(variable):
+                yield BrokenRule(
+                    values={f"{key}.options.key_variable": variable},
+                    rule="the environment variable must hold the API key, but it is not set",
+                    fix=f"export {variable} where the run starts",
+                )
+        elif reward.function == "overlong":
+            options = OverlongOptions.model_validate(reward.options)
+            for rule in options.broken_by(options.max_tokens or max_new_tokens):
+                values = {f"{key}.options.{option}": value for option, value in rule.values.items()}
+                yield BrokenRule(values=values, rule=rule.rule, fix=rule.fix)
+
+
+def _is_a(value: object, kind: str) -> bool:
+    """Return True if a value of YAML has a type of Python; a truth value is no number."""
+    return isinstance(value, SCALARS[kind]) and (kind == "bool" or not isinstance(value, bool))
+
+
 # The model
 
 
-def _broken_by_model(config: Config) -> Iterator[BrokenRule]:
+def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
     path = config.model.path
-    if path is None:
-        yield from _broken_by_vocabulary(config, recipe_shape(config.model.recipe))
-        yield from _broken_by_vllm(config, model_config(config.model.recipe))
+    model = recipe_model(config.model) if path is None else read_model(path, config.model.family)
+    if isinstance(model, BrokenRule):
+        yield model
         return
-    shape = checkpoint_shape(path)
-    if isinstance(shape, BrokenRule):
-        yield shape
+    values = model_values(config) if path is not None else {"model.recipe.family": config.model.recipe.family}
+    for problem in model.problems:
+        yield rule_of(problem, values, prefix="config.json: ")
+    if path is None:  # rules on sizes of the recipe are part of the configuration
+        if sampling:
+            yield from _broken_by_vocabulary(config, model.shape)
+            yield from _broken_by_vllm(config, model.hf)
         return
-    hf_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    for problem in torchtitan_problems(hf_config):
-        yield _rule_of(problem, {"model.path": str(path)}, prefix="config.json: ")
-    shape_rules = [*_broken_by_shape(config, shape), *_broken_by_vocabulary(config, shape)]
-    yield from shape_rules or _broken_by_vllm(config, hf_config)
-    yield from _broken_by_weights(path)
+    shape_rules = [*_broken_by_shape(config, model.shape), *(_broken_by_vocabulary(config, model.shape) if sampling else ())]
+    yield from shape_rules or (_broken_by_vllm(config, model.hf) if sampling else ())
+    yield from _broken_by_weights(path, "model.path")
     if not any(path.glob("tokenizer*")):
         yield BrokenRule(
             values={"model.path": str(path)}, rule="must contain the tokenizer (tokenizer*)", fix="complete the download"
@@ -221,18 +312,20 @@ def _broken_by_model(config: Config) -> Iterator[BrokenRule]:
 
 def _broken_by_vllm(config: Config, hf_config: Mapping[str, Any]) -> Iterator[BrokenRule]:
     generator = config.generator
+    if not config.num_generator_ranks:
+        return
     problems = vllm_problems(
         hf_config,
         device=_device_kind(config),
         dtype=generator.dtype,
         tp=generator.tp,
         kv_cache_bytes=generator.kv_cache_bytes,
-        max_len=config.max_sequence_tokens,
+        max_len=config.max_sampled_tokens,
     )
     for problem in problems:
         is_key = problem.startswith("generator.kv_cache_bytes:")
         values = {"generator.kv_cache_bytes": generator.kv_cache_bytes} if is_key else model_values(config)
-        yield _rule_of(problem, values, prefix="" if is_key else "config.json: ")
+        yield rule_of(problem, values, prefix="" if is_key else "config.json: ")
 
 
 def _broken_by_vocabulary(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
@@ -272,6 +365,7 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
             rule="float8 requires projections whose dimensions on each tensor-parallel rank are multiples of 16",
             fix="set trainer.float8 to null, or lower trainer.parallelism.tp",
         )
+    yield from broken_by_positions(config.evaluation_sets, shape.max_positions)
     lengths = {
         "trainer.row_tokens": config.trainer.row_tokens,
         "rollout.max_new_tokens": config.max_sequence_tokens,  # with the longest prompt
@@ -287,9 +381,42 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
             return
 
 
-def _broken_by_weights(path: Path) -> Iterator[BrokenRule]:
+def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
+    """Yield the rules that the teacher of a distillation breaks; its tokens must be those of the policy."""
+    if config.distill is None:
+        return
+    path = config.distill.teacher.path
+    values = {"distill.teacher.path": str(path)}
+    model = read_model(path, None)
+    if isinstance(model, BrokenRule):
+        yield replace(model, values=values)
+        return
+    yield from _broken_by_weights(path, "distill.teacher.path")
+    if model.shape.max_positions < config.max_sequence_tokens:
+        yield BrokenRule(
+            values={"rollout.max_new_tokens": config.rollout.max_new_tokens, **values},
+            rule=f"a prompt plus completion of {config.max_sequence_tokens} tokens must not be longer than the teacher's "
+            f"{model.shape.max_positions} positions",
+            fix="lower rollout.max_new_tokens",
+        )
+    try:
+        policy, teacher = policy_tokenizer(config).vocabulary, load_tokenizer(path).vocabulary
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        yield rule_of(str(error), values)
+        return
+    different = [token for token in policy.keys() | teacher.keys() if policy.get(token) != teacher.get(token)]
+    if different:
+        yield BrokenRule(
+            values={**values, **model_values(config)},
+            rule="the teacher must have the vocabulary of the policy, because it scores the policy's tokens, but "
+            f"{len(different)} tokens differ, such as {min(different)!r}",
+            fix="choose a teacher of the policy's family",
+        )
+
+
+def _broken_by_weights(path: Path, key: str) -> Iterator[BrokenRule]:
     """Yield the rules that missing or truncated weight files break; reads only their headers."""
-    values, fix = {"model.path": str(path)}, "complete the download"
+    values, fix = {key: str(path)}, "complete the download"
     files = {file.name for file in path.glob("*.safetensors")}
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -314,130 +441,3 @@ def _is_whole(file: Path) -> bool:
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return False
     return file.stat().st_size == 8 + header_bytes + max(ends, default=0)
-
-
-# Task, data and scorer, in child processes
-
-
-def _child_checks(config: Config) -> Iterator[tuple[Callable[[Config], None], dict[str, object], float]]:
-    data = config.data
-    if data.source == "jsonl":
-        yield check_data, {"data.path": str(data.path)}, config.timeouts.start_s
-    else:
-        yield check_data, {"data.task": data.task, "data.task_config": data.task_config}, CHECK_LIMIT_S
-    if data.scorer is not None:
-        yield check_scorer, {"data.scorer": data.scorer}, CHECK_LIMIT_S
-
-
-def check_data(config: Config) -> None:
-    """Read the file or sample from the task, and split and tokenize the prompts as a rollout worker does.
-
-    Raises:
-        ValueError: The data cannot be used.
-    """
-    path = config.model.path
-    with tempfile.TemporaryDirectory() as scratch:
-        if path is None:
-            write_tokenizer(Path(scratch))
-        tokenizer = None
-        if path is None or not any(_broken_by_model(config)):
-            try:
-                tokenizer = load_tokenizer(path or Path(scratch))
-            except Exception as error:  # the tokenizers library raises bare Exceptions
-                raise BrokenRules(_rule_of(str(error), model_values(config))) from error
-    encode: Callable[[str], list[int]] = lambda question: []  # noqa: E731
-    if tokenizer is not None:
-        encoder = make_encoder(config.data, tokenizer)
-        # Rendering a chat imports transformers, which takes seconds; such prompts are checked without their length.
-        encode = encoder if encoder == tokenizer.encode else encode
-    stream = open_stream(config.data, encode, config.seed)
-    stream.heldout(config.evaluation.num_prompts, limit_s=HELDOUT_LIMIT_S)
-
-
-def check_scorer(config: Config) -> None:
-    """Import the scorer, and check that it accepts its arguments.
-
-    Raises:
-        ValueError: The scorer cannot be used.
-    """
-    path = config.data.scorer
-    assert path is not None
-    scorer = import_object(path, key="data.scorer")
-    if not callable(scorer):
-        raise ValueError(f"data.scorer: {path} is not callable (got {type(scorer).__name__}). Name a function.")
-    try:
-        signature = inspect.signature(scorer)
-    except (TypeError, ValueError):
-        return  # builtins may have no signature
-    try:
-        signature.bind("completion", {})
-    except TypeError as error:
-        expected = "def scorer(completion_text: str, entry: Mapping[str, Any]) -> float"
-        raise ValueError(f"data.scorer: the signature does not fit: {error} (got {path}). Write it as `{expected}`.") from error
-
-
-def _serve() -> None:
-    """Run one check in a child process: read it from stdin, and write the broken rules to stdout."""
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # imported modules may print
-    parent_pid, check, config, values = pickle.load(sys.stdin.buffer)
-    end_with_parent(parent_pid)
-    broken: tuple[BrokenRule, ...] = ()
-    try:
-        check(config)
-    except BrokenRules as error:
-        broken = error.broken
-    except Exception as error:  # raised by a task or a file in a way that no rule covers
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        broken = (_rule_of(text, values),)
-    with results:
-        pickle.dump(broken, results)
-    os._exit(0)  # threads of imported modules must not delay the end
-
-
-class _Child:
-    """A check that runs in a child process."""
-
-    def __init__(self, check: Callable[[Config], None], config: Config, values: Mapping[str, object], limit_s: float) -> None:
-        self._values, self._limit_s = values, limit_s
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
-        with tempfile.TemporaryFile() as order:
-            order.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, config, values)))
-            order.seek(0)
-            command = [sys.executable, "-c", _CHILD]
-            self._process = subprocess.Popen(command, stdin=order, stdout=subprocess.PIPE, stderr=self._errors)
-
-    def result(self) -> tuple[BrokenRule, ...]:
-        """Wait for the check; return the rules that are broken."""
-        try:
-            output, _ = self._process.communicate(timeout=self._limit_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-            return (self._failed(f"loading it must not take longer than {self._limit_s:g} s"),)
-        finally:
-            self._errors.seek(0)
-            last_lines = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            self._errors.close()
-        if self._process.returncode == 0 and output:
-            broken: tuple[BrokenRule, ...] = pickle.loads(output)
-            return broken
-        code = self._process.returncode
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return (self._failed(f"loading it must not end the Python process ({', '.join([how, *last_lines])})"),)
-
-    def _failed(self, rule: str) -> BrokenRule:
-        return BrokenRule(values=self._values, rule=rule, fix="correct the module, the task or its options")
-
-
-def _rule_of(text: str, values: Mapping[str, object], *, prefix: str = "") -> BrokenRule:
-    """Convert a message `key: problem (got value). Fix.` to a rule; other messages become the rule as a whole."""
-    key_first = re.fullmatch(r"(?P<rule>.+) \((?P<got>got .+)\)\. (?P<fix>.+?)\.?", text, re.DOTALL)
-    if key_first is None:
-        return BrokenRule(values=values, rule=prefix + text, fix="correct it")
-    rule = key_first["rule"]
-    for key in values:
-        rule = rule.removeprefix(f"{key}: ")
-    got = "" if key_first["got"].removeprefix("got ").strip("'") in map(str, values.values()) else f" ({key_first['got']})"
-    fix = key_first["fix"]
-    return BrokenRule(values=values, rule=f"{prefix}{rule}{got}", fix=fix[0].lower() + fix[1:])

@@ -1,8 +1,10 @@
 """Tables of many small carriers: structured arrays instead of thousands of objects per step.
 
-Shape suffixes: P groups, N rollouts (those of all groups concatenated), S sequences (those of all rows concatenated), R rows.
+Shape suffixes: P groups, N rollouts (those of all groups concatenated), M segments (those of all rollouts concatenated),
+S sequences (those of all rows concatenated), R rows.
 """
 
+import math
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ HANDLE = np.dtype([("shard", "<i8"), ("slot", "<i8"), ("serial", "<i8")])
 SEQUENCE = np.dtype(
     [
         ("handle", HANDLE),
-        ("rollout", "<i4"),
+        ("segment", "<i4"),
         ("length", "<i4"),
         ("advantage", "<f8"),
         ("weight", "<f8"),
@@ -46,10 +48,14 @@ _GROUP = np.dtype(
         ("max_version", "<i8"),
         ("generate_s", "<f8"),
         ("score_s", "<f8"),
+        ("weight", "<f8"),
     ]
 )
-_GROUP_STRUCT = struct.Struct("<13q2d")
+_GROUP_STRUCT = struct.Struct("<13q3d")
 assert _GROUP_STRUCT.size == _GROUP.itemsize
+_HANDLE_STRUCT, _WEIGHT_STRUCT = struct.Struct("<3q"), struct.Struct("<d")
+_HANDLE_START, _WEIGHT_START = 8, _GROUP_STRUCT.size - 8
+_NAN = array("d", [math.nan]).tobytes()
 
 
 class PackedRecord(NamedTuple):
@@ -59,12 +65,28 @@ class PackedRecord(NamedTuple):
     """One entry of `_GROUP`."""
     rewards: bytes
     """float64, `[G]`."""
+    num_segments: bytes
+    """int64, `[G]`."""
     lengths: bytes
-    """int64, `[G]`."""
+    """int64, `[K]`."""
     num_sampled: bytes
-    """int64, `[G]`."""
+    """int64, `[K]`."""
     reward_parts: Mapping[str, bytes]
     """float64, `[G]`, by part of the reward."""
+
+    @property
+    def no_part(self) -> bytes:
+        """Values of a part of the reward that this group does not have: NaN as float64, `[G]`."""
+        return _NAN * (len(self.rewards) // len(_NAN))
+
+    def with_weight(self, weight: float) -> Self:
+        """Return the record with an importance weight, a factor of its loss weights."""
+        return self._replace(group=self.group[:_WEIGHT_START] + _WEIGHT_STRUCT.pack(weight))
+
+    def at(self, handle: GroupHandle) -> Self:
+        """Return the record with another location of its tokens."""
+        location = _HANDLE_STRUCT.pack(handle.shard, handle.slot, handle.serial)
+        return self._replace(group=self.group[:_HANDLE_START] + location + self.group[_HANDLE_START + len(location) :])
 
 
 def pack_record(record: GroupRecord) -> PackedRecord:
@@ -86,10 +108,12 @@ def pack_record(record: GroupRecord) -> PackedRecord:
         record.max_version,
         record.generate_s,
         record.score_s,
+        1.0,
     )
     return PackedRecord(
         group=group,
         rewards=array("d", record.rewards).tobytes(),
+        num_segments=array("q", record.num_segments or (1,) * len(record.rewards)).tobytes(),
         lengths=array("q", record.lengths).tobytes(),
         num_sampled=array("q", record.num_sampled).tobytes(),
         reward_parts={part: array("d", values).tobytes() for part, values in record.reward_parts.items()},
@@ -101,15 +125,17 @@ class RecordTable:
     """The records of many groups. `GroupRecord` describes the columns."""
 
     groups: Table
-    """One entry per group, `[P]`."""
+    """One entry per group, `[P]`; `weight` is its importance weight, 1 for a group that was not replayed."""
     rewards: DoubleArray
     """Rewards of all rollouts, `[N]`."""
+    num_segments: IntArray
+    """Segments of each rollout, `[N]`."""
     lengths: IntArray
-    """Tokens of each sequence, `[N]`."""
+    """Tokens of each segment, `[M]`."""
     num_sampled: IntArray
-    """Tokens of each sequence that count in the loss, `[N]`."""
+    """Tokens of each segment that count in the loss, `[M]`."""
     reward_parts: Mapping[str, DoubleArray]
-    """Values of each part of the reward, over all groups that have that part."""
+    """Values of each part of the reward, `[N]`; NaN where a rollout does not have the part."""
 
     @classmethod
     def of(cls, records: Iterable[GroupRecord]) -> Self:
@@ -123,10 +149,11 @@ class RecordTable:
         return cls(
             groups=np.frombuffer(b"".join([record.group for record in packed]), _GROUP),
             rewards=np.frombuffer(b"".join([record.rewards for record in packed]), "<f8"),
+            num_segments=np.frombuffer(b"".join([record.num_segments for record in packed]), "<i8"),
             lengths=np.frombuffer(b"".join([record.lengths for record in packed]), "<i8"),
             num_sampled=np.frombuffer(b"".join([record.num_sampled for record in packed]), "<i8"),
             reward_parts={
-                part: np.frombuffer(b"".join([record.reward_parts.get(part, b"") for record in packed]), "<f8")
+                part: np.frombuffer(b"".join([record.reward_parts.get(part) or record.no_part for record in packed]), "<f8")
                 for part in parts
             },
         )
@@ -151,20 +178,56 @@ class RecordTable:
         """Index of each rollout's group, `[N]`."""
         return np.repeat(np.arange(len(self)), self.groups["num_rollouts"])
 
+    @property
+    def segment_starts(self) -> IntArray:
+        """Index of each rollout's first segment, `[N]`."""
+        return np.cumsum(self.num_segments) - self.num_segments
+
+    @property
+    def rollout_of(self) -> IntArray:
+        """Index of each segment's rollout, `[M]`."""
+        return np.repeat(np.arange(len(self.rewards)), self.num_segments)
+
+    @property
+    def num_sampled_by_rollout(self) -> IntArray:
+        """Tokens of each rollout that count in the loss, `[N]`."""
+        sums: IntArray = np.bincount(self.rollout_of, self.num_sampled, len(self.rewards)).astype(np.int64)
+        return sums
+
+    def __add__(self, other: Self) -> Self:
+        """Return the groups of both tables."""
+        nan = [np.full(len(table.rewards), np.nan) for table in (self, other)]
+        parts = dict.fromkeys([*self.reward_parts, *other.reward_parts])
+        return type(self)(
+            groups=np.concatenate([self.groups, other.groups]),
+            rewards=np.concatenate([self.rewards, other.rewards]),
+            num_segments=np.concatenate([self.num_segments, other.num_segments]),
+            lengths=np.concatenate([self.lengths, other.lengths]),
+            num_sampled=np.concatenate([self.num_sampled, other.num_sampled]),
+            reward_parts={
+                part: np.concatenate([self.reward_parts.get(part, nan[0]), other.reward_parts.get(part, nan[1])])
+                for part in parts
+            },
+        )
+
     def by_index(self) -> Self:
-        """Sort the groups by prompt index; the result has no parts of the reward."""
+        """Sort the groups by prompt index."""
         order = np.argsort(self.groups["index"], kind="stable")
         if np.array_equal(order, np.arange(len(self))):
             return self
-        counts, starts = self.groups["num_rollouts"][order], self.starts[order]
-        offsets = np.cumsum(counts) - counts
-        rollouts = np.arange(len(self.rewards)) + np.repeat(starts - offsets, counts)
+        return self.take(order)
+
+    def take(self, order: IntArray) -> Self:
+        """Return some groups, given by their places, in this order."""
+        rollouts = _ranges(self.starts[order], self.groups["num_rollouts"][order])
+        segments = _ranges(self.segment_starts[rollouts], self.num_segments[rollouts])
         return type(self)(
             groups=self.groups[order],
             rewards=self.rewards[rollouts],
-            lengths=self.lengths[rollouts],
-            num_sampled=self.num_sampled[rollouts],
-            reward_parts={},
+            num_segments=self.num_segments[rollouts],
+            lengths=self.lengths[segments],
+            num_sampled=self.num_sampled[segments],
+            reward_parts={part: values[rollouts] for part, values in self.reward_parts.items()},
         )
 
 
@@ -206,6 +269,14 @@ class MicroBatch:
     correction: CorrectionTotals = NOT_MEASURED
     """Totals of the off-policy correction over the whole step, if the config measures them."""
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of rows and of their tokens over all ranks, for an agreement."""
+        return {
+            "rows": sum(map(len, self.rows)),
+            "tokens": sum(int((table.sequences["length"] - table.sequences["num_shared"]).sum()) for table in self.rows),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
@@ -221,13 +292,20 @@ class BatchPlan:
     """Share of the positions of all rows that hold a token."""
 
 
+def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """Return the indices of several ranges, one after another."""
+    offsets = np.cumsum(counts) - counts
+    indices: IntArray = np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
+    return indices
+
+
 def _sequence_plan(
-    handle: tuple[int, int, int], rollout: int, length: int, advantage: float, weight: float, num_shared: int
+    handle: tuple[int, int, int], segment: int, length: int, advantage: float, weight: float, num_shared: int
 ) -> SequencePlan:
     shard, slot, serial = handle
     return SequencePlan(
         handle=GroupHandle(shard=shard, slot=slot, serial=serial),
-        rollout=rollout,
+        segment=segment,
         length=length,
         advantage=advantage,
         weight=weight,

@@ -7,17 +7,19 @@ completion). Arrays are numpy, so reading a carrier does not need torch.
 import copyreg
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from titanrl.pickling import pickle_fast
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
-
 FinishReason = Literal["stop", "length", "abort"]
+Outcome = Literal["environment_error", "timeout", "reward_error"]
+"""Reason why a rollout has no reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """Input tokens of the generator, `[P]`."""
     entry: Mapping[str, Any]
-    """Data for the task's scorer: `question`, `answer`, `metadata`."""
+    """Data for the rewards: `question`, `answer`, `metadata`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,12 @@ class SamplingParams:
     """Number of most likely tokens to sample from; 0 disables the limit."""
     min_p: float = 0.0
     """Lowest probability to sample, as a share of the most likely token's; 0 disables the limit."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, in addition to the model's own."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion. The completion includes the token that completes one."""
+    prompt_logprobs: bool = False
+    """Return the log-probabilities of the prompt's tokens, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +73,18 @@ class GenerationRequest:
     """The prompt, `[P]`."""
     sampling: SamplingParams
     """Sampling options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Condition under which the groups of a call join a generator's batch; all of them join at the same step."""
+
+    indices: tuple[int, ...] = ()
+    """Prompt position of each group, if they are part of a round; the groups of a round join together and in prompt order."""
+    round_size: int = 0
+    """Groups of the round at this generator, from all callers; 0 if the call is no part of a round."""
+    when_drained: bool = False
+    """True if the groups wait until all earlier requests have finished; later requests wait behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,23 +114,33 @@ class Completion:
     """Policy version that sampled each token, `[T]`."""
     finish_reason: FinishReason
     """`stop`: the policy ended it; `length`: cut at the limit; `abort`: cancelled."""
+    prompt_logprobs: FloatArray | None = None
+    """Log-probability of each prompt token but the first, at temperature 1, if requested, `[P - 1]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """A finished trajectory for the trainer: a sequence of tokens, some of them sampled by the policy.
+class Segment:
+    """A sequence for the trainer: tokens that were only ever extended, some of them sampled by the policy.
 
     Example: prompt `[5, 6]`, completion `[7, 1]`: `token_ids=[5, 6, 7, 1]`, `mask=[F, F, T, T]`, `versions=[-1, -1, 4, 4]`.
     """
 
     token_ids: IntArray
-    """Prompt and completion, `[S]`."""
+    """Prompt, completion and the turns that follow, `[S]`."""
     mask: BoolArray
     """True at tokens the policy sampled, the only ones to train on, `[S]`."""
     logprobs: FloatArray
     """Log-probability from the generator where `mask` is true, 0 elsewhere, `[S]`."""
     versions: IntArray
     """Policy version of each sampled token, -1 elsewhere, `[S]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A finished episode: one segment, or several if the conversation could not always be extended, and one reward."""
+
+    segments: tuple[Segment, ...]
+    """Segments in the order of time. Each sampled token is under the mask of one of them."""
     reward: float
     """Sum of all parts of the reward."""
     reward_parts: Mapping[str, float]
@@ -118,15 +148,24 @@ class Rollout:
     finish_reason: FinishReason
     """Reason why the last completion ended."""
 
+    @property
+    def sampled(self) -> Completion:
+        """Tokens of all segments that the policy sampled."""
+        token_ids = np.concatenate([segment.token_ids[segment.mask] for segment in self.segments])
+        logprobs = np.concatenate([segment.logprobs[segment.mask] for segment in self.segments])
+        versions = np.concatenate([segment.versions[segment.mask] for segment in self.segments])
+        return Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerFailure:
-    """A completion whose scorer raised, timed out or crashed."""
+    """A rollout without a reward: its reward raised, timed out or crashed, or its environment did."""
 
     completion: Completion
-    """The completion that has no reward."""
+    """Tokens that the policy sampled."""
     error: str
     """Exception type and message, or the reason why the scoring process ended."""
+    outcome: Outcome = "reward_error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +175,17 @@ class Group:
     prompt: Prompt
     """The question."""
     rollouts: tuple[Rollout, ...]
-    """Scored rollouts, `[G]`; empty if the scorer failed on every completion."""
+    """Scored rollouts, `[G]`; empty if the reward failed on every completion."""
     generate_s: float
     """Seconds from the first request to the last completion."""
     score_s: float
     """Seconds spent scoring."""
     failures: tuple["ScorerFailure", ...] = ()
-    """Completions without a reward. They are left out of the group: they enter neither advantages nor the loss."""
+    """Rollouts without a reward. They are left out of the group: they enter neither advantages nor the loss."""
+    conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    """Chat messages of each rollout, if an environment was used."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of the group's episodes, if an environment was used; `titanrl.rollout.episodes` names them."""
 
     @property
     def has_signal(self) -> bool:
@@ -164,7 +207,9 @@ class GroupHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """The controller's view of a group: numbers, no tokens. Lists are aligned with the group's rollouts, `[G]`."""
+    """The controller's view of a group: numbers, no tokens. Lists are aligned with its rollouts, `[G]`, or with the segments of
+    all of them, `[K]`.
+    """
 
     index: int
     """Position of its prompt in the stream."""
@@ -177,13 +222,13 @@ class GroupRecord:
     rewards: tuple[float, ...]
     """Summed reward of each rollout."""
     reward_parts: Mapping[str, tuple[float, ...]]
-    """Reward by part."""
+    """Reward by part; NaN where a rollout does not have the part."""
     prompt_len: int
-    """Prompt tokens."""
+    """Tokens with which the first segment of every rollout begins."""
     lengths: tuple[int, ...]
-    """Tokens of each whole sequence."""
+    """Tokens of each segment, `[K]`."""
     num_sampled: tuple[int, ...]
-    """Tokens that count in the loss: sampled, with a finite log-probability."""
+    """Tokens of each segment that count in the loss: sampled, with a finite log-probability, `[K]`."""
     num_truncated: int
     """Rollouts cut at the length limit."""
     num_overlong: int
@@ -199,28 +244,38 @@ class GroupRecord:
     score_s: float
     """Seconds of scoring."""
     num_errors: int = 0
-    """Rollouts left out of the group because their scorer failed (exception, timeout or crash)."""
+    """Rollouts left out of the group because their reward failed (exception, timeout or crash)."""
     first_error: str = ""
     """Error of the first of these rollouts; empty if there is none."""
+    is_filtered: bool = False
+    """True if `rollout.group_filter` rejects the group."""
+    parts_differ: bool = False
+    """True if the advantage compares the parts of the reward, and one of them differs."""
+    num_generated: int = 0
+    """Tokens that the generators sampled for it, also those of completions without a reward or cut to fit a row."""
+    num_segments: tuple[int, ...] = ()
+    """Segments of each rollout; empty if each has one."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of its episodes, if an environment was used."""
 
     @property
     def has_signal(self) -> bool:
-        """True if rewards differ."""
-        return len(set(self.rewards)) > 1
+        """True if rewards differ, or parts of them that the advantage compares."""
+        return self.parts_differ or len(set(self.rewards)) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePlan:
-    """One rollout's part in the optimizer step."""
+    """One segment's part in the optimizer step."""
 
     handle: GroupHandle
     """Location of its group."""
-    rollout: int
-    """Index in the group."""
+    segment: int
+    """Index among the segments of the group."""
     length: int
     """Tokens of the sequence."""
     advantage: float
-    """A_i, the same for every token of the rollout."""
+    """A_i, the same for every token of the segment's rollout."""
     weight: float
     """w_i, the loss weight of each of its sampled tokens, from the step's global counts."""
     num_shared: int = 0
@@ -263,48 +318,20 @@ class LossSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Datum:
-    """A sequence from the user, in Tinker's format: targets are already shifted, all arrays are `[S]`.
-
-    Example: tokens `[5, 6, 7, 1]` with the last two sampled: `model_input=[5, 6, 7]`, `loss_fn_inputs={"target_tokens":
-    [6, 7, 1], "logprobs": [0, -0.1, -0.7], "advantages": [0, 1.5, 1.5]}`; for `cross_entropy` `{"target_tokens": [6, 7, 1],
-    "weights": [0, 1, 1]}`.
-    """
-
-    model_input: IntArray
-    """Input tokens of the model."""
-    loss_fn_inputs: Mapping[str, IntArray | FloatArray]
-    """`target_tokens`, the token that follows each input token, and the inputs of the loss: `weights` (loss weights, 1 by
-    default), `logprobs` (of the sampler) and `advantages`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBackwardOutput:
-    """Result of a pass over data."""
-
-    loss_fn_outputs: tuple[Mapping[str, FloatArray], ...]
-    """Outputs of each datum, in the order of the data: `logprobs` of its targets, `[S]`."""
-    metrics: Mapping[str, float]
-    """Metrics; the suffix of a name is its reduction, as in `loss:sum`."""
-    version: int
-    """Policy version that computed them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """AdamW options of one optimizer step."""
+    """AdamW options of one optimizer step. The defaults are Tinker's."""
 
-    learning_rate: float
+    learning_rate: float = 1e-4
     """Step size."""
-    beta1: float
+    beta1: float = 0.9
     """Decay rate of the first moment."""
-    beta2: float
+    beta2: float = 0.95
     """Decay rate of the second moment."""
-    eps: float
+    eps: float = 1e-12
     """Term added to the denominator."""
-    weight_decay: float
+    weight_decay: float = 0.0
     """Decoupled weight decay."""
-    max_grad_norm: float
+    max_grad_norm: float = 0.0
     """Largest global gradient norm; 0 disables clipping."""
 
 
@@ -313,7 +340,7 @@ class OptimUpdate:
     """Result of an optimizer step."""
 
     version: int
-    """Policy version after the step: the number of steps taken."""
+    """Policy version after the step: the number of steps, each on one batch."""
     grad_norm: float
     """Global gradient norm before clipping."""
     skipped: bool
@@ -338,22 +365,28 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Mean reward of greedy completions of held-out prompts."""
+    """Result of an evaluation."""
 
     task: str
-    """Name of the task."""
+    """Name of the evaluation set; the default set has that of the task."""
     version: int
     """Policy version that was evaluated."""
     mean: float
-    """Mean reward."""
+    """Mean over the prompts of their mean rewards."""
     num_prompts: int
     """Prompts in the evaluation."""
     response_len_mean: float
     """Mean length of the scored completions, in tokens."""
     num_errors: int = 0
-    """Completions left out of both means because their scorer failed."""
+    """Completions left out of both means because their reward failed."""
     first_error: str = ""
     """Error of the first of these completions; empty if there is none."""
+    num_samples: int = 1
+    """Completions per prompt."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """Mean, avg@k and pass@k with the half-widths of their confidence intervals, by name in metrics."""
+    is_pinned: bool = True
+    """True if the same policy version sampled all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,54 +401,28 @@ class StepMetrics:
     """Flat metrics; names in `docs/metrics.md`."""
 
 
-def _filled(carrier: type[Any], *values: object) -> Any:
-    """Make a carrier from its fields in order, without calling its constructor."""
-    made = object.__new__(carrier)
-    for name, value in zip(carrier.__slots__, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _pickle_fast(carrier: type[Any]) -> None:
-    """Register a C-level reduction of a carrier's slots, which takes half the time of the one that dataclasses generate."""
-    fields = attrgetter(*carrier.__slots__)
-
-    def reduced(made: Any) -> tuple[Any, ...]:
-        return _filled, (carrier, *fields(made))
-
-    copyreg.pickle(carrier, reduced)
-
-
 for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord, SequencePlan):
-    _pickle_fast(_carrier)
+    pickle_fast(_carrier)
 
 
-def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reason: FinishReason) -> Completion:
+def _completion(
+    token_ids: bytes, logprobs: bytes, versions: bytes, finish_reason: FinishReason, prompt_logprobs: FloatArray | None
+) -> Completion:
     return Completion(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
         logprobs=np.frombuffer(logprobs, np.float32),
         versions=np.frombuffer(versions, np.int32).astype(np.int64),
         finish_reason=finish_reason,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
-def _rollout(
-    token_ids: bytes,
-    mask: bytes,
-    logprobs: bytes,
-    versions: bytes,
-    reward: float,
-    reward_parts: Mapping[str, float],
-    finish_reason: FinishReason,
-) -> Rollout:
-    return Rollout(
+def _segment(token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes) -> Segment:
+    return Segment(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
         mask=np.frombuffer(mask, np.bool_),
         logprobs=np.frombuffer(logprobs, np.float32),
         versions=np.frombuffer(versions, np.int32).astype(np.int64),
-        reward=reward,
-        reward_parts=reward_parts,
-        finish_reason=finish_reason,
     )
 
 
@@ -430,15 +437,14 @@ def _float_bytes(values: FloatArray) -> bytes:
 
 def _reduce_completion(made: Completion) -> tuple[Any, ...]:
     arrays = _narrow(made.token_ids), _float_bytes(made.logprobs), _narrow(made.versions)
-    return _completion, (*arrays, made.finish_reason)
+    return _completion, (*arrays, made.finish_reason, made.prompt_logprobs)
 
 
-def _reduce_rollout(made: Rollout) -> tuple[Any, ...]:
+def _reduce_segment(made: Segment) -> tuple[Any, ...]:
     mask = np.asarray(made.mask, np.bool_).tobytes()
-    arrays = _narrow(made.token_ids), mask, _float_bytes(made.logprobs), _narrow(made.versions)
-    return _rollout, (*arrays, made.reward, made.reward_parts, made.finish_reason)
+    return _segment, (_narrow(made.token_ids), mask, _float_bytes(made.logprobs), _narrow(made.versions))
 
 
 # Pickling bytes is several times faster than pickling arrays.
 copyreg.pickle(Completion, _reduce_completion)
-copyreg.pickle(Rollout, _reduce_rollout)
+copyreg.pickle(Segment, _reduce_segment)

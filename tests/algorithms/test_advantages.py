@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanrl.algorithms.advantages import batch_advantages, group_advantages, pass_at_k_advantages, standardized
-from titanrl.config.choices import AdvantageMethod
 
-METHODS: tuple[AdvantageMethod, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "pass_at_k")
+METHODS: tuple[str, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "pass_at_k")
 rewards_of_a_group = st.lists(st.floats(-100, 100).map(lambda reward: round(reward, 3)), min_size=2, max_size=16)
 
 
@@ -40,13 +39,13 @@ def test_rloo_subtracts_mean_of_other_completions() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_equal_rewards_give_exactly_zero(method: AdvantageMethod) -> None:
+def test_equal_rewards_give_exactly_zero(method: str) -> None:
     # 0.1 has no exact binary form: its mean over three would leave a residue.
     assert group_advantages([0.1, 0.1, 0.1], method, pass_k=2) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_group_of_one_has_advantage_zero(method: AdvantageMethod) -> None:
+def test_group_of_one_has_advantage_zero(method: str) -> None:
     assert group_advantages([7.0], method, std_ddof=1, pass_k=1) == (0.0,)
 
 
@@ -67,7 +66,7 @@ def test_advantages_match_their_definitions(rewards: list[float]) -> None:
 
 
 @given(rewards_of_a_group, st.sampled_from(METHODS))
-def test_advantages_of_group_sum_to_zero(rewards: list[float], method: AdvantageMethod) -> None:
+def test_advantages_of_group_sum_to_zero(rewards: list[float], method: str) -> None:
     rewards = [abs(reward) for reward in rewards]
     assert sum(group_advantages(rewards, method, pass_k=2)) == pytest.approx(0.0, abs=1e-7 * len(rewards))
 
@@ -144,7 +143,7 @@ def test_reinforce_pp_standardizes_rewards_over_batch() -> None:
     st.lists(st.tuples(st.lists(st.floats(-10, 10), min_size=2, max_size=5), st.integers(1, 50)), min_size=1, max_size=6),
     st.sampled_from(["reinforce_pp", "reinforce_pp_baseline"]),
 )
-def test_standardized_advantages_have_token_mean_zero(groups: list[tuple[list[float], int]], method: AdvantageMethod) -> None:
+def test_standardized_advantages_have_token_mean_zero(groups: list[tuple[list[float], int]], method: str) -> None:
     rewards = [[round(reward, 2) for reward in group] for group, _ in groups]
     counts = [[count + i for i in range(len(group))] for group, count in groups]
     advantages = batch_advantages(rewards, counts, method)
@@ -163,14 +162,14 @@ HUGE = 1e200
 
 @pytest.mark.parametrize("method", ["grpo", "maxrl", "pass_at_k"])
 @pytest.mark.parametrize("factor", [1.0, HUGE, 1.7e308])
-def test_huge_rewards_give_same_scale_free_advantages(method: AdvantageMethod, factor: float) -> None:
+def test_huge_rewards_give_same_scale_free_advantages(method: str, factor: float) -> None:
     small = [1.0, 0.0, 0.25, 1.0, 0.5]
     advantages = group_advantages([factor * reward for reward in small], method, pass_k=2)
     assert advantages == pytest.approx(group_advantages(small, method, pass_k=2), rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["reinforce_pp", "reinforce_pp_baseline"])
-def test_huge_rewards_are_standardized_over_batch(method: AdvantageMethod) -> None:
+def test_huge_rewards_are_standardized_over_batch(method: str) -> None:
     small, counts = [[1.0, 0.0], [-1.0, 0.5]], [[3, 4], [5, 6]]
     huge = [[HUGE * reward for reward in group] for group in small]
     for found, expected in zip(batch_advantages(huge, counts, method), batch_advantages(small, counts, method), strict=True):
@@ -179,7 +178,7 @@ def test_huge_rewards_are_standardized_over_batch(method: AdvantageMethod) -> No
 
 @pytest.mark.parametrize("method", ["dr_grpo", "rloo"])
 @pytest.mark.parametrize("rewards", [[0.0, HUGE, 1.0], [1.0, -1.7e308, 1.7e308]])
-def test_error_names_reward_whose_advantage_overflows(method: AdvantageMethod, rewards: list[float]) -> None:
+def test_error_names_reward_whose_advantage_overflows(method: str, rewards: list[float]) -> None:
     with pytest.raises(ValueError, match=r"rewards\[1\]: the advantage does not fit float32 \(got -?1\.?7?e\+\d{3}\)"):
         group_advantages(rewards, method)
 

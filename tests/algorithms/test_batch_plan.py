@@ -1,14 +1,13 @@
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.batch_plan import plan_batch, plan_demonstrations
-from titanrl.config.sections import AlgorithmConfig
+from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.algorithms.contracts import Advantage, GroupRewards
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.tables import BatchPlan, RecordTable
 from titanrl.types import GroupRecord, Row, SequencePlan
 
@@ -22,6 +21,8 @@ def plan(
     rows_per_microbatch: int = 1,
     dp_size: int = 1,
     share_prompts: bool = False,
+    own_advantage: Advantage | None = None,
+    weight_of: Callable[[str], float] = lambda part: 1.0,
     **algorithm,
 ) -> BatchPlan:
     return plan_batch(
@@ -32,6 +33,8 @@ def plan(
         rows_per_microbatch=rows_per_microbatch,
         dp_size=dp_size,
         share_prompts=share_prompts,
+        own_advantage=own_advantage,
+        weight_of=weight_of,
     )
 
 
@@ -47,8 +50,8 @@ def test_small_batch_matches_plan_by_hand(make_record: RecordMaker) -> None:
     record = make_record(7, rewards=[1.0, 0.0, 0.5], num_sampled=[3, 5, 4], prompt_len=2)
     batch = plan([record], row_tokens=8)
     # The third rollout has reward = mean; of the others, 7 and 5 tokens do not share a row of 8. Weight 1 / (3 + 5 + 4).
-    good = SequencePlan(handle=record.handle, rollout=0, length=5, advantage=0.5, weight=1 / 12)
-    bad = SequencePlan(handle=record.handle, rollout=1, length=7, advantage=-0.5, weight=1 / 12)
+    good = SequencePlan(handle=record.handle, segment=0, length=5, advantage=0.5, weight=1 / 12)
+    bad = SequencePlan(handle=record.handle, segment=1, length=7, advantage=-0.5, weight=1 / 12)
     assert rows(batch) == [[[(bad,)]], [[(good,)]]]
     assert batch.num_placed == 12
     assert batch.packing_efficiency == 12 / 16
@@ -63,7 +66,7 @@ def test_groups_without_payload_count_in_weights_but_do_not_run(make_record: Rec
 
 def test_sequence_without_counted_tokens_does_not_run(make_record: RecordMaker) -> None:
     batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 0])])
-    assert [sequence.rollout for sequence in sequences(batch)] == [0]
+    assert [sequence.segment for sequence in sequences(batch)] == [0]
 
 
 def test_arrival_order_does_not_change_plan(make_record: RecordMaker) -> None:
@@ -82,7 +85,7 @@ def test_every_sequence_with_advantage_runs_once(make_record: RecordMaker, data:
     records = [make_record(i, data.draw(rewards), data.draw(lengths)) for i in range(data.draw(st.integers(1, 8)))]
     rows_per_microbatch, dp_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     batch = plan(records, row_tokens=40, rows_per_microbatch=rows_per_microbatch, dp_size=dp_size)
-    ran = sorted((sequence.handle.slot, sequence.rollout) for sequence in sequences(batch))
+    ran = sorted((sequence.handle.slot, sequence.segment) for sequence in sequences(batch))
     assert ran == [(r.index, i) for r in records for i in range(4) if r.rewards[i] != sum(r.rewards) / 4]
     for microbatch in batch.microbatches:
         assert len(microbatch.rows) == dp_size
@@ -107,7 +110,7 @@ def test_token_mean_does_not_depend_on_micro_batches(
     record = make_record(0, rewards=[0.1 * i for i in range(len(num_sampled))], num_sampled=num_sampled, prompt_len=0)
     batch = plan([record], rows_per_microbatch=rows_per_microbatch, dp_size=dp_size)
     partial_sums = [
-        sum(s.weight * num_sampled[s.rollout] * losses[s.rollout] for row in rank for s in row)
+        sum(s.weight * num_sampled[s.segment] * losses[s.segment] for row in rank for s in row)
         for microbatch in batch.microbatches
         for rank in microbatch.rows
     ]
@@ -119,16 +122,16 @@ def test_planning_every_group_twice_halves_weights_of_means(make_record: RecordM
     groups = [([1.0, 0.0], [3, 5]), ([0.0, 2.0], [7, 2])]
     once = plan([make_record(i, *group) for i, group in enumerate(groups)], reduction=reduction)
     twice = plan([make_record(i, *group) for i, group in enumerate(groups + groups)], reduction=reduction)
-    weights = {(s.handle.slot, s.rollout): s.weight for s in sequences(once)}
+    weights = {(s.handle.slot, s.segment): s.weight for s in sequences(once)}
     factor = 1.0 if reduction == "sum" else 0.5
     assert len(sequences(twice)) == 2 * len(weights)
     for sequence in sequences(twice):
-        assert sequence.weight == pytest.approx(factor * weights[sequence.handle.slot % 2, sequence.rollout], rel=1e-15)
+        assert sequence.weight == pytest.approx(factor * weights[sequence.handle.slot % 2, sequence.segment], rel=1e-15)
 
 
 def test_advantage_and_reduction_follow_config(make_record: RecordMaker) -> None:
     batch = plan([make_record(0, rewards=[0.0, 3.0], num_sampled=[1, 1])], advantage="rloo", reduction="constant")
-    assert {sequence.rollout: sequence.advantage for sequence in sequences(batch)} == {0: -3.0, 1: 3.0}
+    assert {sequence.segment: sequence.advantage for sequence in sequences(batch)} == {0: -3.0, 1: 3.0}
     assert {sequence.weight for sequence in sequences(batch)} == {1 / 52}
 
 
@@ -142,8 +145,8 @@ def test_shared_prompt_excludes_its_last_token(make_record: RecordMaker) -> None
         [(1, 0)],
     ]
     assert together.packing_efficiency == (24 + 6) / 48
-    without = [(s.handle.slot, s.rollout, s.advantage, s.weight) for s in sequences(together)]
-    assert sorted(without) == sorted((s.handle.slot, s.rollout, s.advantage, s.weight) for s in sequences(apart))
+    without = [(s.handle.slot, s.segment, s.advantage, s.weight) for s in sequences(together)]
+    assert sorted(without) == sorted((s.handle.slot, s.segment, s.advantage, s.weight) for s in sequences(apart))
 
 
 def test_group_without_prompt_shares_nothing(make_record: RecordMaker) -> None:
@@ -189,7 +192,7 @@ def test_batch_without_gradient_gives_ranks_one_empty_micro_batch(make_record: R
 def test_sequences_without_advantage_run_if_other_terms_need_them(make_record: RecordMaker, algorithm) -> None:
     records = [make_record(0, [1.0, 0.5, 0.0], [4, 6, 5]), make_record(1, [1.0, 1.0], [2, 3])]
     assert len(sequences(plan(records))) == 2
-    assert sorted((s.handle.slot, s.rollout) for s in sequences(plan(records, **algorithm))) == [
+    assert sorted((s.handle.slot, s.segment) for s in sequences(plan(records, **algorithm))) == [
         (0, 0),
         (0, 1),
         (0, 2),
@@ -216,15 +219,57 @@ def test_duplicate_group_is_refused(make_record: RecordMaker) -> None:
         plan([record, record])
 
 
-def test_demonstrations_have_equal_weights_per_token(make_record: RecordMaker) -> None:
-    record = make_record(0, rewards=[0.0, 0.0, 0.0], num_sampled=[3, 5, 8], prompt_len=2)
-    microbatches = plan_demonstrations(record, row_tokens=12, rows_per_microbatch=1, dp_size=2)
-    # Rows of 7 + 5 and of 10 tokens, one for each rank; weight 1 / (3 + 5 + 8).
-    [(left, right)] = [microbatch.rows for microbatch in microbatches]
-    assert [[sequence.length for sequence in row] for row in (*left, *right)] == [[7, 5], [10]]
-    assert {sequence.weight for row in (*left, *right) for sequence in row} == {1 / 16}
+def centred(group: GroupRewards) -> list[float]:
+    mean = sum(group.rewards) / len(group.rewards)
+    return [reward - mean for reward in group.rewards]
 
 
-def test_planning_imports_no_torch() -> None:
-    code = "import sys, titanrl.algorithms.batch_plan, titanrl.algorithms.schedule; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_own_advantage_gives_the_plan_of_the_built_in_one(make_record: RecordMaker) -> None:
+    records = [make_record(0, rewards=[1.0, 0.0, 0.25], num_sampled=[3, 5, 4]), make_record(1, rewards=[0.5, 0.5])]
+    own, built_in = plan(records, own_advantage=centred), plan(records)
+    assert own == built_in
+    assert own.advantages_N.tolist() == built_in.advantages_N.tolist()
+
+
+def test_own_advantage_gets_parts_lengths_and_options_of_its_group(make_record: RecordMaker) -> None:
+    seen: list[GroupRewards] = []
+
+    def record_group(group: GroupRewards, *, std_ddof: int) -> list[int]:
+        seen.append(group)
+        return [std_ddof] * len(group.rewards)
+
+    second = make_record(4, rewards=[0.0, 1.0], reward_parts={"right": (0.0, 0.5), "short": (0.0, 0.5)}, num_sampled=[7, 8])
+    first = make_record(2, rewards=[1.0, 0.0, 2.0], reward_parts={"right": (1.0, 0.0, 2.0)}, num_sampled=[3, 1, 2])
+    weights = {"right": 1.0, "short": 0.5}
+    batch = plan([second, first], own_advantage=record_group, std_ddof=1, weight_of=weights.__getitem__)
+    right = {"right": [1.0, 0.0, 2.0]}
+    both = {"right": [0.0, 0.5], "short": [0.0, 0.5]}
+    assert seen == [
+        GroupRewards(rewards=[1.0, 0.0, 2.0], parts=right, weights={"right": 1.0}, num_tokens=[3, 1, 2], index=2),
+        GroupRewards(rewards=[0.0, 1.0], parts=both, weights=weights, num_tokens=[7, 8], index=4),
+    ]
+    assert batch.advantages_N.tolist() == [1.0] * 5
+
+
+def test_own_advantage_of_equal_rewards_is_trained_on(make_record: RecordMaker) -> None:
+    batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 5])], own_advantage=lambda group: group.num_tokens)
+    assert sorted(sequence.advantage for sequence in sequences(batch)) == [3.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "problem"),
+    [
+        (
+            lambda group: [0.0],
+            r"mine:f must return one finite number per completion \(got \[0\.0\] for the rewards \[1\.0, 0\.0\]",
+        ),
+        (lambda group: [0.0, float("nan")], r"mine:f must return one finite number .* \(got \[0\.0, nan\]"),
+        (lambda group: [0.0, 1e39], r"mine:f must return one finite number .* \(got \[0\.0, 1e\+39\]"),
+        (lambda group: None, r"mine:f raised TypeError: 'NoneType' object is not iterable \(got the rewards \[1\.0, 0\.0\]\)"),
+        (lambda group: [1 / reward for reward in group.rewards], r"mine:f raised ZeroDivisionError"),
+    ],
+    ids=["too-few", "nan", "too-large", "none", "raises"],
+)
+def test_wrong_result_of_own_advantage_names_it(make_record: RecordMaker, advantage: Advantage, problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"^algorithm\.advantage: {problem}"):
+        plan([make_record(0, rewards=[1.0, 0.0])], own_advantage=advantage, advantage="mine:f")

@@ -1,26 +1,52 @@
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.losses import (
-    RatioStats,
-    cispo,
-    cross_entropy,
-    dro,
-    gspo,
-    importance_sampling,
-    ppo_clip,
-    reinforce,
-    sapo,
-    valid_tokens,
-    weighted_sum,
-)
+from titanrl.algorithms import losses
+from titanrl.algorithms.contracts import LossInputs
+from titanrl.algorithms.losses import cross_entropy, valid_tokens, weighted_sum
 
 NAN, INF = math.nan, math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Values of a loss for the metrics."""
+
+    ratio: Tensor
+    clipped: Tensor
+
+
+def compute(
+    loss: Callable[..., object],
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor,
+    sequence: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, Values]:
+    """Call a loss as the objective does; return it with 0 at masked tokens."""
+    inputs = LossInputs.of(logprobs, old, advantages, mask_N=mask, sequence_N=sequence)
+    result = loss(inputs, **options)
+    loss_N, values = result if isinstance(result, tuple) else (result, {})
+    ratio, clip = values.get("ratio", inputs.ratio_N), values.get("clip", torch.zeros_like(mask))
+    return torch.where(inputs.mask_N, loss_N, 0.0), Values(ratio=ratio.detach(), clipped=clip)
+
+
+ppo_clip = partial(compute, losses.ppo)
+importance_sampling = partial(compute, losses.importance_sampling)
+reinforce = partial(compute, losses.reinforce)
+gspo = partial(compute, losses.gspo)
+cispo = partial(compute, losses.cispo)
+dro = partial(compute, losses.dro)
+sapo = partial(compute, losses.sapo)
 
 
 def log(*probabilities: float) -> Tensor:
@@ -124,7 +150,7 @@ def test_cross_entropy_is_negative_log_probability() -> None:
 # Every loss against a loop over plain numbers, and its gradient against finite differences.
 
 TOKENS, SEQUENCE = 24, [0] * 7 + [1] * 11 + [2] * 6
-TokenLoss = Callable[..., tuple[Tensor, RatioStats]]
+TokenLoss = Callable[..., tuple[Tensor, Values]]
 LOSSES: dict[str, TokenLoss] = {
     "ppo": partial(ppo_clip, clip_low=0.2, clip_high=0.28),
     "dual_clip": partial(ppo_clip, clip_low=0.2, clip_high=0.28, dual_clip=2.0),
@@ -132,8 +158,8 @@ LOSSES: dict[str, TokenLoss] = {
     "reinforce": reinforce,
     "gspo": partial(gspo, sequence=torch.tensor(SEQUENCE), clip_low=0.1, clip_high=0.15),
     "cispo": partial(cispo, clip_low=0.3, clip_high=0.5),
-    "dro": partial(dro, beta=0.7),
-    "sapo": partial(sapo, temperatures=(1.0, 1.05)),
+    "dro": partial(dro, dro_beta=0.7),
+    "sapo": partial(sapo, sapo_temperatures=(1.0, 1.05)),
 }
 
 
@@ -234,13 +260,11 @@ def test_gspo_leaves_masked_tokens_out_of_sequence_mean() -> None:
     # Log-ratios 0.2 and 0.4 count, 5 does not: s = exp(0.3).
     logprobs = torch.tensor([0.2, 5.0, 0.4], dtype=torch.float64)
     mask = torch.tensor([True, False, True])
-    _, stats = gspo(
-        logprobs, torch.zeros(3), -torch.ones(3), torch.zeros(3, dtype=torch.int64), clip_low=0.2, clip_high=0.2, mask=mask
-    )
+    _, stats = gspo(logprobs, torch.zeros(3), -torch.ones(3), clip_low=0.2, clip_high=0.2, mask=mask)
     assert stats.ratio.tolist() == pytest.approx([math.exp(0.3), 1.0, math.exp(0.3)])
 
 
 def test_sapo_uses_second_temperature_for_other_advantages() -> None:
     logprobs, old, mask = log(0.4, 0.4), log(0.2, 0.2), torch.ones(2, dtype=torch.bool)
-    loss, _ = sapo(logprobs, old, torch.tensor([1.0, -1.0]), temperatures=(0.5, 4.0), mask=mask)
+    loss, _ = sapo(logprobs, old, torch.tensor([1.0, -1.0]), sapo_temperatures=(0.5, 4.0), mask=mask)
     assert loss.tolist() == pytest.approx([-8.0 / (1 + math.exp(-0.5)), 1.0 / (1 + math.exp(-4.0))], rel=1e-6)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.logprobs import logprobs_and_entropy
-from titanrl.algorithms.objective import LossInputs, policy_loss
-from titanrl.config.sections import AlgorithmConfig
+from titanrl.algorithms.objective import ObjectiveInputs, policy_loss
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.tables import BatchPlan, RecordTable
 from titanrl.types import GroupRecord, Row
 
@@ -69,7 +69,7 @@ def rows_objective(
     """Compute the share of one rank and micro-batch in the objective."""
     before, labels, old, advantages, weights, mask, ids = [], [], [], [], [], [], []
     for number, sequence in enumerate(sequence for row in rows for sequence in row):
-        tokens, logprobs = payload[sequence.handle.slot, sequence.rollout]
+        tokens, logprobs = payload[sequence.handle.slot, sequence.segment]
         num_places = len(tokens) - 1
         before += tokens[:-1]
         labels += tokens[1:]
@@ -80,7 +80,7 @@ def rows_objective(
         ids += [number] * num_places
     logprobs_N, entropy_N = logprobs_and_entropy(table[before], torch.tensor(labels))
     reference_N, _ = logprobs_and_entropy(reference[before], torch.tensor(labels))
-    inputs = LossInputs(
+    inputs = ObjectiveInputs(
         logprobs_N=logprobs_N,
         generator_logprobs_N=torch.tensor(old),
         proximal_logprobs_N=None,

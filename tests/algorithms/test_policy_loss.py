@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from titanrl.algorithms.contracts import LossInputs
 from titanrl.algorithms.loss_weights import correction_totals, sequence_weights
-from titanrl.algorithms.losses import ppo_clip, weighted_sum
-from titanrl.algorithms.objective import LossInputs, measure_correction, policy_loss
+from titanrl.algorithms.losses import ppo, weighted_sum
+from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.choices import Reduction
 from titanrl.config.objective import CORRECTION_PRESETS
-from titanrl.config.sections import AlgorithmConfig
 
 LENGTHS = (9, 1, 14, 6, 10)
 SEQUENCE = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
@@ -33,7 +34,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def example(seed: int = 0, dtype: torch.dtype = torch.float64, drift: float = 0.3) -> LossInputs:
+def example(seed: int = 0, dtype: torch.dtype = torch.float64, drift: float = 0.3) -> ObjectiveInputs:
     """Return five sequences whose policy, proximal, reference and generator differ by about `drift`."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -43,7 +44,7 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float64, drift: float = 0.
     behavior = -3.0 * torch.rand(NUM_TOKENS, generator=generator, dtype=torch.float64)
     weights = torch.rand(len(LENGTHS), generator=generator, dtype=torch.float64) / NUM_TOKENS
     advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
-    return LossInputs(
+    return ObjectiveInputs(
         logprobs_N=(behavior + drift * normal()).to(dtype).requires_grad_(),
         generator_logprobs_N=behavior.to(dtype),
         proximal_logprobs_N=(behavior + drift * normal()).to(dtype),
@@ -56,7 +57,7 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float64, drift: float = 0.
     )
 
 
-def part(inputs: LossInputs, place: slice) -> LossInputs:
+def part(inputs: ObjectiveInputs, place: slice) -> ObjectiveInputs:
     """Return a slice of the tokens, with sequence ids from 0."""
     cut = {
         field.name: value[place]
@@ -66,7 +67,7 @@ def part(inputs: LossInputs, place: slice) -> LossInputs:
     return replace(inputs, **cut, sequence_N=inputs.sequence_N[place] - inputs.sequence_N[place][:1])
 
 
-def gradients(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss and its gradients by log-probabilities and entropies."""
     loss, _ = policy_loss(inputs, algorithm)
     by = torch.autograd.grad(loss, (inputs.logprobs_N, inputs.entropy_N), materialize_grads=True)
@@ -75,14 +76,8 @@ def gradients(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, T
 
 def test_default_is_clipped_ppo_against_sampler_bit_for_bit() -> None:
     inputs = example(dtype=torch.float32)
-    loss, _ = ppo_clip(
-        inputs.logprobs_N,
-        inputs.generator_logprobs_N,
-        inputs.advantages_N,
-        clip_low=0.2,
-        clip_high=0.2,
-        mask=inputs.mask_N,
-    )
+    tokens = LossInputs.of(inputs.logprobs_N, inputs.generator_logprobs_N, inputs.advantages_N, mask_N=inputs.mask_N)
+    loss, _ = ppo(tokens, clip_low=0.2, clip_high=0.2)
     plain = weighted_sum(loss, inputs.weights_N, mask=inputs.mask_N)
     total, by_logprobs, by_entropy = gradients(inputs, AlgorithmConfig())
     assert torch.equal(total, plain.detach())
@@ -237,7 +232,7 @@ def test_tokens_without_finite_sampler_logprob_are_not_counted() -> None:
     assert policy_loss(spoilt, algorithm)[1].sums["num_tokens"] == inputs.mask_N.sum() - 1
 
 
-def measured(pieces: list[LossInputs], algorithm: AlgorithmConfig) -> list[LossInputs]:
+def measured(pieces: list[ObjectiveInputs], algorithm: AlgorithmConfig) -> list[ObjectiveInputs]:
     """Return the pieces with the totals of the correction over all of them."""
     sums: dict[str, float] = {}
     for piece in pieces:
@@ -276,7 +271,7 @@ def test_post_denominator_equals_batch_without_rejected_tokens(reduction: Reduct
     kept = inputs.mask_N & (ratio >= 0.8) & (ratio <= 1.2) & torch.tensor([int(s) not in vetoed for s in SEQUENCE])
     assert 0 < len(vetoed) < len(LENGTHS)
 
-    def with_weights(mask: Tensor) -> LossInputs:
+    def with_weights(mask: Tensor) -> ObjectiveInputs:
         counts = [int(mask[sequence == SEQUENCE].sum()) for sequence in range(len(LENGTHS))]
         weights = sequence_weights(reduction, num_sampled=counts, prompt_of=range(len(LENGTHS)), constant_length=7)
         return replace(inputs, weights_N=torch.tensor(weights, dtype=torch.float64)[SEQUENCE])
@@ -317,10 +312,10 @@ def test_every_preset_works_with_decoupled_ppo(preset: str) -> None:
 # Metrics
 
 
-def small(ratios: list[float], mask: list[bool] | None = None, dtype: torch.dtype = torch.float64) -> LossInputs:
+def small(ratios: list[float], mask: list[bool] | None = None, dtype: torch.dtype = torch.float64) -> ObjectiveInputs:
     """Return one sequence with given ratios to the sampler, advantage 1, weight 0.5 and entropy 2."""
     ones = torch.ones(len(ratios), dtype=dtype)
-    return LossInputs(
+    return ObjectiveInputs(
         logprobs_N=(torch.tensor(ratios, dtype=dtype).log() - 1.0).requires_grad_(),
         generator_logprobs_N=-ones,
         proximal_logprobs_N=None,

@@ -1,6 +1,7 @@
 import pytest
 
 from titanrl.algorithms.tinker import tinker_algorithm
+from titanrl.config.registry import LOSSES
 
 
 def test_thresholds_are_bounds_of_ratio() -> None:
@@ -12,10 +13,24 @@ def test_thresholds_are_bounds_of_ratio() -> None:
     assert tinker_algorithm("importance_sampling", {}).loss == "importance_sampling"
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_of_the_configuration_can_be_named(name: str) -> None:
+    assert tinker_algorithm(name, {}).loss == name
+
+
+def test_options_without_a_name_of_tinker_are_the_keys_of_algorithm() -> None:
+    assert tinker_algorithm("ppo", {"dual_clip": 3.0}).dual_clip == 3.0
+    assert tinker_algorithm("sapo", {"sapo_temperatures": [1.0, 2.0]}).sapo_temperatures == (1.0, 2.0)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "options", "text"),
     [
-        ("pppo", {}, "loss_fn: unknown loss \\(got 'pppo'\\)\\. Choose one of cispo, dro, gspo, importance_sampling, ppo"),
+        (
+            "pppo",
+            {},
+            "loss_fn: unknown loss \\(got 'pppo'\\)\\. Choose one of cispo, cross_entropy, .*, sapo, or an import path",
+        ),
         ("dro", {"clip": 1.0}, "loss_fn_config.clip: dro has no such option \\(got 1.0\\)\\. Its options: beta"),
         ("importance_sampling", {"beta": 1.0}, "Its options: none"),
         ("ppo", {"clip_low_threshold": 1.5}, "clip_low"),

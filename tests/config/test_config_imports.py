@@ -10,7 +10,9 @@ import time
 import titanrl.preflight
 from rich.console import Console
 from titanrl.config import load_config, print_dry_run
-print_dry_run(load_config("configs/qwen3_8b_8gpu.yaml"), Console(quiet=True))
+from titanrl.models.directory import model_shape
+config = load_config("configs/qwen3_8b_8gpu.yaml")
+print_dry_run(config, Console(quiet=True), shape=model_shape(config))
 print(sorted({"torch", "vllm", "monarch", "transformers", "torchtitan", "reasoning_gym"} & set(sys.modules)))
 print(time.process_time())
 """

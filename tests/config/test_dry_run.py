@@ -6,11 +6,13 @@ from rich.console import Console
 
 from titanrl.config import Config, Source
 from titanrl.config.dry_run import changed_keys, print_dry_run
+from titanrl.models.directory import model_shape
 
 
 def dry_run_text(config: Config, source: Source | None = None, *, terminal: bool = False, **options: Any) -> str:
     file = io.StringIO()
-    print_dry_run(config, Console(file=file, width=200, force_terminal=terminal), source, **options)
+    console = Console(file=file, width=200, force_terminal=terminal)
+    print_dry_run(config, console, source, shape=model_shape(config), **options)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 

@@ -109,8 +109,9 @@ def test_dumped_config_loads_equal(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, dump_config(config))) == config
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.from_regex(r"[-+.0-9:eE_~]*")
-TREES = st.recursive(SCALARS, lambda children: st.lists(children) | st.dictionaries(st.text(), children), max_leaves=8)
+TEXTS = (st.text() | st.from_regex(r"[-+.0-9:eE_~]*")).filter(lambda text: "\0" not in text)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
+TREES = st.recursive(SCALARS, lambda children: st.lists(children) | st.dictionaries(TEXTS, children), max_leaves=8)
 
 
 @given(TREES)

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -7,7 +8,10 @@ from tests.config.test_dry_run import dry_run_text
 from titanrl.config import AlgorithmConfig, load_config, read_source
 from titanrl.config.docs import reference_text, schema_text
 from titanrl.config.objective import ALGORITHM_PRESETS, CORRECTION_PRESETS, CorrectionConfig, KLConfig
+from titanrl.config.registry import ADVANTAGES, LOSSES
+from titanrl.config.shipped import description
 from titanrl.config.sizes import derive
+from titanrl.models.directory import model_shape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -22,11 +26,16 @@ def test_documented_runs_have_configs() -> None:
 def test_shipped_config_loads_fits_and_names_its_command(path: Path) -> None:
     config = load_config(path)
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert lines[0] == f"# python -m titanrl.grpo --config configs/{path.name}"
+    assert lines[1] == f"# titanrl {config.program} --config {path.stem}"
     assert "# yaml-language-server: $schema=schema.json" in lines
     assert config.name == path.stem
-    assert derive(config).misfits == ()
+    assert derive(config, model_shape(config)).misfits == ()
     assert "# Sizes\n" in dry_run_text(config, read_source(path))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_first_line_describes_the_config_in_one_sentence(path: Path) -> None:
+    assert re.fullmatch(r"[A-Z].{20,110}\.", description(path))
 
 
 def test_quickstart_is_the_measured_recipe() -> None:
@@ -35,7 +44,7 @@ def test_quickstart_is_the_measured_recipe() -> None:
     assert config.data.task_config == {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
     assert (config.algorithm.learning_rate, config.algorithm.num_warmup_steps) == (5e-5, 5)
     # Two sequences of at most 58 tokens fit a row of 128, so 32 rows, 16 at once.
-    assert derive(config).max_microbatches == 2
+    assert derive(config, model_shape(config)).max_microbatches == 2
 
 
 def test_editor_schema_is_up_to_date() -> None:
@@ -53,7 +62,8 @@ def test_reference_is_up_to_date() -> None:
 def test_every_choice_of_the_objective_is_documented() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     correction, kl = CorrectionConfig.model_fields, KLConfig.model_fields
-    choices = [get_args(AlgorithmConfig.model_fields[key].annotation) for key in ("advantage", "loss", "proximal", "reduction")]
+    literals = [get_args(AlgorithmConfig.model_fields[key].annotation) for key in ("proximal", "reduction")]
+    choices = [ADVANTAGES, LOSSES, *literals]
     names = [*ALGORITHM_PRESETS, *CORRECTION_PRESETS, *correction, *kl, *(choice for group in choices for choice in group)]
     assert len(names) > 45
     assert [name for name in names if name not in text] == []

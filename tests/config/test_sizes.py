@@ -1,41 +1,46 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.config.test_dry_run import dry_run_text
-from titanrl.config import Config, RecipeConfig
-from titanrl.config.shapes import PUBLISHED, RECIPE_VOCAB_SIZE, ModelShape, checkpoint_shape, recipe_shape
-from titanrl.config.sizes import Memory, TrainerMemory, derive, gigabytes
-from titanrl.data import recipe
+from titanrl.config import Config
+from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import Memory, Sizes, TrainerMemory, gigabytes
+from titanrl.config.sizes import derive as derive_with
+from titanrl.models.directory import model_shape, published_shapes
 
 
 def make_config(**sections: Any) -> Config:
     return Config(name="a", num_steps=3, **sections)
 
 
+def derive(config: Config) -> Sizes:
+    return derive_with(config, model_shape(config))
+
+
 def test_recipe_model_has_408320_parameters() -> None:
     # 112 * 128 embedding, also the head; 2 blocks of q, k, v, o, two head norms, gate, up, down, two norms; the last norm.
     block = 128 * 128 + 128 * 64 + 128 * 64 + 128 * 128 + 2 * 32 + 3 * 128 * 384 + 2 * 128
-    assert recipe_shape(RecipeConfig()).num_parameters == 112 * 128 + 2 * block + 128 == 408_320
-
-
-def test_recipe_shape_equals_that_of_its_checkpoint(tmp_path: Path) -> None:
-    assert recipe.VOCAB_SIZE == RECIPE_VOCAB_SIZE
-    recipe.write_model_config(tmp_path, RecipeConfig(num_layers=3))
-    assert checkpoint_shape(tmp_path) == recipe_shape(RecipeConfig(num_layers=3))
+    shape = model_shape(make_config())
+    assert shape is not None
+    assert shape.num_parameters == 112 * 128 + 2 * block + 128 == 408_320
 
 
 def test_published_models_have_their_documented_parameters() -> None:
-    assert PUBLISHED["Qwen3-0.6B"].num_parameters == 596_049_920
-    assert PUBLISHED["Qwen3-8B"].num_parameters == 8_190_735_360
-    billions = {name.removeprefix("Qwen3-"): round(shape.num_parameters / 1e9, 1) for name, shape in PUBLISHED.items()}
+    parameters = {name: shape.num_parameters for name, shape in published_shapes().items()}
+    assert parameters["Qwen3-0.6B"] == 596_049_920
+    assert parameters["Qwen3-8B"] == 8_190_735_360
+    assert parameters["Qwen2.5-0.5B"] == 494_032_768
+    assert parameters["Llama-3.2-1B"] == 1_235_814_400
+    assert parameters["Llama-3.1-8B"] == 8_030_261_248
+    assert parameters["Mistral-7B-v0.3"] == 7_248_023_552
     # As their model cards say.
+    billions = {name.removeprefix("Qwen3-"): round(number / 1e9, 1) for name, number in parameters.items() if "Qwen3" in name}
     assert billions == {"0.6B": 0.6, "1.7B": 1.7, "4B": 4.0, "8B": 8.2, "14B": 14.8, "32B": 32.8}
 
 
 def test_missing_model_is_recognized_by_its_name() -> None:
-    for name in ("Qwen3-8B", "Qwen3-8B-Base"):
+    for name in ("Qwen3-8B", "Qwen3-8B-Base", "Qwen3-8B-Instruct"):
         memory = derive(make_config(model={"path": f"nowhere/{name}"})).memory
         assert memory is not None
         assert memory.num_parameters == 8_190_735_360
@@ -57,6 +62,7 @@ def test_sizes_of_the_default_recipe() -> None:
             parameters=408_320 * 4,
             gradients=408_320 * 4,
             optimizer=2 * 408_320 * 4,
+            average=0,
             gathered=0,  # on one rank nothing is sharded
             # 4 rows of 200 tokens; 2 layers kept and one at work, each 4 x (128 + 128 + 64 + 384) numbers; logits twice.
             activations=800 * (3 * 4 * 704 + 2 * 112) * 4,
@@ -104,6 +110,19 @@ def test_only_sharding_divides_the_state() -> None:
     assert sizes.max_microbatches == 1
 
 
+def test_moving_average_of_trainable_parameters_counts_in_float32() -> None:
+    half = {"dtype": "bfloat16", "parallelism": {"dp_shard": 2}}
+    config = make_config(algorithm={"ema_decay": 0.99}, trainer=half)
+    memory = derive(config).memory
+    assert memory is not None
+    assert memory.trainer.average == 408_320 * 4 // 2
+    assert memory.trainer.state == 408_320 * (4 * 2 + 4) // 2
+    assert "816.6 kB moving average" in dry_run_text(config)
+    adapters = derive(make_config(algorithm={"ema_decay": 0.99}, trainer={**half, "lora": {"rank": 4}})).memory
+    assert adapters is not None
+    assert adapters.trainer.average == adapters.trainer.optimizer  # of two moments with half the bytes
+
+
 def misfits(**sections: Any) -> list[str]:
     return [str(broken) for broken in derive(make_config(**sections)).misfits]
 
@@ -149,7 +168,8 @@ def test_too_few_accelerators_only_warn_if_the_device_is_unknown() -> None:
 
 
 def test_cache_bytes_of_a_token() -> None:
-    shape = ModelShape(hidden_size=8, num_layers=3, num_heads=4, intermediate_size=8, num_kv_heads=2, head_dim=5)
+    sizes = {"hidden_size": 8, "num_layers": 3, "num_heads": 4, "intermediate_size": 8, "num_kv_heads": 2, "head_dim": 5}
+    shape = ModelShape(**sizes, vocab_size=16, max_positions=64)
     assert shape.kv_token_bytes("bfloat16") == 2 * 3 * 2 * 5 * 2
 
 

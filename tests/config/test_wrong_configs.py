@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from titanrl.config import ConfigError, load_config
@@ -28,7 +28,8 @@ def test_unknown_key(tmp_path: Path) -> None:
         "configs/run.yaml:4: rollout.group_sise=8\n"
         "  rule: no such key in rollout\n"
         "  fix:  did you mean rollout.group_size? Keys of rollout: groups_per_step, group_size, max_new_tokens, temperature, "
-        "top_p, top_k, min_p, dynamic_sampling, window, num_spare_completions, num_workers, starvation_timeout_s"
+        "top_p, top_k, min_p, dynamic_sampling, window, num_spare_completions, group_filter, num_workers, "
+        "starvation_timeout_s"
     )
 
 
@@ -79,7 +80,11 @@ def test_absurd_count_is_rejected_with_its_upper_bound(tmp_path: Path, key: str)
     ("overrides", "rule"),
     [
         (("rollout.groups_per_step=10000", "rollout.group_size=1000"), "must not sample more than 1,000,000 completions"),
-        (("max_staleness=9999", "rollout.groups_per_step=1000"), "must not need more than 1,000,000 slots"),
+        (("max_staleness=9999", "rollout.groups_per_step=1000"), "these values need 10,000,000 slots with 80,000,000"),
+        (
+            ("max_staleness=9999", "rollout.groups_per_step=1", "rollout.group_size=100000"),
+            "must not need more than 1,000,000 slots and 10,000,000 completions, and these values need 10,000 slots",
+        ),
     ],
 )
 def test_counts_with_an_absurd_product_are_rejected(tmp_path: Path, overrides: tuple[str, ...], rule: str) -> None:
@@ -90,7 +95,7 @@ def test_wrong_type(tmp_path: Path) -> None:
     assert complaint(tmp_path, 'name: a\nnum_steps: "5"\n') == (
         'configs/run.yaml:2: num_steps="5"\n'
         "  rule: must be an integer >= 1 and <= 100,000,000\n"
-        "  fix:  remove the quotes. Number of optimizer steps."
+        "  fix:  remove the quotes. Number of steps, each on one batch."
     )
     assert complaint(tmp_path, GOOD, "rollout.group_size=abc") == (
         'override rollout.group_size=abc: rollout.group_size="abc"\n'
@@ -116,7 +121,8 @@ def test_value_out_of_range(tmp_path: Path) -> None:
         "  rule: must be a number >= 0 and < 1\n"
         "  fix:  the default is [0.9, 0.95]. AdamW's decay rates of the first and second moment."
     )
-    assert "temperature=0.0\n  rule: must be a number > 0\n" in complaint(tmp_path, GOOD, "rollout.temperature=0.0")
+    text = complaint(tmp_path, GOOD, "rollout.temperature=0.0")
+    assert "temperature=0.0\n  rule: must be a number >= 0.01 and <= 2\n" in text
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:
@@ -158,6 +164,53 @@ def test_file_that_is_not_utf8(tmp_path: Path) -> None:
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("9" * 5000, "must be YAML: an integer has more than 100 digits"),
+        ("[" * 5000 + "]" * 5000, "must be YAML: the value is nested deeper than 50 levels"),
+        ("{a: " * 5000 + "1" + "}" * 5000, "must be YAML: the value is nested deeper than 50 levels"),
+        ('"a\\0b"', "must be YAML: the character U+0000 is not supported"),
+        ('"\\ud800"', "must be YAML: the character U+D800 is not supported"),
+    ],
+)
+def test_value_that_cannot_be_converted_names_its_place(value: str, rule: str, tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD + f"data:\n  task: {value}\n")
+    assert text.startswith("configs/run.yaml:4: ")
+    assert f"\n  rule: {rule}\n" in text
+    text = complaint(tmp_path, GOOD, f"data.task={value}")
+    assert text.startswith("override data.task=")
+    assert rule in text
+    assert len(text) < 6000
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        (f"output_dir={'a' * 300}", "a name in a path must not have more than 255 bytes"),
+        ("model.path=" + "\u00e9" * 130 + "/x", "a name in a path must not have more than 255 bytes"),
+        (f"cache_dir={'a/' * 2000}", "a path must not have more than 3,000 bytes, but has 3,999"),
+        (f"name={'a' * 201}", "must be text matching"),
+        (".".join(["a"] * 3000) + "=1", "must be key.path=value, with a name between the dots"),
+        ("a" * 100_000 + "=1", "no such key in the top level"),
+        ("data.rewards={\u00b2: exact}", "a reward's name must consist of letters, digits and _"),
+    ],
+)
+def test_overlong_names_and_paths_are_rejected(override: str, rule: str, tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD, override)
+    assert f"rule: {rule}" in text
+    assert len(text) < 10_000
+
+
+def test_configuration_with_an_overlong_name_or_size_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="but it does not exist"):
+        load_config("a" * 300)
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD + "# long\n" * 200_000)
+    with pytest.raises(ConfigError, match=r"must not have more than 1,000,000 bytes, but has 1,400,021"):
+        load_config(path)
+
+
 def test_impossible_parallelism(tmp_path: Path) -> None:
     assert complaint(tmp_path, GOOD + "trainer:\n  row_tokens: 255\n  parallelism:\n    tp: 3\n") == (
         "configs/run.yaml:6: trainer.parallelism.tp=3, model.recipe.num_kv_heads=2 (default)\n"
@@ -194,7 +247,9 @@ def test_override_with_invalid_yaml(tmp_path: Path) -> None:
 
 def test_missing_key(tmp_path: Path) -> None:
     assert complaint(tmp_path, "\nname: a\n") == (
-        "configs/run.yaml:2: num_steps is not given\n  rule: required\n  fix:  add `num_steps: ...`. Number of optimizer steps."
+        "configs/run.yaml:2: num_steps is not given\n"
+        "  rule: required\n"
+        "  fix:  add `num_steps: ...`. Number of steps, each on one batch."
     )
 
 
@@ -222,6 +277,10 @@ def test_warm_start_requires_a_task_with_demonstrations(tmp_path: Path) -> None:
         ("{advantage: pass_at_k}", 'pass_k=null (default), algorithm.advantage="pass_at_k"', "set pass_k"),
         ("{loss: cispo, dual_clip: 3.0}", 'dual_clip=3.0, algorithm.loss="cispo"', "remove dual_clip"),
         ("{constant_length: 5}", "constant_length=5", "remove constant_length"),
+        ("{loss_options: {beta: 1.0}}", 'loss_options.beta=1.0, algorithm.loss="ppo" (default)', "remove it"),
+        ("{loss: 'a.b:c', loss_options: {clip_low: 0.1}}", "loss_options.clip_low=0.1", "set algorithm.clip_low instead"),
+        ("{loss: pppo}", 'loss="pppo"', "did you mean ppo?"),
+        ("{advantage: 'own.py'}", 'advantage="own.py"', "choose one of them"),
         ("{correction: {preset: token_tis}}", 'correction.weight="token" (preset or default)', "set proximal to step_start"),
         (
             "{loss: dro, proximal: step_start, correction: {weight: sequence}}",
@@ -230,6 +289,11 @@ def test_warm_start_requires_a_task_with_demonstrations(tmp_path: Path) -> None:
         ),
         ("{kl: {coef: 0.1, estimator: k1}}", 'kl.estimator="k1"', "set estimator to k3_straight_through"),
         ("{kl: {coef: 0.1, place: reward}}", 'kl.place="reward"', "set estimator to k1"),
+        (
+            "{kl: {coef: 0.1, reference: ema}}",
+            'ema_decay=null (default), algorithm.kl.reference="ema"',
+            "set ema_decay, for example to 0.99",
+        ),
         (
             "{correction: {veto_prox_over_behavior: [0.1, high]}}",
             'correction.veto_prox_over_behavior[1]="high"',
@@ -325,6 +389,7 @@ VALUES = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(key=st.sampled_from(KEYS), value=VALUES)
+@example(key="data.rewards.<name>.weights", value={0: None})  # a number where a mapping has a name
 def test_no_value_raises_anything_but_a_config_error(tmp_path: Path, key: str, value: object) -> None:
     path = tmp_path / "run.yaml"
     *parents, name = key.split(".")
@@ -342,12 +407,44 @@ def test_no_value_raises_anything_but_a_config_error(tmp_path: Path, key: str, v
     [
         ("rollout.window=0.5", "synchronous training consumes groups in order", "set max_staleness to 1"),
         ("algorithm.updates_per_publish=2", "updates_per_publish must divide num_steps", "set num_steps to 4"),
+        ("trainer.minibatches_per_batch=9", "each mini-batch needs at least one group", "to at most 8"),
+        ("replay={max_uses: 3, alpha: 1}", "have no effect without replayed groups", "set replay.fraction"),
+        ("replay.fraction=0.01", "these values give 0", "raise replay.fraction"),
+        ("replay={fraction: 0.9, capacity: 3}", "these values give 72", "set replay.capacity to at least 72"),
     ],
 )
 def test_conflicting_numbers(tmp_path: Path, override: str, rule: str, fix: str) -> None:
     text = complaint(tmp_path, GOOD, override)
     assert rule in text
     assert fix in text
+
+
+def test_later_epochs_require_a_ratio_or_a_correction(tmp_path: Path) -> None:
+    epochs = "trainer: {epochs: 2}\n"
+    text = complaint(tmp_path, GOOD + epochs + "algorithm: {loss: reinforce}\n")
+    assert "later epochs train on tokens of an earlier policy, and the loss has no ratio to it" in text
+    for allowed in ("loss: reinforce, correction: {weight: token}", "loss: ppo, proximal: step_start", "loss: dro"):
+        path = tmp_path / "allowed.yaml"
+        path.write_text(GOOD + epochs + f"algorithm: {{{allowed}}}\n")
+        load_config(path)
+
+
+def test_only_training_has_epochs(tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD + "trainer: {epochs: 2}\nsft: {path: examples.jsonl}\n")
+    assert "titanrl sft has no such key" in text
+    assert "remove trainer.epochs" in text
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo, proximal: step_start"])
+def test_replay_requires_a_ratio_to_the_sampler_or_a_correction(tmp_path: Path, loss: str) -> None:
+    replay = "replay: {fraction: 0.5}\n"
+    text = complaint(tmp_path, GOOD + replay + f"algorithm: {{loss: {loss}}}\n")
+    assert "with replayed tokens the loss must contain the ratio to the sampling policy" in text
+    path = tmp_path / "corrected.yaml"
+    path.write_text(GOOD + replay + f"algorithm: {{loss: {loss}, correction: {{weight: token}}}}\n")
+    assert load_config(path).replay.num_replayed(8) == 8
+    with pytest.raises(ConfigError, match=r"is older when it is replayed(.|\n)*set replay\.max_age to at least 4"):
+        load_config(path, ["max_staleness=3", "replay.max_age=3"])
 
 
 @pytest.mark.parametrize(
@@ -380,7 +477,14 @@ def test_conflicting_numbers(tmp_path: Path, override: str, rule: str, fix: str)
         ),
         ("trainer: {lora: {targets: []}}", "trainer.lora.targets", "must", "attention"),
         ("trainer: {lora: {rank: 0}}", "trainer.lora.rank=0", "must be an integer >= 1", "Rank of each adapter"),
-        ("trainer: {float8: tensorwise}", "trainer.float8", "must be one of", "rowwise"),
+        ("trainer: {float8: blockwise}", "trainer.float8", "must be one of", "tensorwise"),
+        ("trainer: {deterministic: true}", "trainer.deterministic", "must be one of", "error"),
+        (
+            "model: {family: 'my.module:family', recipe: {family: llama}}",
+            "model.recipe.family=",
+            "only one key may select the family",
+            "remove one of them",
+        ),
         ("generator: {tp: 4}", "generator.tp=4", "tp must divide the number of key-value heads", "set generator.tp to 2"),
         (
             "model: {recipe: {intermediate_size: 385}}\ngenerator: {tp: 2}",

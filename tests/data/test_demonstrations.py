@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanrl.config.sections import DataConfig, WarmStartConfig
+from titanrl.config.data import DataConfig
+from titanrl.config.sections import WarmStartConfig
 from titanrl.data.demonstrations import Demonstration, chain_sum_demonstrations
 from titanrl.data.streams import PromptStream, is_heldout, make_gym_dataset, make_stream
 from titanrl.data.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.config.sections import DataConfig
+from titanrl.config.data import DataConfig
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.streams import is_heldout, make_gym_dataset, make_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -150,7 +150,7 @@ def test_duplicate_and_long_questions_are_dropped(tmp_path: Path, tokenizer: Tok
     ("line", "message"),
     [
         ("{not json}", "must be JSON"),
-        ("[1]", "must be an object with prompt and answer, got list"),
+        ("[1]", "must be an object, got list"),
         ('{"prompt": "1 + 2 ="}', "answer is missing"),
         ('{"question": "1 + 2 =", "answer": "3"}', "prompt is missing"),
         ('{"prompt": "1 + 2 =", "answer": 3}', "answer must be a string, got 3. Put it in quotes"),
@@ -196,3 +196,20 @@ def test_chat_template_is_applied_unless_disabled(tmp_path: Path) -> None:
     assert prompt_text(chat_template="never") == "1 + 2 ="
     with pytest.raises(ValueError, match=r"data\.chat_template is never"):
         prompt_text(chat_template="never", system_prompt="Add.")
+
+
+def test_file_of_test_questions_needs_no_training_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = write_sums(tmp_path / "test.jsonl", 10).model_copy(update={"heldout_fraction": 0.999})
+    stream = make_stream(config, tokenizer, seed=7, is_trained_on=False)
+    assert [prompt.text for prompt in stream.heldout(10, split="all")] == [f"{i} + {i} =" for i in range(10)]
+    with pytest.raises(ValueError, match=r"evaluation\.sets\.a\.num_prompts=11: the source has 10 prompts\. Lower eval"):
+        stream.heldout(11, split="all", key="evaluation.sets.a")
+    with pytest.raises(ValueError, match="must have a training prompt"):
+        make_stream(config.model_copy(update={"heldout_fraction": 0.9999}), tokenizer, seed=7)
+
+
+def test_every_question_of_a_task_can_be_evaluated(tokenizer: Tokenizer) -> None:
+    stream = make_stream(gym_config(), tokenizer, seed=7, is_trained_on=False)
+    prompts = stream.heldout(50, split="all")
+    assert len({prompt.text for prompt in prompts}) == 50
+    assert 0 < sum(is_heldout(prompt.text, 0.2) for prompt in prompts) < 50

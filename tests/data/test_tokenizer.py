@@ -25,17 +25,17 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_encoding_uses_characters_and_phrases(tokenizer: Tokenizer) -> None:
-    # '7' is 0x37, so its id is 2 + 0x37 - 0x20 = 25; the last four ids are <think> </think> <answer> </answer>.
+    # '7' is 0x37, so its id is 2 + 0x37 - 0x20 = 25; ids 98 to 101 are <think> </think> <answer> </answer>.
     assert tokenizer.encode("<think>7</think> <answer>7</answer>") == [98, 25, 99, 2, 100, 25, 101]
     assert tokenizer.encode("") == []
 
 
 def test_decoding_omits_special_tokens_and_unused_ids(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode([98, 25, 105, 99, 2, 100, EOS_ID, 0]) == "<think>7</think> <answer>"
+    assert tokenizer.decode([98, 25, 108, 99, 2, 100, EOS_ID, 0]) == "<think>7</think> <answer>"
 
 
 def test_every_token_id_has_a_readable_text(tokenizer: Tokenizer) -> None:
-    assert [tokenizer.token_text(i) for i in (0, 1, 2, 25, 98, 105)] == ["<pad>", "<eos>", " ", "7", "<think>", "<id 105>"]
+    assert [tokenizer.token_text(i) for i in (0, 1, 2, 25, 98, 108)] == ["<pad>", "<eos>", " ", "7", "<think>", "<id 108>"]
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "caf\u00e9"])

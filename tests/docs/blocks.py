@@ -1,4 +1,4 @@
-"""Code blocks of README, CONTRIBUTING and docs/, and how the tests treat each of them.
+"""Code blocks of README, CONTRIBUTING, docs/ and examples/, and how the tests treat each of them.
 
 A block is a fence that names its language. `text` is no code. A comment `<!-- not run: REASON -->` above a fence excludes it.
 A fence with `title="NAME"` is a file of that name, which the other blocks of its page can use.
@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "examples").rglob("*.md"))
 FENCE = re.compile(r"```(\w*)(?: title=\"([^\"]+)\")?")
 NOT_RUN = re.compile(r"<!-- not run: .{8,} -->")
 LANGUAGES = {"json", "python", "sh", "text", "yaml"}

@@ -1,29 +1,72 @@
-"""Execute the Python blocks of pages: `python -m tests.docs.run_blocks OVERRIDES PAGE ...`, in a folder like a checkout.
+"""Execute the Python code of pages: `python -m tests.docs.run_blocks OVERRIDES PAGE ...`, in a folder like a checkout.
 
-All blocks of a page share one namespace and may await, as in a notebook. `load_config` gets the overrides, a JSON list, on top
-of those in the block, so that the run is small. A start takes a while, so every page after the first gets the run of the first.
+A page is a Markdown file, a notebook or a script of `examples/`. Its blocks or cells share one namespace and may await. A
+script is imported, and its `main` gets overrides. `load_config` gets the overrides, a JSON list, on top of those in the code,
+so that the run is small. A start takes a while, so all pages share the run or session of the first.
 """
 
 import ast
 import asyncio
+import importlib.util
 import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import nbformat
+
 import titanrl.config
-from tests.docs.blocks import Block, blocks_of
+from tests.docs.blocks import ROOT, Block, blocks_of
+from titanrl.config import Config
+
+SMALLER = {"num_prompts=32": "num_prompts=4"}
+"""Changes of the code of notebooks that make their steps small."""
+SCRIPTS = {
+    "reinforce": ("num_steps=2", "rollout.groups_per_step=4"),
+    "dpo": ("num_steps=2", "rollout.groups_per_step=4"),
+    "distillation": ("num_steps=2", "rollout.groups_per_step=4", "distill.teacher.path={model}"),
+    "sft_then_grpo": ("num_steps=2", "checkpoint.every_steps=0"),
+}
+"""Overrides of the scripts, which make them small."""
 
 
-async def run_page(page: Path) -> None:
-    """Execute the blocks of a page in order."""
+async def run_page(page: Path, model: str) -> None:
+    """Execute the code of a page in order; `model` is the directory of a model."""
+    if page.suffix == ".py":
+        await run_script(page, [override.format(model=model) for override in SCRIPTS[page.stem]])
+        return
     namespace: dict[str, Any] = {"__name__": page.stem}
-    for block in blocks_of(page):
-        if block.language == "python" and block.is_run and not block.title:
+    with chdir(page.parent if page.suffix == ".ipynb" else "."):
+        for block in code_of(page):
             await run_block(block, namespace)
+
+
+async def run_script(path: Path, overrides: Sequence[str]) -> None:
+    """Import a script and run its `main`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    await module.main(overrides)
+    print(f"ran {path.relative_to(ROOT)}", flush=True)
+
+
+def code_of(page: Path) -> Iterator[Block]:
+    """Yield the blocks of a page, or the cells of a notebook, that are run."""
+    if page.suffix == ".md":
+        yield from (block for block in blocks_of(page) if block.language == "python" and block.is_run and not block.title)
+        return
+    cells = [cell for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "code"]
+    for number, cell in enumerate(cells, start=1):
+        text = cell.source
+        for large, small in SMALLER.items():
+            text = text.replace(large, small)
+        yield Block(page=page, line=number, language="python", title="", text=text, is_run=True)
 
 
 async def run_block(block: Block, namespace: dict[str, Any]) -> None:
@@ -36,11 +79,13 @@ async def run_block(block: Block, namespace: dict[str, Any]) -> None:
     print(f"ran {block}", flush=True)
 
 
-async def run_pages(pages: Sequence[Path]) -> None:
+async def run_pages(pages: Sequence[Path], model: str) -> None:
     """Execute the pages one after another, with one run for all of them."""
+    import titanrl.session
     from titanrl.grpo import GRPO
+    from titanrl.session import Session
 
-    start, close = GRPO.start, GRPO.close
+    start, close, close_session = GRPO.start, GRPO.close, Session.close
     started: list[GRPO] = []
 
     async def start_once(self: GRPO) -> GRPO:
@@ -48,12 +93,24 @@ async def run_pages(pages: Sequence[Path]) -> None:
             started.append(await start(self))
         return started[0]
 
-    async def close_later(self: GRPO) -> None:
+    async def connect_once(config: Config, *options: object) -> Session:
+        return (started[0] if started else await GRPO(config).start()).session
+
+    async def step_once(self: GRPO, num_steps: int | None = None) -> None:
+        await self.step()
+
+    async def close_later(self: GRPO, error: BaseException | None = None) -> None:
         pass
 
-    GRPO.start, GRPO.close = start_once, close_later
+    async def close_another(self: Session) -> None:
+        if self is not started[0].session:
+            await close_session(self)
+
+    GRPO.start, GRPO.train, titanrl.session._start = start_once, step_once, connect_once
+    GRPO.close, Session.close = close_later, close_another
     for page in pages:
-        await run_page(page)
+        await run_page(page, model)
+    Session.close = close_session
     await close(started[0])
 
 
@@ -62,7 +119,8 @@ def main(extra: Sequence[str], pages: Sequence[Path]) -> None:
     load = titanrl.config.load_config
     titanrl.config.load_config = lambda path, overrides=(): load(path, [*overrides, *extra])
     sys.path.insert(0, str(Path.cwd()))
-    asyncio.run(run_pages(pages))
+    model = next(override for override in extra if override.startswith("model.path="))
+    asyncio.run(run_pages(pages, model.removeprefix("model.path=")))
 
 
 if __name__ == "__main__":

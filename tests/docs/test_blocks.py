@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,31 @@ import pytest
 import yaml
 
 from tests.docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of, indented_blocks, shell_lines
-from titanrl import command, load_config
+from titanrl import cli, command, load_config
 
 COMMANDS = [(block, line) for block in all_blocks("sh") for line in shell_lines(block)]
-TRAINS = re.compile(r"(\.venv/bin/)?python -m titanrl\.grpo ")
+TRAINS = re.compile(r"(\.venv/bin/)?(python -m titanrl\.grpo|titanrl (?P<name>train|sft|distill)) ")
+COPIES = re.compile(r"titanrl configs\b")
 GENERATES = re.compile(r"\.venv/bin/python (.+) > (\S+)")
 KNOWN = re.compile(
-    rf"{TRAINS.pattern}|{GENERATES.pattern}|make [a-z-]+"
-    r"|python -m titanrl\.chat |\.venv/bin/python -m benchmarks\.table$"  # tests/e2e/test_docs.py, tests/test_project.py
+    rf"{TRAINS.pattern}|{COPIES.pattern}|{GENERATES.pattern}|make [a-z-]+"
+    r"|(python -m titanrl\.|titanrl )chat "  # tests/e2e/test_docs.py
+    r"|titanrl evaluate "  # tests/test_evaluate.py
+    r"|\.venv/bin/python -m benchmarks\.table$"  # tests/test_project.py
+    r"|\.venv/bin/python -m tests\.e2e\.fault_matrix "  # tests/test_fault_matrix.py
+    r"|python examples/"  # tests/e2e/test_docs.py, tests/e2e/test_rewards.py
+    r"|pip install \.$|titanrl doctor( --install)?$"  # tests/e2e/test_installation.py
 )
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder like a checkout with a finished run, for commands to run in."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "runs/quickstart").mkdir(parents=True)
-    (tmp_path / "runs/quickstart/config.yaml").write_text((ROOT / "configs/quickstart.yaml").read_text())
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("quickstart", "sft_quickstart"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text((ROOT / f"configs/{name}.yaml").read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
@@ -40,10 +49,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Write the files that a page shows."""
+    """Write the files that a page shows, and those that its commands copy."""
     for block in blocks_of(page):
         if block.title:
             (folder / block.title).write_text(block.text)
+        for line in shell_lines(block) if block.language == "sh" else ():
+            if COPIES.match(line):
+                cli.main(shlex.split(line)[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -63,21 +75,34 @@ def training_commands(*, is_dry: bool) -> list[tuple[Block, str]]:
     return [(block, line) for line, block in commands.items() if ("--dry-run" in line) == is_dry]
 
 
+def program_of(line: str) -> str:
+    """Return the subcommand that a training command runs."""
+    match = TRAINS.match(line)
+    assert match
+    return match["name"] or "train"
+
+
 @pytest.mark.parametrize(("block", "line"), training_commands(is_dry=True), ids=str)
 def test_dry_run_of_the_pages_succeeds(block: Block, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from titanrl.grpo import GRPO  # takes a second
-
+    program = import_module(cli.COMMANDS[program_of(line)][0])
     write_files(block.page, folder)
     with pytest.raises(SystemExit) as ended:
-        command.main(GRPO, shlex.split(line)[3:])
+        program.main(shlex.split(TRAINS.sub("", line)))
     assert ended.value.code == 0, capsys.readouterr()
 
 
 @pytest.mark.parametrize(("block", "line"), training_commands(is_dry=False), ids=str)
 def test_training_command_has_a_valid_configuration(block: Block, line: str, folder: Path) -> None:
     write_files(block.page, folder)
-    arguments = command.parse(shlex.split(line)[3:])
-    load_config(arguments.config or arguments.resume / "config.yaml", arguments.overrides)
+    arguments = command.parse(shlex.split(TRAINS.sub("", line)))
+    config = load_config(arguments.config or arguments.resume / "config.yaml", arguments.overrides)
+    assert config.program == program_of(line)
+
+
+def test_script_of_the_pages_exists() -> None:
+    scripts = {line.split()[1] for _, line in COMMANDS if line.startswith("python examples/")}
+    assert {script for script in scripts if not (ROOT / script).is_file()} == set()
+    assert len(scripts) > 3
 
 
 @pytest.mark.parametrize("target", sorted({line.split()[1] for _, line in COMMANDS if line.startswith("make ")}))

@@ -6,12 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import PAGES, ROOT
+from titanrl.config.data import REWARDS
 from titanrl.config.keys import sections
+from titanrl.config.rewards import REWARD_OPTIONS
 
 PARAMETERS = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 KEYS = {f"{section.path}.{key}".lstrip(".") for section in sections() for key in section.keys}
 SECTIONS = {section.path for section in sections() if section.path}
 METRICS = (ROOT / "docs/metrics.md").read_text()
+USERS = re.compile(r"reward/[a-z_]+(/[a-z_]+)?")
+"""Metrics of rewards, whose names the user chooses."""
 METHODS = {"weights.publish", "weights.pushed"}
 """Names in docs/architecture.md that look like keys."""
 FAMILIES = "buffer|correction|eval|grad|group|loss|mismatch|optim|perf|policy|reward|staleness|sync|time|tokens"
@@ -30,7 +34,7 @@ def test_named_configuration_keys_exist(page: Path) -> None:
 @PARAMETERS
 def test_named_metrics_are_in_the_reference(page: Path) -> None:
     named = set(re.findall(rf"`((?:{FAMILIES})/[a-z_0-9/<>]+)`", page.read_text()))
-    assert {name for name in named if f"`{name}`" not in METRICS} == set()
+    assert {name for name in named if f"`{name}`" not in METRICS and not USERS.fullmatch(name)} == set()
 
 
 @PARAMETERS
@@ -38,3 +42,13 @@ def test_named_exceptions_exist(page: Path) -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "titanrl").rglob("*.py"))
     named = set(re.findall(r"`([A-Z]\w*(?:Error|Died|Unavailable))`", page.read_text()))
     assert {name for name in named if not re.search(rf"\b{name}\b", source)} == set()
+
+
+def test_page_of_the_built_in_rewards_has_every_reward_and_option() -> None:
+    tables = re.split(r"^Options of `(\w+)`:$", (ROOT / "docs/howto/built_in_rewards.md").read_text(), flags=re.MULTILINE)
+    named = {
+        name: set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| ([^|]*) \|", text, re.MULTILINE))))
+        for name, text in zip(tables[1::2], tables[2::2], strict=True)
+    }
+    assert named == {name: set(options.model_fields) for name, options in REWARD_OPTIONS.items()}
+    assert set(re.findall(r"^\| `(\w+)` \|", tables[0], re.MULTILINE)) - {"function"} == set(REWARDS)

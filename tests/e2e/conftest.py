@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
+from filelock import FileLock
 
+from tests.listeners import exposed, family
 from titanrl.metrics.run_directory import read_metrics
 
 REPO = Path(__file__).parents[2]
@@ -64,6 +67,9 @@ class Finished:
 class Command:
     """A running `python -m titanrl.grpo`."""
 
+    started: ClassVar[list["Command"]] = []
+    """Commands of the current test."""
+
     def __init__(self, run_dir: Path, arguments: list[str], environment: dict[str, str]) -> None:
         self.run_dir = run_dir
         self.process = subprocess.Popen(
@@ -76,15 +82,17 @@ class Command:
             start_new_session=True,
         )
         self.descendants: set[psutil.Process] = set()
+        self.started.append(self)
 
     def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
-        """Wait until a step is in `metrics.jsonl`, and note the processes of the run."""
+        """Wait until a step is in `metrics.jsonl`, and note the processes of the run, which must not be exposed."""
         metrics, deadline = self.run_dir / "metrics.jsonl", time.monotonic() + timeout_s
         while not (metrics.exists() and any(row["step"] >= step and "reward/mean" in row for row in read_metrics(metrics))):
             assert self.process.poll() is None, f"the run ended before step {step}: {self.finish().output}"
             assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s"
             time.sleep(0.1)
         self.descendants |= set(psutil.Process(self.process.pid).children(recursive=True))
+        assert exposed(family(self.process.pid)) == set()
 
     def finish(self, timeout_s: float = 240) -> Finished:
         """Wait until the process ends."""
@@ -92,8 +100,8 @@ class Command:
         return Finished(self.process.returncode, output, self.run_dir)
 
     def leftovers(self) -> list[str]:
-        """Return noted processes that still run. A resource tracker ends shortly after its parent."""
-        _, alive = psutil.wait_procs(self.descendants, timeout=3)
+        """Return noted processes that still run. A resource tracker ends shortly after its parent, on a busy machine later."""
+        _, alive = psutil.wait_procs(self.descendants, timeout=15)
         return [str(process) for process in alive]
 
     def process_of(self, role: str, rank: int = 0) -> psutil.Process:
@@ -104,30 +112,52 @@ class Command:
 Start = Callable[..., Command]
 
 
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test() -> Iterator[None]:
+    """Kill what a failed test has left running, which would slow down the tests after it."""
+    yield
+    for command in Command.started:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
+    Command.started.clear()
+
+
 @pytest.fixture(scope="session")
-def start_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start_run(tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Return a function that starts a small quick-start run with overrides and environment variables."""
-    folder = tmp_path_factory.mktemp("e2e")
-    started: list[Command] = []
+    folder = shared_folder(tmp_path_factory)
 
     def start(name: str, *overrides: str, resume: bool = False, **environment: str) -> Command:
         run_dir = folder / "runs" / name
         which = ["--resume", str(run_dir)] if resume else ["--config", "configs/quickstart.yaml", *SMALL]
         places = [] if resume else [f"name={name}", f"output_dir={folder / 'runs'}", f"cache_dir={folder / 'cache'}"]
-        command = Command(run_dir, [*which, *places, *overrides], environment)
-        started.append(command)
-        return command
+        return Command(run_dir, [*which, *places, *overrides], environment)
 
-    yield start
-    for command in started:
-        if command.process.poll() is None:
-            os.killpg(command.process.pid, signal.SIGKILL)
+    return start
 
 
 @pytest.fixture(scope="session")
 def plain_run(start_run: Start, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One uninterrupted run shared by many tests; it also fills the cache."""
-    temporary = tmp_path_factory.mktemp("temporary")
+    """One uninterrupted run shared by many tests and by all workers; it also fills the cache."""
+    folder = shared_folder(tmp_path_factory)
+    with FileLock(folder / "plain.lock"):
+        kept = folder / "plain.pickle"
+        if not kept.exists():
+            kept.write_bytes(pickle.dumps(make_plain_run(start_run, tmp_path_factory.mktemp("temporary"))))
+        finished: Finished = pickle.loads(kept.read_bytes())
+    return finished
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of all runs, the same for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "e2e"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def make_plain_run(start_run: Start, temporary: Path) -> Finished:
+    """Run the quick start once, and check that it leaves nothing behind."""
     command = start_run("plain", TMPDIR=str(temporary))
     command.wait_for_step(1)
     finished = command.finish()

@@ -1,5 +1,7 @@
 """Runs whose training and generation overlap."""
 
+import re
+
 import psutil
 import pytest
 
@@ -9,11 +11,15 @@ ROLES = ("trainer", "generator_0", "rollout", "store")
 
 
 @pytest.mark.parametrize(
-    ("on_update", "bound"),
-    [("continue", 1), ("drain", 3)],  # with 3, the trainer publishes a version while a generator drains for the previous one
+    ("on_update", "bound", "replay"),
+    [
+        ("continue", 1, ""),
+        # With 3, the trainer publishes a version while a generator drains for the previous one.
+        ("drain", 3, "replay={fraction: 0.5, max_age: 5}"),
+    ],
 )
 def test_asynchronous_run_overlaps_and_keeps_its_bound(
-    start_run: Start, plain_run: Finished, on_update: str, bound: int
+    start_run: Start, plain_run: Finished, on_update: str, bound: int, replay: str
 ) -> None:
     initial = f"model.path={plain_run.run_dir}/checkpoints/final"
     settings = (
@@ -22,6 +28,7 @@ def test_asynchronous_run_overlaps_and_keeps_its_bound(
         "rollout.num_spare_completions=1",
         "warm_start=null",
         initial,
+        *([replay] if replay else []),
     )
     finished = start_run(f"async-{on_update}", "num_steps=8", f"generator.on_update={on_update}", *settings).finish()
     assert finished.code == 0, finished.output
@@ -34,8 +41,11 @@ def test_asynchronous_run_overlaps_and_keeps_its_bound(
     assert stale
     for row in finished.steps:
         assert row.get("mismatch/numeric/logprob_abs_max", 0.0) < 1e-4
-        assert sum(row[f"staleness/lag_{lag}_frac"] for lag in range(bound + 1)) == pytest.approx(1.0)
+        assert sum(row[key] for key in row if re.fullmatch(r"staleness/lag_\d+_frac", key)) == pytest.approx(1.0)
     assert max(row["mismatch/stale/logprob_abs_max"] for row in stale) > 1e-4
+    if replay:
+        assert max(row["replay/groups"] for row in finished.steps) >= 1
+        assert all(row.get("replay/age_max", 0) <= 5 for row in finished.steps)
 
 
 def test_interval_start_ratios_start_from_the_published_weights(start_run: Start, plain_run: Finished) -> None:

@@ -1,6 +1,5 @@
 """`python -m titanrl.grpo`: the whole stack, from a config to a trained model, and every way a run can end."""
 
-import os
 import re
 import signal
 import subprocess
@@ -11,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import REPO, Finished, Start
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+from tests.shared_memory import abandoned
 
 
 def test_run_trains_evaluates_records_and_exports(plain_run: Finished) -> None:
@@ -23,7 +19,7 @@ def test_run_trains_evaluates_records_and_exports(plain_run: Finished) -> None:
     assert len(plain_run.evaluations()) == 2
     for file in ("config.yaml", "report.html", "rollouts.jsonl", "checkpoints/final/model.safetensors.index.json"):
         assert (plain_run.run_dir / file).exists(), file
-    assert {"trainer_0.log", "generator_0_0.log", "rollout_0.log", "store_0.log", "controller_0.log"} <= {
+    assert {"trainer_0.log", "generator_0_0.log", "rollout_0_0.log", "store_0.log", "controller_0.log"} <= {
         path.name for path in (plain_run.run_dir / "logs").iterdir()
     }
 
@@ -87,13 +83,17 @@ def test_same_seed_gives_the_same_curve_even_after_a_resume(start_run: Start, pl
     ("doing", "overrides"),
     [
         ("training", ["max_staleness=1"]),
-        ("evaluating", ["evaluation.every_steps=3", "evaluation.num_prompts=1000"]),  # for seconds after step 3
+        pytest.param(
+            "evaluating",
+            ["evaluation.every_steps=3", "evaluation.num_prompts=1000"],  # for seconds after step 3
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ctrl_c_is_confirmed_and_closes_the_run_in_order(
     start_run: Start, plain_run: Finished, doing: str, overrides: list[str]
 ) -> None:
-    before = shared_memory()
+    before = abandoned()
     command = start_run(f"interrupted-{doing}", "num_steps=100000", *overrides)
     command.wait_for_step(3)  # the checkpoint of step 2 is written before this step begins
     interrupted = time.monotonic()
@@ -102,10 +102,10 @@ def test_ctrl_c_is_confirmed_and_closes_the_run_in_order(
     assert finished.code == 130
     assert time.monotonic() - interrupted < 30
     assert command.leftovers() == []
-    assert shared_memory() <= before
+    assert abandoned() <= before
     assert "interrupted; closing in order; the last" in finished.output
     assert "steps are in no checkpoint. A second signal ends the run at once." in finished.output
-    assert "python -m titanrl.grpo --resume" in finished.output
+    assert "titanrl train --resume" in finished.output
     for log in (finished.run_dir / "logs").glob("*.log"):
         assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
 
@@ -122,9 +122,16 @@ def test_sigterm_during_the_start_closes_in_order_with_143(start_run: Start, pla
     assert "interrupted; closing in order." in finished.output
 
 
-@pytest.mark.parametrize("role", ["generator_0", "trainer", "rollout"])
-def test_killed_process_ends_the_run_and_is_named(start_run: Start, plain_run: Finished, role: str) -> None:
-    command = start_run(f"killed-{role}", "num_steps=100000")
+@pytest.mark.parametrize(
+    "role",
+    [
+        "trainer",
+        pytest.param("generator_0", marks=pytest.mark.slow),  # test_replicas.py kills a rank of one
+        pytest.param("rollout", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_process_ends_a_run_without_replacements_and_is_named(start_run: Start, plain_run: Finished, role: str) -> None:
+    command = start_run(f"killed-{role}", "num_steps=100000", "faults.max_respawns=0")
     command.wait_for_step(1)
     command.process_of(role).kill()
     finished = command.finish(timeout_s=60)
@@ -136,7 +143,7 @@ def test_killed_process_ends_the_run_and_is_named(start_run: Start, plain_run: F
 
 def test_task_without_signal_ends_with_starvation_error(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     (tmp_path / "same_reward.py").write_text("def score(text, entry):\n    return 0.5\n")
-    overrides = (*plain_run.as_start, "data.scorer=same_reward:score", "rollout.starvation_timeout_s=3")
+    overrides = (*plain_run.as_start, "data.rewards={answer: same_reward:score}", "rollout.starvation_timeout_s=3")
     finished = start_run("starved", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
     assert finished.code == 1
     last = finished.output.splitlines()[-1]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -14,12 +13,15 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import SMALL, Finished, Start
+from tests.shared_memory import abandoned
+from titanrl.algorithms.minibatches import StepPlan
 from titanrl.config import Config, load_config
 from titanrl.grpo import GRPO
-from titanrl.launch.meshes import BufferClient, GeneratorMeshes
+from titanrl.launch.generators import GeneratorMeshes
+from titanrl.launch.rollouts import BufferClient
 from titanrl.launch.supervision import Supervisor
-from titanrl.replay.buffer import Batch
-from titanrl.tables import BatchPlan, Table
+from titanrl.replay.batch import Batch
+from titanrl.tables import Table
 from titanrl.weights.manifest import Commit
 
 SLOW = (
@@ -40,7 +42,7 @@ class Watched(GRPO):
         super().__init__(config)
         self.batches: list[list[int]] = []
 
-    def _plan(self, batch: Batch) -> BatchPlan:
+    def _plan(self, batch: Batch) -> StepPlan:
         self.batches.append(batch.records.groups["index"].tolist())
         return super()._plan(batch)
 
@@ -79,8 +81,9 @@ class LatePulls:
             await pull(client, replica, commit)
             self.num_pulled[replica] += 1
 
-        async def noted_release(client: BufferClient, handles: Table) -> None:
+        async def noted_release(client: BufferClient, handles: Table, priorities: object) -> None:
             assert self.num_pulled[0] == self.num_released + 2, "slots were freed before any replica had pulled"
+            assert priorities is None, "the run does not replay"
             await release(client, handles)
             async with self.released:
                 self.num_released += 1
@@ -120,7 +123,7 @@ def test_slow_replica_delays_no_slot_and_no_batch_beyond_the_window(
             before = [sum(process.cpu_times()[:2]) for process in (fast, slow)]
             async with slowed(slow):
                 ages = [(await run.step()).values["staleness/max"] for _ in range(6)]
-                await run.parts.weights.ready()
+                await run.session.weights.ready()
             work = [sum(process.cpu_times()[:2]) - then for process, then in zip((fast, slow), before, strict=True)]
             assert pulls.num_pulled == [7, 7]
             return run.batches, work, ages
@@ -146,12 +149,12 @@ class TracedRequests:
         self._pending, self._since = 0, 0.0
         ask = Supervisor.ask
 
-        async def traced(supervisor: Supervisor, name: str, call: Awaitable[Any], timeout_s: float) -> Any:
+        async def traced(supervisor: Supervisor, name: str, call: Awaitable[Any], *others: Any, **options: Any) -> Any:
             if name not in self.COMPUTE:
-                return await ask(supervisor, name, call, timeout_s)
+                return await ask(supervisor, name, call, *others, **options)
             self._count(1)
             try:
-                return await ask(supervisor, name, call, timeout_s)
+                return await ask(supervisor, name, call, *others, **options)
             finally:
                 self._count(-1)
 
@@ -179,7 +182,7 @@ def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_a_trac
         trace = TracedRequests(monkeypatch)
         try:
             steps = [dict((await run.step()).values) for _ in range(60)]
-            await run.parts.weights.ready()
+            await run.session.weights.ready()
         finally:
             await run.close()
         events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
@@ -194,18 +197,13 @@ def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_a_trac
     assert max(step["staleness/max"] for step in steps) <= config.worst_staleness
 
 
-def shared_memory() -> set[str]:
-    """Return the names in shared memory, except short-lived semaphores."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
-
-
 def test_killed_generator_rank_ends_the_run_and_is_named(start_run: Start, plain_run: Finished) -> None:
-    before = shared_memory()
-    command = start_run("killed-rank", "num_steps=100000", "generator.tp=2", "max_staleness=1")
+    before = abandoned()
+    command = start_run("killed-rank", "num_steps=100000", "generator.tp=2", "max_staleness=1", "faults.max_respawns=0")
     command.wait_for_step(1)
     command.process_of("generator_0", rank=1).kill()
     finished = command.finish(timeout_s=60)
     assert finished.code == 1
     assert "generator_0_1" in finished.output.splitlines()[-1]
     assert command.leftovers() == []
-    assert shared_memory() <= before
+    assert abandoned() <= before

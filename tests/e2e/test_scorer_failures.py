@@ -1,4 +1,4 @@
-"""Runs whose scorer raises, always or sometimes."""
+"""Runs whose reward raises, always or sometimes."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,16 @@ import pytest
 from tests.e2e.conftest import REPO, Finished, Start
 
 
-def test_scorer_that_always_raises_ends_the_run_with_its_exception(
+def test_reward_that_always_raises_ends_the_run_with_its_exception(
     start_run: Start, plain_run: Finished, tmp_path: Path
 ) -> None:
     (tmp_path / "broken_reward.py").write_text("def score(text, entry):\n    return 1 / 0\n")
-    overrides = (*plain_run.as_start, "data.scorer=broken_reward:score")
+    overrides = (*plain_run.as_start, "data.rewards={answer: broken_reward:score}")
     finished = start_run("broken", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
     assert finished.code == 1
     last = finished.output.splitlines()[-1]
-    assert "ScorerError: data.scorer: the scorer failed on all 32 completions" in last
-    assert "ZeroDivisionError: division by zero" in last
+    assert "ScorerError: data.rewards: the reward failed on all 32 completions" in last
+    assert "answer: ZeroDivisionError: division by zero" in last
     assert "Traceback" not in finished.output
 
 
@@ -25,12 +25,17 @@ def test_failed_rollouts_are_left_out_counted_and_marked(start_run: Start, plain
     (tmp_path / "unlucky_reward.py").write_text(
         "def score(text, entry):\n    assert len(text) % 4, 'unlucky'\n    return len(text) % 2\n"
     )
-    overrides = (*plain_run.as_start, "data.scorer=unlucky_reward:score", "num_steps=2", "logging.rollouts_per_step=8")
+    overrides = (
+        *plain_run.as_start,
+        "data.rewards={answer: unlucky_reward:score}",
+        "num_steps=2",
+        "logging.rollouts_per_step=8",
+    )
     finished = start_run("unlucky", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
     assert finished.code == 0, finished.output
     groups = finished.rollouts()
     failed = [completion for group in groups for completion in group["completions"] if completion["reward"] is None]
-    assert {completion["error"] for completion in failed} == {"AssertionError: unlucky"}
+    assert {completion["error"] for completion in failed} == {"answer: AssertionError: unlucky"}
     assert all(len(completion["text"]) % 4 == 0 for completion in failed)
     lines = map(json.loads, (finished.run_dir / "advantages.jsonl").read_text().splitlines())
     advantages = {(line["index"], line["version"]): line["advantages"] for line in lines}

@@ -19,7 +19,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 import titanrl.generator.engine
 from titanrl.generator.compat import distributed_args, keep_weight, no_queue, prepare_ranks, prepare_vllm, temporary_rendezvous
 from titanrl.generator.engine import Engine
-from titanrl.models.hf_config import CPU_HEAD_DIMS
+from titanrl.models.vllm_limits import CPU_HEAD_DIMS
 
 
 def test_vllm_has_the_version_of_our_patches() -> None:

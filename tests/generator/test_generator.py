@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from monarch.actor import this_host
 from safetensors.torch import load_file
 
 from tests.generator.weights import titan_names
 from titanrl.actors import resolve
 from titanrl.config import load_config
 from titanrl.config.sections import RecipeConfig
-from titanrl.data.recipe import create_model
 from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, worker_environment
-from titanrl.launch.fleet import Fleet, join_process_group
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
 from titanrl.launch.supervision import Supervisor
-from titanrl.rollout.pool import GeneratorPool
+from titanrl.models.recipe import create_model
+from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import Commit
 from titanrl.weights.publish import WeightPublisher
@@ -65,11 +65,14 @@ class Lab:
     async def generate(
         self, impl: str, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS
     ) -> list[Completion]:
-        requests = [GenerationRequest(token_ids=prompt, sampling=sampling) for prompt in prompts]
-        return await self.pool(impl).generate(requests)
+        return await self.pool(impl).generate(requests_of(prompts, sampling))
 
     def pool(self, impl: str) -> GeneratorPool:
         return GeneratorPool([self.generators[impl].slice(procs=0)], max_num_seqs=256)
+
+
+def requests_of(prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> list[GenerationRequest]:
+    return [GenerationRequest(token_ids=prompt, sampling=sampling) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +87,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         async def start() -> tuple[Lab, Fleet, Supervisor]:
             supervisor = Supervisor()
             fleet = Fleet(folder, supervisor)
-            procs = fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",))
+            procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
             store = await spawn_store(procs)
             generators = {}
             for impl, options in IMPLEMENTATIONS.items():
                 environment = generator_environment(config, DEVICES["cpu"], 0)
                 settings = config.generator.model_copy(update=options)
-                procs = fleet.spawn(impl, this_host(), settings.tp, environment, ("titanrl.generator.actor",))
+                procs = fleet.spawn(impl, local_host(), settings.tp, environment, ("titanrl.generator.actor",))
                 if settings.tp > 1:
-                    await join_process_group(procs, one_machine=True)
+                    await fleet.join_process_group(procs, one_machine=True)
                 setup = GeneratorSetup(
                     model_dir=models[1],
                     config=settings,
@@ -314,6 +317,50 @@ def test_only_the_first_completions_to_finish_are_kept(lab: Lab, impl: str) -> N
         return await lab.pool(impl).generate(requests, num_kept=2)
 
     assert all(len(completion.token_ids) <= 5 for completion in lab.do(scenario()))
+
+
+def test_round_of_several_callers_gives_the_bits_of_one(lab: Lab) -> None:
+    """Each caller sends half of the groups, one of them late, while an earlier request of another caller is decoding."""
+
+    def group(index: int) -> list[GenerationRequest]:
+        sampling = SamplingParams(max_new_tokens=24, temperature=0.7, seed=index)
+        return [GenerationRequest(token_ids=PROMPTS[index], sampling=sampling)] * 2
+
+    async def scenario(members: Sequence[Sequence[int]]) -> list[Completion]:
+        await pull(lab, "titan", 1)
+        completions: dict[int, list[Completion]] = {}
+
+        async def send(pool: GeneratorPool, index: int) -> None:
+            with pool.session() as session:
+                completions[index] = await session.generate(group(index), place=InRound(index, range(8)))
+
+        sent = []
+        for indices in members:
+            pool = lab.pool("titan")
+            sent += [asyncio.create_task(send(pool, index)) for index in indices]
+            await asyncio.sleep(0.2)
+        await asyncio.gather(*sent)
+        return [completion for index in range(8) for completion in completions[index]]
+
+    alone = lab.do(scenario([range(8)]))
+    shared = lab.do(scenario([(5, 1, 7), (0, 2, 3, 4), (6,)]))
+    for one, other in zip(alone, shared, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_call_that_waits_for_a_drain_decodes_alone(lab: Lab) -> None:
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        await pull(lab, "titan", 1)
+        alone = await lab.pool("titan").generate(requests_of(PROMPTS[:2], SAMPLED))
+        running = asyncio.create_task(lab.pool("titan").generate(requests_of(PROMPTS[2:6], SAMPLED)))
+        await asyncio.sleep(0.02)
+        drained = await lab.pool("titan").generate(requests_of(PROMPTS[:2], SAMPLED), when_drained=True)
+        assert running.done()
+        return alone, drained
+
+    for one, other in zip(*lab.do(scenario()), strict=True):
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
 def test_update_discards_cached_prompts(lab: Lab, impl: str) -> None:

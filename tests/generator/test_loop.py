@@ -1,6 +1,7 @@
 """Commands and groups between the steps of an engine that only counts."""
 
 import asyncio
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -221,5 +222,38 @@ def test_close_fails_a_command_that_waits_for_a_drain() -> None:
         for waiting in (running, update):
             with pytest.raises(EngineStoppedError, match="closed"):
                 await waiting
+
+    asyncio.run(scenario())
+
+
+def hang(began: asyncio.Event, loop: asyncio.AbstractEventLoop, released: threading.Event) -> Any:
+    def run(_: CountingEngine) -> None:
+        loop.call_soon_threadsafe(began.set)
+        released.wait()
+
+    return run
+
+
+def test_turn_ends_while_a_command_waits_for_a_drain_but_not_while_a_step_hangs() -> None:
+    async def scenario() -> None:
+        engine, released = CountingEngine(), threading.Event()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        await asyncio.wait_for(loop.turn(), 5)  # idle
+        running = asyncio.create_task(completed(loop, [requests(2000)], [1]))
+        await asyncio.sleep(0)
+        drained = asyncio.create_task(loop.call(lambda _: None, when_drained=True))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(loop.turn(), 5)
+        await asyncio.gather(running, drained)
+        began = asyncio.Event()
+        hanging = asyncio.create_task(loop.call(hang(began, asyncio.get_running_loop(), released)))
+        await asyncio.wait_for(began.wait(), 5)
+        turn = asyncio.create_task(loop.turn())
+        assert await asyncio.wait({turn}, timeout=0.2) == (set(), {turn})
+        released.set()
+        await asyncio.wait_for(asyncio.gather(hanging, turn), 5)
+        await loop.close()
+        with pytest.raises(EngineStoppedError):
+            await loop.turn()
 
     asyncio.run(scenario())

@@ -3,19 +3,23 @@
 import pytest
 import torch
 
+from titanrl.config.shapes import ModelShape
 from titanrl.generator.native import part_rows, share_of, vocab_rows
 
-CONFIG = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384}
+SHAPE = ModelShape(
+    hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, vocab_size=112,
+    max_positions=512,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("part", "rows"), [("q", (0, 128)), ("k", (128, 192)), ("v", (192, 256)), ("up", (384, 768))])
 def test_rows_of_a_projection_in_a_fused_parameter(part: str, rows: tuple[int, int]) -> None:
-    assert (part_rows(CONFIG)[part].start, part_rows(CONFIG)[part].stop) == rows
+    assert (part_rows(SHAPE)[part].start, part_rows(SHAPE)[part].stop) == rows
 
 
 @pytest.mark.parametrize(("part", "rows"), [("q", (0, 64)), ("k", (64, 96)), ("v", (96, 128)), ("up", (192, 384))])
 def test_rows_of_a_projection_on_one_of_two_ranks(part: str, rows: tuple[int, int]) -> None:
-    assert (part_rows(CONFIG, tp=2)[part].start, part_rows(CONFIG, tp=2)[part].stop) == rows
+    assert (part_rows(SHAPE, tp=2)[part].start, part_rows(SHAPE, tp=2)[part].stop) == rows
 
 
 def test_shard_is_a_slice_of_one_dimension() -> None:

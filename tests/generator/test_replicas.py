@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from monarch.actor import this_host
 from safetensors.torch import load_file
 
 from tests.generator.weights import titan_names
 from titanrl.config import load_config
 from titanrl.config.sections import RecipeConfig
-from titanrl.data.recipe import create_model
 from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, worker_environment
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.meshes import GeneratorMeshes
+from titanrl.launch.generators import GeneratorMeshes, Replica
+from titanrl.launch.hosts import local_host
+from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.respawns import Respawns
 from titanrl.launch.supervision import Supervisor
+from titanrl.models.recipe import create_model
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import WeightManifest
@@ -101,7 +104,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     async def start() -> tuple[Pair, Fleet, Supervisor]:
         supervisor = Supervisor()
         fleet = Fleet(folder, supervisor)
-        store = await spawn_store(fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",)))
+        store = await spawn_store(fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",)))
         setups = [
             GeneratorSetup(
                 model_dir=folder / "model",
@@ -115,9 +118,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         ]
         (folder / "tmp").mkdir()
         environment = generator_environment(config, DEVICES["cpu"], 0) | {"TMPDIR": str(folder / "tmp")}
-        procs = [fleet.spawn(f"replica{i}", this_host(), 1, environment, ("titanrl.generator.actor",)) for i in (0, 1)]
-        meshes = tuple(proc.spawn("generator", Generator, setup) for proc, setup in zip(procs, setups, strict=True))
-        generators = GeneratorMeshes(meshes, supervisor, config.timeouts)
+        around = Surroundings(fleet=fleet, supervisor=supervisor, respawns=Respawns(config.faults), warn=print, start_s=120.0)
+
+        async def spawn(setup: GeneratorSetup, part: Part) -> Replica:
+            procs = fleet.spawn(part.role, local_host(), 1, environment, ("titanrl.generator.actor",))
+            return Replica.of(procs.spawn("generator", Generator, setup))
+
+        spawns = {f"replica_{number}": partial(spawn, setup) for number, setup in enumerate(setups)}
+        generators = GeneratorMeshes(spawns, around, config.timeouts)
+        await generators.spawn()
         await generators.start()
         pools = tuple(GeneratorPool([actor], max_num_seqs=256) for actor in generators.actors)
         state = titan_names(load_file(folder / "model" / "model.safetensors"))

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.launch.meshes import BufferClient, TrainerMesh
+from titanrl.launch.meshes import TrainerMesh
+from titanrl.launch.rollouts import BufferClient
 from titanrl.launch.supervision import Supervisor
-from titanrl.replay.buffer import RolloutError, StarvationError
+from titanrl.replay.failures import RolloutError, StarvationError
 from titanrl.tables import MicroBatch
 from titanrl.types import AdamParams, LossSums, OptimUpdate
 
@@ -102,7 +103,7 @@ class Ranks:
             raise self.error
         return {rank: LossSums(sums={"loss": 1.0}, maxima={"ratio": rank}) for rank in range(2)}
 
-    async def _optim_step(self, params: AdamParams) -> dict[int, OptimUpdate]:
+    async def _optim_step(self, params: AdamParams, completes: bool) -> dict[int, OptimUpdate]:
         self.requests.append("optim_step")
         return {rank: OptimUpdate(version=1, grad_norm=2.0, skipped=False, busy_s=rank + 1.0) for rank in range(2)}
 

@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import monarch.actor
+import psutil
 import pytest
-from monarch.actor import ActorError, ProcMesh, this_host
+from monarch.actor import ActorError, ProcMesh
 
+from tests.launch.patients import running_patient
 from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop
 from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Supervisor
 
 
@@ -30,6 +34,13 @@ class Trace:
 
 
 TRACES: list[Trace] = []
+
+
+class NotQuiteError(BaseException):
+    """Like torch's CheckpointException, no Exception, and with arguments that it does not pass on."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__("missing", file)
 
 
 class Patient(Actor):
@@ -58,6 +69,10 @@ class Patient(Actor):
         raise SystemExit(3)
 
     @endpoint
+    async def fail_like_torch(self) -> None:
+        raise NotQuiteError("__0_0.distcp")
+
+    @endpoint
     async def give_up(self) -> None:
         raise StoppedError("the engine was closed")
 
@@ -78,13 +93,8 @@ Scenario = Callable[[Supervisor, ProcMesh, Any], Coroutine[Any, Any, None]]
 def with_patient(tmp_path: Path, scenario: Scenario) -> None:
     async def run() -> None:
         supervisor = Supervisor()
-        fleet = Fleet(tmp_path, supervisor)
-        procs = fleet.spawn("patient", this_host(), 1, {}, ())
-        try:
-            await scenario(supervisor, procs, procs.spawn("patient", Patient))
-        finally:
-            supervisor.expect_deaths()
-            await fleet.stop(20)
+        async with running_patient(Patient, tmp_path, supervisor) as (procs, patient):
+            await scenario(supervisor, procs, patient)
 
     asyncio.run(run())
 
@@ -95,6 +105,8 @@ def test_every_kind_of_error_reaches_the_caller_and_the_actor_survives(tmp_path:
             await supervisor.ask("fail", patient.fail.call_one(), 30)
         with pytest.raises(RemoteError, match="broken pipe"):
             await supervisor.ask("fail", patient.fail_unpicklably.call_one(), 30)
+        with pytest.raises(RemoteError, match=r"NotQuiteError: \('missing', '__0_0\.distcp'\)$"):
+            await supervisor.ask("fail", patient.fail_like_torch.call_one(), 30)
         for stray in (patient.leak_cancellation, patient.exit):
             with pytest.raises(RemoteError):
                 await supervisor.ask("stray", stray.call_one(), 30)
@@ -154,9 +166,9 @@ def test_death_ends_every_wait_of_its_run_only(tmp_path: Path) -> None:
 
 def test_failed_guarded_call_ends_every_wait_with_its_cause(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
-        supervisor.guard("the first", patient.pid.call_one())
+        supervisor.guard("patient", "the first", patient.pid.call_one())
         assert await supervisor.ask("pid", patient.pid.call_one(), 30) > 0
-        supervisor.guard("rank 1", patient.fail.call_one())
+        supervisor.guard("patient", "rank 1", patient.fail.call_one())
         with pytest.raises(ActorDiedError, match=r"rank 1 failed: data\.task=sums: no such task .while waiting for: patient"):
             await supervisor.ask("patient.hang", patient.hang.call_one(), 30)
 
@@ -185,6 +197,115 @@ def test_process_that_does_not_end_is_killed_and_named() -> None:
             assert await supervisor.reap(1.0) == []
 
     asyncio.run(run())
+
+
+def test_process_killed_while_it_imports_is_named_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "importing")
+    (tmp_path / "slow_module.py").write_text(
+        f"open({str(tmp_path / 'importing')!r}, 'w').write('x')\nimport time\ntime.sleep(60)\n"
+    )
+
+    async def run() -> None:
+        sys.path.append(str(tmp_path))
+        supervisor = Supervisor()
+        fleet = Fleet(tmp_path, supervisor)
+        procs = fleet.spawn("patient", local_host(), 1, {}, ("slow_module",))
+        starting = asyncio.create_task(supervisor.ask("start", procs.spawn("patient", Patient).pid.call_one(), 60))
+        await asyncio.to_thread((tmp_path / "importing").read_text)
+        pid = int((tmp_path / "patient_0.pid").read_text().split()[0])
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
+            await asyncio.wait_for(starting, 5)
+        supervisor.expect_deaths()
+        await asyncio.gather(fleet.stop(20), return_exceptions=True)
+
+    asyncio.run(run())
+
+
+ORPHANED = """
+import asyncio, os, sys
+from pathlib import Path
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
+from titanrl.launch.supervision import Supervisor
+
+async def run() -> None:
+    fleet = Fleet(Path(sys.argv[1]), Supervisor())
+    fleet.spawn("patient", local_host(), 3, {}, ())
+    await asyncio.sleep(60)
+
+asyncio.run(run())
+"""
+
+
+def test_processes_end_with_a_controller_that_is_killed_during_their_start(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHANED, str(tmp_path)]) as controller:
+        process, started = psutil.Process(controller.pid), list[psutil.Process]()
+        while len(started) < 3:
+            started = process.children()
+        controller.kill()
+    _, alive = psutil.wait_procs(started, timeout=3)
+    assert alive == []
+
+
+WAIT = """
+import asyncio, sys
+from titanrl.launch.supervision import Supervisor
+
+async def run() -> None:
+    supervisor = Supervisor()
+    print("waiting", flush=True)
+    print(await supervisor.ask("reply", asyncio.to_thread(sys.stdin.readline), 1.0))
+
+asyncio.run(run())
+"""
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert process.communicate("it is here\n")[0] == "it is here\n\n"
+
+
+SUSPENDED = """
+import asyncio, os, sys
+from pathlib import Path
+from tests.launch.test_supervision import Patient
+from titanrl.config import load_config
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import acquire_hosts
+from titanrl.launch.supervision import Supervisor
+
+async def run() -> None:
+    supervisor = Supervisor()
+    host = acquire_hosts(load_config("configs/quickstart.yaml")).local
+    patient = Fleet(Path(sys.argv[1]), supervisor).spawn("patient", host, 1, {}, ()).spawn("patient", Patient)
+    print(await supervisor.ask("pid", patient.pid.call_one(), 60), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    for _ in range(20):
+        print(await supervisor.ask("pid", patient.pid.call_one(), 60), flush=True)
+        await asyncio.sleep(0.5)
+    os._exit(0)
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.slow
+def test_processes_survive_a_controller_that_is_suspended_for_minutes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(130)  # Monarch gives up after 60 s and after 120 s
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate("continue\n")[0] == pid * 20
 
 
 def test_process_that_ended_before_the_watch_counts_as_dead() -> None:

@@ -1,6 +1,7 @@
 """Tinker's verbs on two real trainer ranks."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
@@ -10,22 +11,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from monarch.actor import this_host
 
+from tests import own_objects
 from tests.launch import losses
+from titanrl.algorithms.contracts import LossInputs, bound_loss
+from titanrl.algorithms.tinker import tinker_algorithm
 from titanrl.config import load_config
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.registry import LOSSES
 from titanrl.config.sections import RecipeConfig
-from titanrl.data.recipe import create_model
+from titanrl.datums import Datum, ForwardBackwardOutput
 from titanrl.device import DEVICES
 from titanrl.launch.environment import trainer_environment, worker_environment
-from titanrl.launch.fleet import Fleet, join_process_group
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
 from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.training import PoisonedError, TrainingClient
+from titanrl.models.recipe import create_model
 from titanrl.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
+from titanrl.trainer.agreement import RankError
 from titanrl.trainer.learner import PhaseError
-from titanrl.types import AdamParams, Datum, ForwardBackwardOutput
+from titanrl.types import AdamParams
 from titanrl.weights.manifest import Commit
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import WeightStore, spawn_store
@@ -92,15 +100,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             fleet = Fleet(folder / "logs", supervisor)
             device = DEVICES["cpu"]
             environment = trainer_environment(config, device)
-            procs = fleet.spawn("trainer", this_host(), 2, environment, ("titanrl.trainer.actor", "tests.launch.losses"))
-            store_procs = fleet.spawn("store", this_host(), 1, worker_environment(), ("titanrl.weights.store",))
-            await join_process_group(procs, one_machine=True)
+            procs = fleet.spawn("trainer", local_host(), 2, environment, ("titanrl.trainer.actor", "tests.launch.losses"))
+            store_procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
+            await fleet.join_process_group(procs, one_machine=True)
             store = await spawn_store(store_procs)
             setup = TrainerSetup(
                 run="lab",
                 seed=0,
                 config=section,
-                algorithm=config.algorithm,
+                algorithm=config.algorithm.model_copy(update={"ema_decay": 0.5}),
                 temperature=1.0,
                 generator_dtype="float32",
                 transports=("arena",),
@@ -109,12 +117,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
                 checkpoint_dir=folder / "checkpoints",
                 keep_checkpoints=2,
                 store=store,
-                shards=None,
+                shards=(),
             )
             trainer = TrainerMesh(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
             await trainer.start()
             await trainer.load_model(model)
-            client = TrainingClient(trainer, folder / "states")
+            client = TrainingClient(trainer, folder)
             return Lab(runner, trainer, client, await client.save_state("start"), store), fleet
 
         lab, fleet = runner.run(start())
@@ -126,7 +134,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 @pytest.fixture
 def lab(running: Lab) -> Lab:
     async def start_again() -> None:
-        await running.client.recover()
+        await running.client.zero_grad()
         await running.client.load_state_with_optimizer(running.start)
 
     running.do(start_again())
@@ -191,7 +199,7 @@ def test_trainer_refuses_a_step_queued_behind_a_failed_pass(lab: Lab) -> None:
         return tuple(await asyncio.gather(passing, stepping, return_exceptions=True))
 
     failed, refused = lab.do(both())
-    assert isinstance(failed, AttributeError)
+    assert isinstance(failed, IndexError)
     assert isinstance(refused, PhaseError)
     assert "a backward pass since the last step failed" in str(refused)
     assert all_equal(logprobs(lab), before)
@@ -288,6 +296,24 @@ def test_saving_before_the_first_step_changes_nothing(lab: Lab) -> None:
     lab.do(scenario())
 
 
+def test_logprobs_of_the_moving_average_follow_the_weights(lab: Lab) -> None:
+    def distance(some: list[np.ndarray], others: list[np.ndarray]) -> float:
+        return max(float(np.abs(one - other).max()) for one, other in zip(some, others, strict=True))
+
+    async def scenario() -> None:
+        start = await lab.client.compute_logprobs(DATA)
+        assert all_equal(await lab.client.compute_logprobs(DATA, at_version="ema"), start)
+        await lab.client.forward_backward(DATA, "ppo")
+        await lab.client.optim_step(ADAM)
+        after, average = await lab.client.compute_logprobs(DATA), await lab.client.compute_logprobs(DATA, at_version="ema")
+        assert 0.0 < distance(average, start) < distance(after, start)
+        assert 0.0 < distance(average, after) < distance(after, start)
+        await lab.client.load_state(await lab.client.save_state("moved"))  # which starts the average again
+        assert all_equal(await lab.client.compute_logprobs(DATA, at_version="ema"), after)
+
+    lab.do(scenario())
+
+
 def test_logprobs_of_a_kept_version_are_reproduced(lab: Lab) -> None:
     async def scenario() -> None:
         before = await lab.client.compute_logprobs(DATA)
@@ -300,13 +326,13 @@ def test_logprobs_of_a_kept_version_are_reproduced(lab: Lab) -> None:
     lab.do(scenario())
 
 
-def test_failed_request_cancels_later_ones_until_recover(lab: Lab) -> None:
+def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab) -> None:
     async def scenario() -> None:
         failing = lab.client.forward_backward_custom(DATA, losses.broken)
         behind = lab.client.optim_step(ADAM)
         with pytest.raises(RuntimeError, match="the loss itself is broken"):
             await failing
-        recovered = lab.client.recover()
+        recovered = lab.client.zero_grad()
         with pytest.raises(PoisonedError, match="the loss itself is broken"):
             await behind
         await recovered
@@ -315,16 +341,47 @@ def test_failed_request_cancels_later_ones_until_recover(lab: Lab) -> None:
             ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),
             ("tests.launch.losses:absent", {}, "has no attribute 'absent'"),
             ("tests.launch.losses:broken", {}, "the loss itself is broken"),
+            (own_objects.clipped, {"clip": 0.2}, "loss_fn_config.clip=0.2, .* no such option"),
+            (own_objects.one_sided, {}, r"one_sided raised KeyError: .advantage.|the loss raised on trainer rank 0"),
         ):
             with pytest.raises(Exception, match=text):
                 await lab.client.forward_backward(DATA, loss, config)
-            await lab.client.recover()
+            await lab.client.zero_grad()
         with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs: 'logprobs' is missing"):
             await lab.client.forward_backward(SUPERVISED, "ppo")
-        await lab.client.recover()
+        await lab.client.zero_grad()
         assert (await lab.client.optim_step(ADAM)).grad_norm == 0.0
 
     lab.do(scenario())
+
+
+def by_hand(output: ForwardBackwardOutput, algorithm: AlgorithmConfig) -> float:
+    """Sum a loss over the data, from the log-probabilities of a pass."""
+    total = 0.0
+    for datum, logprobs in zip(DATA, arrays(output), strict=True):
+        inputs = [torch.from_numpy(values) for values in (logprobs, *map(datum.loss_fn_inputs.get, ("logprobs", "advantages")))]
+        result = bound_loss(algorithm)(LossInputs.of(*inputs))
+        total += float((result[0] if isinstance(result, tuple) else result).sum())
+    return total
+
+
+def test_every_loss_of_the_configuration_can_be_named(lab: Lab) -> None:
+    for name in LOSSES:
+        output = lab.ask(lambda name=name: lab.client.forward(DATA, name))
+        expected = by_hand(output, tinker_algorithm(name, {}))
+        assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4, abs=1e-4), name
+
+
+def test_own_policy_loss_by_path_file_and_object_equals_ppo(lab: Lab) -> None:
+    async def loss_and_norm(loss: Any, config: dict[str, float]) -> tuple[float, float]:
+        await lab.client.load_state_with_optimizer(lab.start)
+        output = await lab.client.forward_backward(DATA, loss, config)
+        return output.metrics["loss:sum"], (await lab.client.optim_step(ADAM)).grad_norm
+
+    expected = lab.do(loss_and_norm("ppo", {"clip_low_threshold": 0.9}))
+    for loss in ("tests.own_objects:clipped", "tests/own_objects.py:clipped", own_objects.clipped):
+        assert lab.do(loss_and_norm(loss, {"clip_low": 1.0 - 0.9})) == expected, loss
+    assert lab.do(loss_and_norm(own_objects.clipped, {"clip_low": 1.0 - 0.9, "bonus": 1.0}))[0] < expected[0]
 
 
 async def read_weights(lab: Lab, commit: Commit) -> dict[str, torch.Tensor]:
@@ -378,3 +435,21 @@ def test_busy_time_counts_computing_and_not_waiting(lab: Lab) -> None:
         assert (await lab.trainer.optim_step(ADAM)).busy_s < 0.3
 
     lab.do(scenario())
+
+
+def test_rank_with_another_request_is_named_and_the_trainer_refuses_to_continue(running: Lab) -> None:
+    """This test is the last one: the trainer cannot be used afterwards."""
+
+    async def scenario() -> tuple[Any, Any, Any]:
+        await running.client.zero_grad()
+        await running.client.forward_backward(DATA, "ppo")
+        first, second = (running.trainer.mesh.slice(procs=rank) for rank in range(2))
+        ask = running.trainer.supervisor.ask
+        apart = ask("optim_step", first.optim_step.call_one(ADAM), 60), ask("start_over", second.start_over.call_one(), 60)
+        found = await asyncio.gather(*apart, return_exceptions=True)
+        return *found, await asyncio.gather(running.client.optim_step(ADAM), return_exceptions=True)
+
+    stepping, starting_over, (later,) = running.do(scenario())
+    for error in (stepping, starting_over, later):
+        assert isinstance(error, RankError)
+        assert re.fullmatch(r"rank 1 is in start_over \(.*\), others in optim_step \(.*\)", str(error))

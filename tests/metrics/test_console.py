@@ -26,6 +26,16 @@ VALUES = {
     "sync/pull_s": 0.02,
 }
 
+SUPERVISED = {
+    "loss/train": 1.25,
+    "data/epoch": 0.5,
+    "tokens/trained": 1900.0,
+    "grad/norm": 1.5,
+    "optim/lr": 1e-5,
+    "perf/train_tokens_per_s": 34_000.0,
+    "time/train_s": 0.25,
+}
+
 
 class Clock:
     """A clock that only the test moves."""
@@ -89,6 +99,31 @@ def test_mean10_is_the_mean_of_the_last_ten_rewards(capsys: pytest.CaptureFixtur
     for number in range(1, 21):
         console.step(step(number, **{"reward/mean": number / 100}))
     assert capsys.readouterr().out.splitlines()[-1].split()[4] == "0.155"  # of 0.11 to 0.20
+
+
+def test_plain_rows_of_a_fine_tuning_show_its_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console("plain", total_steps=100, clock=Clock())
+    console.heldout_loss(0, 2.5)
+    console.step(StepMetrics(step=1, version=1, values=SUPERVISED))
+    evaluation, header, row = capsys.readouterr().out.splitlines()
+    assert evaluation.endswith("held-out loss 2.5000 at version 0")
+    names = "elapsed step loss mean10 heldout epoch grad_norm learning_rate train_tok/s step_s"
+    assert header.split() == names.split()
+    cells = "0.0 s 1/100 1.2500 1.2500 2.5000 0.50 1.5 1.00e-05 34k 0.25"
+    assert row.split() == cells.split()
+    assert len(row) == len(header)
+
+
+def test_live_display_of_a_fine_tuning_shows_its_losses() -> None:
+    out = terminal(140)
+    with Console("live", total_steps=100, out=out, clock=Clock()) as console:
+        console.heldout_loss(0, 2.5)
+        console.step(StepMetrics(step=1, version=1, values=SUPERVISED))
+        console.heldout_loss(1, 1.5)
+    shown = rich.text.Text.from_ansi(text_of(out)).plain
+    for text in ("loss           1.2500", "held-out loss  2.5000 -> 1.5000", "learning rate   1.00e-05", "epoch"):
+        assert text in shown
+    assert "reward" not in shown
 
 
 def test_missing_metrics_are_dashes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ def write_run(path: Path, *steps: Mapping[str, float], checkpoint: bool = True) 
     if checkpoint:
         folder = path / "checkpoints" / "step-1"
         folder.mkdir()
-        (folder / "controller.json").write_text("{}")
+        (folder / "commit.json").write_text("{}")
     return path
 
 
@@ -42,6 +42,13 @@ def test_unfinished_or_failed_run_offers_resume(code: int, num_steps: int, tmp_p
 def test_run_without_a_checkpoint_offers_no_resume(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25}, checkpoint=False)
     assert not summarize(run_dir, code=1, cause="boom", num_steps=3).resumable
+
+
+def test_losses_of_a_fine_tuning_are_its_outcome(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", {"loss/eval": 2.0, "loss/train": 2.5}, {"loss/train": 1.5, "loss/eval": 1.0})
+    outcome = summarize(run_dir, code=1, cause="boom", num_steps=3)
+    assert outcome.sentence.endswith("loss on held-out examples 2.000 -> 1.000, in training 2.000 -> 2.000 over 2 steps")
+    assert f"resume   titanrl sft --resume {relative(run_dir)}" in last_lines(run_dir, outcome, command="titanrl sft")
 
 
 @pytest.mark.parametrize("values", [{}, {"eval/sums/mean": math.nan, "reward/mean": math.nan, "time/train_s": math.nan}])

@@ -214,6 +214,18 @@ def test_run_without_steps_has_a_report(run: RunDirectory) -> None:
     assert any("The run ended before its first step." in text for text in page.texts)
 
 
+def test_report_of_a_fine_tuning_shows_losses_and_no_rollouts(run: RunDirectory) -> None:
+    run.log(StepMetrics(step=0, version=0, values={"loss/eval": 2.0}))
+    for step in range(1, 4):
+        run.log(StepMetrics(step=step, version=step, values={"loss/train": 2.0 - step / 2, "grad/norm": 1.0}))
+    run.log(StepMetrics(step=3, version=3, values={"loss/eval": 0.75}))
+    text = write_report(run.path, {"outcome": "loss fell"}).read_text()
+    for shown in ("Loss, nats per token", "training 1.500 to 0.500", "Training loss", "2.000 \u2192 0.750"):
+        assert shown in text
+    assert "rollouts were recorded" not in text
+    assert "Sampled rollouts" not in text
+
+
 def test_chart_without_data_is_omitted_and_nulls_are_skipped(run: RunDirectory) -> None:
     for step, reward in ((1, 0.5), (2, float("nan")), (3, 0.7)):
         run.log(StepMetrics(step=step, version=step, values={"reward/mean": reward, "mismatch/logprob_abs_max": 0.0}))
@@ -257,10 +269,15 @@ def test_every_documented_metric_occurs_in_the_code() -> None:
     code = "".join(file.read_text() for file in package.rglob("*.py"))
 
     def occurs(name: str) -> bool:
-        first, placeholder, rest = re.fullmatch(r"([^<]*)(<\w+>)?(.*)", name).groups()  # type: ignore[union-attr]
-        if not placeholder:
+        first, *others = re.split(r"<\w+>", name)
+        if not others:
             return f'"{name}"' in code
-        return f'"{first}{{' in code and (not rest or f'{rest}"' in code)
+        *middle, last = others
+        return (
+            f'"{first}{{' in code
+            and all(f'"{part.strip("/")}{{' in code for part in middle if part != "/")
+            and f'{last}"' in code
+        )
 
     assert len(documented_metrics()) > 40
     assert [name for name in documented_metrics() if not occurs(name)] == []

@@ -1,7 +1,9 @@
 import json
 import math
 import multiprocessing
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,135 @@ def test_resume_removes_a_torn_last_line(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run", resume_step=2) as run:
         run.log(metrics(3))
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
+
+
+def test_odd_lines_do_not_stop_a_resume(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=3)
+    metrics_file = tmp_path / "run" / "metrics.jsonl"
+    first, second, third = metrics_file.read_bytes().splitlines(keepends=True)
+    odd = [b'{"step":\n', b"\0" * 50 + b"\n", b'{"version":2}\n', b"[1]\n", b"\xff\n", b'{"step":"2"}\n', b"[" * 5000 + b"\n"]
+    metrics_file.write_bytes(first + b"".join(odd) + b"\n" + second + third)
+    warnings: list[str] = []
+    with RunDirectory(tmp_path / "run", resume_step=2, warn=warnings.append) as run:
+        run.log(metrics(3))
+    assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
+    assert run.metrics.read_bytes().startswith(first + second)  # lines that stay are not changed
+    assert warnings == [f"{metrics_file}: dropped 7 lines that cannot be read"]
+
+
+def test_resume_drops_groups_that_are_sampled_again(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=2)
+    with RunDirectory(tmp_path / "run", resume_step=2, resume_index=16) as run:
+        for index in (0, 1, 16, 8, 17, 9):  # the group of prompt 16 overtook others
+            append_line(run.rollouts, {"version": index // 8, "index": index})
+        with run.rollouts.open("a") as file:
+            file.write('{"version":1,"ind')
+    with RunDirectory(tmp_path / "run", resume_step=2, resume_index=16, warn=str) as run:
+        append_line(run.rollouts, {"version": 2, "index": 16})
+    assert [row["index"] for row in read_lines(run.rollouts)] == [0, 1, 8, 9, 16]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_last_line_of_a_group_that_was_sampled_again_stays(tmp_path: Path, is_killed: bool) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.log(metrics(1))
+    for index, worker in ((0, "first"), (1, "first"), (0, "second"), (2, "first")):
+        append_line(run.rollouts, {"index": index, "worker": worker})
+    if is_killed:
+        RunDirectory(run.path, resume_step=1, resume_index=3).close()
+    else:
+        run.event("respawn", part="rollout_0")
+        run.close()
+    expected = [(1, "first"), (0, "second"), (2, "first")]
+    assert [(row["index"], row["worker"]) for row in read_lines(run.rollouts)] == expected
+
+
+def test_resume_drops_groups_that_were_in_flight(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=2)
+    with RunDirectory(tmp_path / "run", resume_step=2, resume_index=0) as run:
+        for index in range(24):
+            append_line(run.rollouts, {"version": 1, "index": index})
+    with RunDirectory(tmp_path / "run", resume_step=2, resume_index=20, resume_in_flight=(16, 18)) as run:
+        run.drop_rollouts((17,))
+    assert [row["index"] for row in read_lines(run.rollouts)] == [*range(16), 19]
+
+
+def test_resume_drops_events_that_it_repeats(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=4)
+    run_dir = tmp_path / "run"
+    events: list[dict[str, Any]] = [
+        {"kind": "start", "step": 0},
+        {"kind": "publication", "version": 0},
+        {"kind": "drop", "step": 1, "groups": 2},
+        {"kind": "publication", "version": 2},
+        {"kind": "checkpoint", "step": 2},
+        {"kind": "resume", "step": 2},
+        {"kind": "skipped_step", "step": 3},
+        {"kind": "publication", "version": 4},
+        {"kind": "checkpoint", "step": 4},
+        {"kind": "fault", "cause": "killed"},
+        {"kind": "resume", "step": 4},
+        {"kind": "restart", "step": 7, "from_step": 4},
+    ]
+    (run_dir / "events.jsonl").unlink(missing_ok=True)
+    for event in events:
+        append_line(run_dir / "events.jsonl", event)
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write('{"kind":"publica')
+    with RunDirectory(run_dir, resume_step=3, resume_published=2, warn=str) as run:
+        kept = list(read_lines(run.events))
+        assert kept == [events[i] for i in (0, 1, 2, 4, 5, 6, 9, 10, 11)]
+        assert run.has_event("checkpoint", step=2)
+        assert not run.has_event("checkpoint", step=3)
+
+
+def test_resume_drops_learning_rates_that_its_checkpoint_lacks(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=2)
+    events: list[dict[str, Any]] = [
+        {"kind": "learning_rate", "step": 1, "value": 1e-5, "number": 1},
+        {"kind": "learning_rate", "step": 2, "value": None, "number": 2},
+        {"kind": "checkpoint", "step": 2},
+        {"kind": "learning_rate", "step": 2, "value": 1e-6, "number": 3},  # after the checkpoint of the same step
+        {"kind": "learning_rate", "step": 3, "value": 1e-7, "number": 4},
+    ]
+    for event in events:
+        append_line(tmp_path / "run" / "events.jsonl", event)
+    with RunDirectory(tmp_path / "run", resume_step=2, resume_rates=2) as run:
+        assert list(read_lines(run.events)) == events[:3]
+
+
+@pytest.mark.parametrize("file", ["metrics", "events", "rollouts", "advantages"])
+def test_full_disk_is_named_with_the_file(file: str, tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run") as run:
+        pass
+    path = {"metrics": run.metrics, "events": run.events, "rollouts": run.rollouts, "advantages": run.advantages}[file]
+    path.unlink(missing_ok=True)
+    run = RunDirectory(tmp_path / "run")
+    if file == "metrics":
+        run.close()
+        path.unlink()
+    path.symlink_to("/dev/full")
+    if file == "metrics":
+        run = RunDirectory(tmp_path / "run")
+    write = {
+        "metrics": lambda: run.log(metrics(1)),
+        "events": lambda: run.event("stall"),
+        "rollouts": lambda: append_line(run.rollouts, {"index": 1}),
+        "advantages": lambda: run.log_advantages(1, [(0, 0, (0.5,))]),
+    }[file]
+    with pytest.raises(OSError, match=rf"No space left on device: '.*run/{file}\.jsonl'"):
+        write()
+
+
+def test_deleted_directory_is_an_error_of_the_next_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.log(metrics(1))
+    shutil.rmtree(run.path)
+    with pytest.raises(FileNotFoundError, match=r"deleted while the run was writing to it: '.*metrics\.jsonl'"):
+        run.log(metrics(2))
+    with pytest.raises(FileNotFoundError, match=r"events\.jsonl"):
+        run.event("end")
+    run.close()
 
 
 def test_resume_of_a_missing_folder_creates_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from titanrl.metrics.trackers import Trackers, make_trackers
+from tests.metrics import own_tracker
+from titanrl.metrics.trackers import Trackers, check_tracker, make_trackers
+from titanrl.plugins import plugin_of
 
 WRITE = """
 import asyncio, os, signal, sys, time
@@ -184,4 +186,93 @@ def test_missing_package_is_named_with_its_install_command(
     monkeypatch.setitem(sys.modules, module, None)
     expected = rf"logging.loggers: the package of {name} cannot be imported .* Run `pip install {name}`, or remove"
     with pytest.raises(ValueError, match=expected):
-        make_trackers((name,), tmp_path, {}, warn=print)  # type: ignore[arg-type]
+        make_trackers((name,), tmp_path, {}, warn=print)
+
+
+def lines(run_dir: Path) -> list[Any]:
+    return [json.loads(line) for line in (run_dir / "lines.jsonl").read_text().splitlines()]
+
+
+FINISHED = object()
+
+
+@pytest.mark.parametrize("given", [own_tracker.Lines, own_tracker.start, FINISHED], ids=["class", "function", "object"])
+def test_own_tracker_gets_every_metric(given: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    if given is FINISHED:
+        given = own_tracker.Lines(run_dir, {"seed": 3}, 5)
+    plugin = plugin_of("logging.loggers.1", given, is_local=True)
+    own = {"logging.loggers.1": plugin} if plugin else {}
+    names = ("tensorboard", "object:mine")
+    trackers = make_trackers(names, run_dir, {"seed": 3}, warn=pytest.fail, resume_step=5, plugins=own)
+    trackers.log(6, {"reward/mean": 0.5})
+    trackers.close()
+    assert lines(run_dir) == [["run", 3, 5], [6, {"reward/mean": 0.5}], "closed"]
+    assert tensorboard_points(run_dir, "reward/mean") == [(6, 0.5)]
+
+
+class Kept:
+    """A tracker of the user that can be closed once."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.is_closed = False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert not self.is_closed
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_finished_tracker_of_the_user_outlives_a_restart(tmp_path: Path) -> None:
+    tracker = Kept()
+    plugin = plugin_of("logging.loggers.0", tracker, is_local=True)
+    assert plugin is not None
+    for resume_step, step in ((None, 1), (0, 1), (1, 2)):
+        trackers = make_trackers(
+            [plugin.path], tmp_path, {}, warn=pytest.fail, resume_step=resume_step, plugins={plugin.key: plugin}
+        )
+        trackers.log(step, {})
+        trackers.close(keep_given=step < 2)
+    assert tracker.steps == [1, 1, 2]
+    assert tracker.is_closed
+
+
+def test_failing_own_tracker_is_dropped_by_its_name(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    path = "tests.metrics.own_tracker:Full"
+    plugin = plugin_of("logging.loggers.0", path)
+    assert plugin is not None
+    trackers = make_trackers((path,), tmp_path, {"seed": 0}, warn=warnings.append, plugins={"logging.loggers.0": plugin})
+    trackers.log(1, {})
+    trackers.log(2, {})
+    assert warnings == [f"logging.loggers: {path} failed and receives no more metrics (OSError: no space left on device)"]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "problem"),
+    [
+        (own_tracker.Mute, r"the tracker has no method log \(got mine\)\. Write it as `def log\(self, step: int, values"),
+        (own_tracker.Wrong, r"wrong signature: too many positional arguments \(got mine\.log\(values"),
+        (
+            own_tracker.NoArguments,
+            r"wrong signature: .* Write it as `class MyTracker: def __init__\(self, run_dir",
+        ),
+        (lambda run_dir: None, r"wrong signature: too many positional arguments"),
+        (3, r"the tracker has no method log"),
+    ],
+    ids=["no-log", "log", "arguments", "function", "number"],
+)
+def test_wrong_tracker_is_refused(candidate: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"^logging\.loggers\.0: {problem}"):
+        check_tracker(candidate, key="logging.loggers.0", name="mine")
+
+
+def test_function_that_makes_no_tracker_is_refused(tmp_path: Path) -> None:
+    plugin = plugin_of("logging.loggers.0", own_tracker.start_mute, is_local=True)
+    assert plugin is not None
+    with pytest.raises(ValueError, match=r"^logging\.loggers\.0: the tracker has no method log \(got object:start_mute\)"):
+        make_trackers(("object:start_mute",), tmp_path, {}, warn=print, plugins={"logging.loggers.0": plugin})

@@ -11,7 +11,9 @@ import pytest
 
 from tests.records import make_record
 from titanrl.config import Config, load_config
-from titanrl.replay.buffer import GroupBuffer, Reservation, RolloutError, ScorerError
+from titanrl.replay.batch import Reservation
+from titanrl.replay.buffer import GroupBuffer
+from titanrl.replay.failures import RolloutError, ScorerError, why_starved
 from titanrl.tables import Table
 from titanrl.types import GroupRecord
 
@@ -24,12 +26,12 @@ def record(reservation: Reservation, rewards: tuple[float, ...] = (0.0, 1.0)) ->
 
 
 def unscored(reservation: Reservation, error: str = "ZeroDivisionError: division by zero") -> GroupRecord:
-    """Return the record of a group of two whose scorer failed twice."""
+    """Return the record of a group of two whose reward failed twice."""
     return replace(record(reservation, ()), num_errors=2, first_error=error, min_version=-1, max_version=-1)
 
 
 def buffer(num_slots: int = 2, *, dynamic_sampling: bool = False, window: int = 1) -> GroupBuffer:
-    return GroupBuffer(num_slots=num_slots, num_shards=1, dynamic_sampling=dynamic_sampling, window=window)
+    return GroupBuffer(num_slots=num_slots, dynamic_sampling=dynamic_sampling, window=window)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -45,6 +47,23 @@ def test_batch_is_in_prompt_order() -> None:
         batch = await groups.take_batch(3)
         assert batch.records.groups["index"].tolist() == [0, 1, 2]
         assert batch.next_index == 3
+
+    run(scenario())
+
+
+def test_round_has_all_free_slots_in_equal_parts() -> None:
+    async def scenario() -> None:
+        groups = buffer(6)
+        reservations = await groups.reserve_round(3)
+        assert [reservation.index for reservation in reservations] == list(range(6))
+        assert [reservation.handle.shard for reservation in reservations] == [0, 0, 1, 1, 2, 2]
+        waiting = asyncio.create_task(groups.reserve_round(3))
+        for reservation in reservations:
+            await groups.commit([record(reservation)])
+        batch = await groups.take_batch(2)
+        assert not waiting.done()
+        await groups.release(batch.records.handles)
+        assert [(each.index, each.handle.shard) for each in await waiting] == [(6, 0), (7, 1)]
 
     run(scenario())
 
@@ -122,6 +141,12 @@ def test_starvation_text_counts_tried_groups_and_their_rewards() -> None:
     run(scenario())
 
 
+def test_starvation_text_counts_groups_without_a_token_to_train_on() -> None:
+    masked = make_record(0, rewards=(0.0, 1.0), num_sampled=(0, 0), has_payload=False)
+    why = why_starved([masked], [], num_groups=1, waited_s=3.0)
+    assert "the others: 1 without a token to train on (algorithm.mask_truncated, trainer.overlong);" in why
+
+
 def test_starvation_text_says_that_no_group_finished() -> None:
     async def scenario() -> None:
         groups = buffer(2)
@@ -158,7 +183,7 @@ def test_scorer_that_fails_on_the_first_batch_ends_the_wait() -> None:
         await asyncio.sleep(0.001)
         assert not taking.done()
         await groups.commit([unscored(second, "ValueError: later")])
-        with pytest.raises(ScorerError, match=r"data\.scorer: .* all 4 completions of the first 2 groups .*ZeroDivisionError"):
+        with pytest.raises(ScorerError, match=r"data\.rewards: .* all 4 completions of the first 2 groups .*ZeroDivisionError"):
             await taking
 
     run(scenario())
@@ -175,7 +200,8 @@ def test_later_failures_of_the_scorer_do_not_end_the_run() -> None:
             await groups.commit([unscored(failed)])
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(groups.take_batch(1), timeout=0.05)
-        assert "3 whose scorer always failed (ZeroDivisionError: division by zero; see data.scorer)" in groups.why_starved(1, 1)
+        reason = "3 whose reward always failed (ZeroDivisionError: division by zero; see data.rewards)"
+        assert reason in groups.why_starved(1, 1)
 
     run(scenario())
 
@@ -286,7 +312,6 @@ async def simulate(config: Config, seed: int, *, num_steps: int) -> Oldest:
     rng, num_groups = random.Random(seed), config.rollout.groups_per_step
     groups = GroupBuffer(
         num_slots=config.num_slots,
-        num_shards=1,
         dynamic_sampling=config.rollout.dynamic_sampling,
         window=config.window_groups,
     )
@@ -355,5 +380,50 @@ def test_trained_group_of_equal_rewards_counts_as_without_signal() -> None:
         await groups.commit([replace(record(second, (1.0, 1.0)), has_payload=True)])
         batch = await groups.take_batch(2)
         assert (batch.num_tried, batch.num_without_signal) == (2, 1)
+
+    run(scenario())
+
+
+def filtered(reservation: Reservation) -> GroupRecord:
+    """Return the record of a group that the filter rejects, although its rewards differ."""
+    return replace(record(reservation), has_payload=False, is_filtered=True)
+
+
+def test_filtered_group_frees_its_slot_and_is_counted_by_reason() -> None:
+    async def scenario() -> None:
+        groups = buffer(3)
+        first, second, third = await groups.reserve(3)
+        await groups.commit([filtered(first), unscored(second), record(third)])
+        fourth, fifth = await groups.reserve(3)  # the slots of the dropped groups
+        await groups.commit([record(fourth), record(fifth, (0.5, 0.5))])
+        batch = await groups.take_batch(3)
+        assert batch.records.groups["index"].tolist() == [2, 3, 4]
+        assert batch.drops == {"filtered": 1, "no reward": 1}
+        assert (batch.num_tried, batch.num_without_signal) == (5, 1)
+        await groups.release(batch.records.handles)
+        await groups.commit([record(reservation) for reservation in await groups.reserve(3)])
+        assert (await groups.take_batch(3)).drops == {}
+
+    run(scenario())
+
+
+def test_groups_without_signal_are_drops_of_their_own_reason() -> None:
+    async def scenario() -> None:
+        groups = buffer(2, dynamic_sampling=True)
+        first, second = await groups.reserve(2)
+        await groups.commit([record(first, (0.5, 0.5)), record(second)])
+        (third,) = await groups.reserve(2)
+        await groups.commit([record(third)])
+        assert (await groups.take_batch(2)).drops == {"no signal": 1}
+
+    run(scenario())
+
+
+def test_starvation_text_counts_filtered_groups() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        await groups.commit([filtered(reservation) for reservation in await groups.reserve(2)])
+        text = groups.why_starved(2, 30.0)
+        assert "2 groups finished, 0 with a signal; the others: 2 rejected by rollout.group_filter; groups in flight: 0" in text
 
     run(scenario())

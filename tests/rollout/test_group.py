@@ -1,21 +1,34 @@
 """Groups, their rollouts and their records, from hand-made completions."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from titanrl.algorithms.batch_plan import plan_batch
-from titanrl.config.sections import AlgorithmConfig, RolloutConfig, TrainerConfig
-from titanrl.rollout.group import derive_seed, fit_to_rows, record_of, roll_out, rollouts_of, sampling_requests
-from titanrl.sandbox.scores import Score
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.data import DataConfig
+from titanrl.config.sections import RolloutConfig, TrainerConfig
+from titanrl.rewards import Answers, Scored
+from titanrl.rollout.group import (
+    derive_seed,
+    fit_to_rows,
+    parts_differ,
+    record_of,
+    roll_out,
+    rollouts_of,
+    sampling_requests,
+    without_truncated,
+)
 from titanrl.tables import RecordTable
 from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 PROMPT = Prompt(index=7, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={"answer": "2"})
 HANDLE = GroupHandle(shard=0, slot=3, serial=1)
-BROKEN = Score(parts={}, status="error", detail="ZeroDivisionError: division by zero")
+BROKEN = Scored(reward=None, parts={}, error="answer: ZeroDivisionError: division by zero")
 
 
 def completion(token_ids: list[int], *, version: int = 4, cut: bool = False) -> Completion:
@@ -28,52 +41,68 @@ def completion(token_ids: list[int], *, version: int = 4, cut: bool = False) -> 
 
 
 def test_rollout_masks_the_prompt() -> None:
-    (rollout,) = rollouts_of(PROMPT, [completion([7, 1])], [{"answer": 1.0, "format": 0.5}])
-    assert rollout.token_ids.tolist() == [5, 6, 7, 1]
-    assert rollout.mask.tolist() == [False, False, True, True]
-    assert rollout.versions.tolist() == [-1, -1, 4, 4]
-    assert rollout.logprobs.tolist() == [0.0, 0.0, -0.5, -0.5]
-    assert rollout.reward == 1.5
+    (rollout,) = rollouts_of(PROMPT, [completion([7, 1])], [Scored(reward=1.25, parts={"answer": 1.0, "format": 0.5})])
+    assert rollout.segments[0].token_ids.tolist() == [5, 6, 7, 1]
+    assert rollout.segments[0].mask.tolist() == [False, False, True, True]
+    assert rollout.segments[0].versions.tolist() == [-1, -1, 4, 4]
+    assert rollout.segments[0].logprobs.tolist() == [0.0, 0.0, -0.5, -0.5]
+    assert (rollout.reward, rollout.reward_parts) == (1.25, {"answer": 1.0, "format": 0.5})
 
 
-def scored(*rewards: float) -> list[Score]:
-    return [Score(parts={"answer": reward}, status="ok") for reward in rewards]
+def scored(*rewards: float) -> list[Scored]:
+    return [Scored(reward=reward, parts={"answer": reward}) for reward in rewards]
 
 
-def rolled_out(completions: list[Completion], scores: list[Score]) -> tuple[Group, list[str]]:
-    """Return the group of these completions and scores, and the texts that the scorer got."""
-    texts: list[str] = []
+def rolled_out(completions: list[Completion], scores: list[Scored]) -> tuple[Group, Answers]:
+    """Return the group of these completions and scores, and the answers that the rewards got."""
+    got: list[Answers] = []
 
     async def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
         return completions
 
-    async def score(answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Score]:
-        texts.extend(text for text, _ in answers)
+    async def score(answers: Answers) -> list[Scored]:
+        got.append(answers)
         return scores
 
     requests = sampling_requests(PROMPT, RolloutConfig(group_size=len(scores)), seed=0)
-    return asyncio.run(roll_out(PROMPT, requests, generate, score, lambda ids: " ".join(map(str, ids)))), texts
+    group = asyncio.run(roll_out(PROMPT, requests, generate, score, lambda ids: " ".join(map(str, ids))))
+    (answers,) = got
+    return group, answers
 
 
 def test_group_is_scored_by_its_texts() -> None:
-    group, texts = rolled_out([completion([8, 1]), completion([9, 1], cut=True)], scored(1.0, 0.0))
-    assert texts == ["8 1", "9 1"]
+    group, answers = rolled_out([completion([8, 1]), completion([9, 7, 1], cut=True)], scored(1.0, 0.0))
+    assert answers == Answers(
+        entry={"answer": "2"}, completions=("8 1", "9 7 1"), num_tokens=(2, 3), finish_reasons=("stop", "length")
+    )
     assert group.has_signal
     record = record_of(group, HANDLE, has_payload=True, num_overlong=0)
     assert record.rewards == (1.0, 0.0)
-    assert (record.lengths, record.num_sampled, record.num_truncated) == ((4, 4), (2, 2), 1)
+    assert (record.lengths, record.num_sampled, record.num_truncated) == ((4, 5), (2, 3), 1)
     assert (record.min_version, record.max_version) == (4, 4)
 
 
 def test_rollouts_whose_scorer_failed_are_left_out_and_counted() -> None:
     completions = [completion([7, 1], cut=True), completion([8, 9, 1], version=5), completion([9, 1])]
     group, _ = rolled_out(completions, [BROKEN, *scored(1.0, 0.0)])
-    assert [rollout.token_ids.tolist() for rollout in group.rollouts] == [[5, 6, 8, 9, 1], [5, 6, 9, 1]]
+    assert [rollout.segments[0].token_ids.tolist() for rollout in group.rollouts] == [[5, 6, 8, 9, 1], [5, 6, 9, 1]]
     assert [failure.completion.token_ids.tolist() for failure in group.failures] == [[7, 1]]
     record = record_of(group, HANDLE, has_payload=True, num_overlong=0)
     assert (record.rewards, record.reward_parts) == ((1.0, 0.0), {"answer": (1.0, 0.0)})
     assert (record.lengths, record.num_sampled, record.num_truncated) == ((5, 4), (3, 2), 0)
-    assert (record.num_errors, record.first_error) == (1, "ZeroDivisionError: division by zero")
+    assert (record.num_errors, record.first_error) == (1, "answer: ZeroDivisionError: division by zero")
+
+
+def test_parts_that_only_some_completions_have_are_recorded() -> None:
+    both = Scored(reward=1.5, parts={"answer": 1.0, "judge/style": 0.5})
+    group, _ = rolled_out([completion([8, 1]), completion([9, 1])], [both, *scored(0.0)])
+    record = record_of(group, HANDLE, has_payload=True, num_overlong=0)
+    assert record.reward_parts == {"answer": (1.0, 0.0), "judge/style": (0.5, pytest.approx(math.nan, nan_ok=True))}
+    table = RecordTable.of([record])
+    assert {part: values.tolist() for part, values in table.reward_parts.items()} == {
+        "answer": [1.0, 0.0],
+        "judge/style": [0.5, pytest.approx(math.nan, nan_ok=True)],
+    }
 
 
 def test_group_without_scored_rollout_has_an_empty_record() -> None:
@@ -128,7 +157,7 @@ def overlong_group() -> Group:
     """Return a group with two and five sampled tokens, one of them without a finite log-probability."""
     completions = completion([7, 1]), completion([7, 8, 9, 7, 1], version=3)
     completions[1].logprobs[1] = -np.inf
-    rollouts = rollouts_of(PROMPT, completions, [{"answer": 1.0}, {"answer": 0.0}])
+    rollouts = rollouts_of(PROMPT, completions, scored(1.0, 0.0))
     return Group(prompt=PROMPT, rollouts=rollouts, generate_s=0.0, score_s=0.0)
 
 
@@ -137,7 +166,7 @@ def test_truncate_cuts_and_counts_overlong_sequences() -> None:
     assert num_overlong == 1
     record = record_of(group, HANDLE, has_payload=True, num_overlong=num_overlong)
     assert (record.lengths, record.num_sampled, record.num_overlong, record.num_nonfinite) == ((4, 5), (2, 2), 1, 1)
-    assert group.rollouts[1].token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert group.rollouts[1].segments[0].token_ids.tolist() == [5, 6, 7, 8, 9]
     assert record.rewards == (1.0, 0.0)
 
 
@@ -152,6 +181,64 @@ def test_sequences_that_fit_are_unchanged() -> None:
     group = overlong_group()
     assert fit_to_rows(group, TrainerConfig(row_tokens=7, overlong="skip")) == (group, 0)
     assert fit_to_rows(group, TrainerConfig(row_tokens=5)) == (group, 0)
+
+
+# Truncated completions
+
+
+def truncated_group() -> Group:
+    """Three completions of 2, 3 and 4 tokens with the rewards 1, 0 and 0; the last one was cut."""
+    completions = [completion([7, 1]), completion([7, 8, 1]), completion([7, 8, 9, 7], cut=True)]
+    group, _ = rolled_out(completions, scored(1.0, 0.0, 0.0))
+    return group
+
+
+def test_masked_truncated_completions_keep_reward_and_length() -> None:
+    group = truncated_group()
+    record = record_of(without_truncated(group), HANDLE, has_payload=True, num_overlong=0)
+    assert (record.rewards, record.lengths, record.num_sampled) == ((1.0, 0.0, 0.0), (4, 5, 6), (2, 3, 0))
+    assert (record.num_truncated, record.num_nonfinite, record.max_version) == (1, 0, 4)
+    assert group.rollouts[2].segments[0].mask.tolist() == [False] * 2 + [True] * 4  # the group that is recorded is unchanged
+
+
+@pytest.mark.parametrize(
+    ("reduction", "first", "second"),
+    [
+        ("token_mean", 1 / 5, 1 / 5),  # 2 + 3 tokens
+        ("sequence_mean", 1 / (2 * 2), 1 / (2 * 3)),  # two sequences
+        ("sequence_mean_token_sum", 1 / 2, 1 / 2),
+        ("prompt_mean", 1 / 5, 1 / 5),  # one prompt with 5 tokens
+        ("constant", 1 / (2 * 10), 1 / (2 * 10)),
+        ("sum", 1.0, 1.0),
+    ],
+)
+def test_masked_completions_are_in_the_baseline_and_in_no_count(reduction: str, first: float, second: float) -> None:
+    record = record_of(without_truncated(truncated_group()), HANDLE, has_payload=True, num_overlong=0)
+    batch = plan_batch(
+        RecordTable.of([record]),
+        algorithm=AlgorithmConfig.model_validate({"reduction": reduction}),
+        constant_length=10,
+        row_tokens=20,
+        rows_per_microbatch=1,
+        dp_size=1,
+    )
+    sequences = [s for microbatch in batch.microbatches for rank in microbatch.rows for row in rank for s in row]
+    assert {s.segment: s.weight for s in sequences} == pytest.approx({0: first, 1: second}, rel=1e-15)
+    assert batch.advantages_N == pytest.approx([2 / 3, -1 / 3, -1 / 3], rel=1e-15)
+
+
+def test_parts_with_weight_differ_or_do_not() -> None:
+    data = DataConfig.model_validate({"rewards": {"right": "exact", "seen": {"function": "exact", "weight": 0.0}}})
+
+    def group_of(*parts: dict[str, float]) -> Group:
+        scores = [Scored(reward=1.0, parts=values) for values in parts]
+        return rolled_out([completion([7, 1])] * len(parts), scores)[0]
+
+    assert parts_differ(group_of({"right": 1.0, "seen": 0.0}, {"right": 0.0, "seen": 0.0}), data)
+    assert not parts_differ(group_of({"right": 1.0, "seen": 0.0}, {"right": 1.0, "seen": 1.0}), data)
+    record = record_of(truncated_group(), HANDLE, has_payload=True, num_overlong=0, parts_differ=True)
+    assert replace(record, rewards=(1.0, 1.0)).has_signal
+    assert not replace(record, rewards=(1.0, 1.0), parts_differ=False).has_signal
 
 
 def test_requests_carry_the_sampling_options() -> None:

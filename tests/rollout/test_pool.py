@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from monarch.actor import Port
 
-from titanrl.rollout.pool import GeneratorPool
-from titanrl.types import EngineLoad, GenerationRequest, SamplingParams
+from titanrl.rollout.pool import GeneratorPool, InRound
+from titanrl.types import Admission, EngineLoad, GenerationRequest, SamplingParams
 
 
 class Replica:
@@ -20,11 +20,17 @@ class Replica:
         self.release = asyncio.Event()
         self.load = EngineLoad(num_requests=8, num_queued=num_queued)
         self.messages: list[int] = []
+        self.admissions: list[Admission] = []
         self.generate = self
 
     async def call_one(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], replies: Port[Any]
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        num_kept: Sequence[int],
+        replies: Port[Any],
+        admission: Admission,
     ) -> None:
+        self.admissions.append(admission)
         self.messages.append(sum(map(len, groups)))
         if len(self.messages) == self.held_message:
             await self.release.wait()
@@ -63,6 +69,22 @@ def test_groups_go_to_the_least_loaded_replica() -> None:
         pool = GeneratorPool(replicas, max_num_seqs=64)
         await asyncio.gather(*(pool.generate(requests(group, group)) for group in range(4)))
         assert [sum(replica.messages) for replica in replicas] == [4, 4]
+
+    asyncio.run(scenario())
+
+
+def test_groups_of_a_round_are_placed_by_index_and_announced_with_its_size() -> None:
+    async def scenario() -> None:
+        replicas = [Replica("a"), Replica("b")]
+        pool = GeneratorPool(replicas, max_num_seqs=64)
+        with pool.session() as session, pool.session() as other, pool.session() as third:
+            turns = [(session, 5), (other, 6), (third, 7)]  # of the indices 4 to 8, the others are those of another worker
+            calls = [one.generate(requests(index), place=InRound(index, range(4, 9))) for one, index in turns]
+            assert [answer[0][0] for answer in await asyncio.gather(*calls)] == ["b", "a", "b"]
+        assert replicas[0].admissions == [Admission(indices=(6,), round_size=3)]
+        assert replicas[1].admissions == [Admission(indices=(5, 7), round_size=2)]
+        await pool.generate(requests(1), when_drained=True)
+        assert replicas[0].admissions[1:] == [Admission(when_drained=True)]
 
     asyncio.run(scenario())
 
@@ -170,3 +192,41 @@ def test_spare_requests_are_sent_but_not_returned() -> None:
         assert (replica.messages, len(kept)) == ([3], 2)
 
     asyncio.run(scenario())
+
+
+def test_call_queued_when_its_replica_ends_is_sent_to_the_replacement() -> None:
+    async def scenario() -> None:
+        first, second = Replica("first"), Replica("second")
+        pool = GeneratorPool([first], max_num_seqs=64)
+        generating = asyncio.create_task(pool.generate(requests(1)))
+        await asyncio.sleep(0)  # the call is queued, but its message is not being sent
+        pool.use(0, None)
+        pool.use(0, second)
+        assert await asyncio.wait_for(generating, 10) == [("second", (1,))]
+        assert await asyncio.wait_for(pool.generate(requests(2)), 10) == [("second", (2,))]
+        assert first.messages == []
+
+    asyncio.run(scenario())
+
+
+def test_running_calls_of_a_replica_that_ends_go_to_the_others() -> None:
+    async def scenario() -> None:
+        first, second = Replica("first"), Replica("second")
+        first.held_message = 1
+        pool = GeneratorPool([first, second], max_num_seqs=64)
+        generating = asyncio.create_task(pool.generate(requests(1)))
+        await asyncio.sleep(0.02)
+        pool.use(0, None)
+        assert await asyncio.wait_for(generating, 10) == [("second", (1,))]
+        in_round = asyncio.create_task(placed(pool, requests(2), index=0, indices=[0, 1]))
+        await asyncio.sleep(0.05)
+        assert not in_round.done(), "groups of a round wait for their own replica"
+        pool.use(0, Replica("third"))
+        assert await asyncio.wait_for(in_round, 10) == [("third", (2,))]
+
+    asyncio.run(scenario())
+
+
+async def placed(pool: GeneratorPool, group: list[GenerationRequest], *, index: int, indices: list[int]) -> list[Any]:
+    with pool.session() as session:
+        return await session.generate(group, place=InRound(index, indices))

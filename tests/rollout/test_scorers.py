@@ -1,15 +1,15 @@
-"""Scorers, called without a sandbox."""
+"""The built-in rewards, called without a sandbox."""
 
-from pathlib import Path
+import re
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.utils import extract_answer
 
-from titanrl.config.sections import DataConfig
-from titanrl.rollout.scorers import exact, imported, last_answer, reasoning_gym
-from titanrl.sandbox.scores import ScorerSpec, scorer_spec
+from titanrl.rewards import Answers, BoundReward
+from titanrl.rollout.scorers import exact, last_answer, math_verify, overlong, reasoning_gym, regex, repetition
 
 
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", " ", "\n", "7", "x y"]), max_size=12).map("".join))
@@ -42,21 +42,21 @@ def test_last_answer_takes_linear_time() -> None:
     ],
 )
 def test_exact_compares_words_and_numbers(text: str, expected: object, reward: float) -> None:
-    assert exact()(text, {"answer": expected}) == {"answer": reward}
+    assert exact()(text, {"answer": expected}) == reward
 
 
 def test_reasoning_gym_scores_the_text_in_the_tags() -> None:
     score = reasoning_gym("chain_sum", {"min_terms": 2})
     entry = {"question": "3 + 4 =", "answer": "7", "metadata": {}}
-    assert score("so <answer>7</answer>", entry) == {"answer": 1.0}
-    assert score("so 7", entry) == {"answer": 0.0}
+    assert score("so <answer>7</answer>", entry) == 1.0
+    assert score("so 7", entry) == 0.0
 
 
 def test_malformed_answer_of_a_gym_task_is_wrong_not_an_error() -> None:
     score = reasoning_gym("prime_factorization", {})
     entry = {"question": "", "answer": "2 \u00d7 3", "metadata": {}}
-    assert score("<answer>2 \u00d7 3</answer>", entry) == {"answer": 1.0}
-    assert score("<answer>two</answer>", entry) == {"answer": 0.0}
+    assert score("<answer>2 \u00d7 3</answer>", entry) == 1.0
+    assert score("<answer>two</answer>", entry) == 0.0
 
 
 def test_gym_scorer_that_fails_on_the_right_answer_raises() -> None:
@@ -70,32 +70,109 @@ def test_unknown_task_is_refused() -> None:
         reasoning_gym("chain_sam", {})
 
 
-def test_custom_scorer_is_imported() -> None:
-    assert imported("operator:eq")("a", {"a": 1}) == {"answer": False}
+# Length, repetition and format
 
 
 @pytest.mark.parametrize(
-    ("path", "problem"),
+    ("num_tokens", "penalty"),
+    [(1, 0.0), (15, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1.0), (21, -1.0), (4000, -1.0)],
+)
+def test_soft_overlong_penalty_is_formula_13_of_dapo(num_tokens: int, penalty: float) -> None:
+    # L_max 20, L_cache 4: ((20 - 4) - length) / 4 between 16 and 20 tokens.
+    score = BoundReward("short", overlong(cache_tokens=4, max_tokens=20))
+    answers = Answers(entry={}, completions=("text",), num_tokens=(num_tokens,), finish_reasons=("stop",))
+    assert score.call_one(answers, 0) == penalty
+
+
+@given(st.integers(1, 100), st.integers(0, 100), st.integers(1, 300))
+def test_soft_overlong_penalty_never_grows_with_fewer_tokens(cache: int, free: int, num_tokens: int) -> None:
+    score = overlong(cache_tokens=cache, max_tokens=cache + free)
+    assert -1.0 <= score("", {}, num_tokens + 1) <= score("", {}, num_tokens) <= 0.0
+    assert score("", {}, free) == 0.0
+    assert score("", {}, cache + free) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "unit", "penalty"),
     [
-        ("math:pi", r"math:pi is not callable \(got 3\.14"),
-        ("math:nothing", "module math has no attribute 'nothing'"),
-        ("nowhere:run", "importing nowhere raised ModuleNotFoundError: No module named 'nowhere'"),
-        ("math", r"not an import path \(got 'math'\)"),
+        ("a b c d", 2, "word", 0.0),  # ab, bc, cd
+        ("a b a b a", 2, "word", -0.5),  # ab, ba, ab, ba: 2 of 4
+        ("the The  THE\nthe", 1, "word", -0.75),
+        ("so so", 3, "word", 0.0),
+        ("so so so", 3, "word", 0.0),  # one n-gram
+        ("so so so so", 3, "word", -0.5),
+        ("", 1, "word", 0.0),
+        ("哈哈哈哈", 2, "word", 0.0),  # one word
+        ("哈哈哈哈", 2, "character", -2 / 3),
     ],
 )
-def test_wrong_scorer_path_names_the_key(path: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"data.scorer: {problem}"):
-        imported(path)
+def test_repetition_is_the_share_of_repeated_n_grams(
+    text: str, size: int, unit: Literal["word", "character"], penalty: float
+) -> None:
+    assert repetition(size, unit)(text, {}) == pytest.approx(penalty, rel=1e-15)
 
 
-def test_configuration_selects_the_scorer() -> None:
-    assert scorer_spec(DataConfig(task="countdown", task_config={"min_numbers": 2})) == ScorerSpec(
-        factory="titanrl.rollout.scorers:reasoning_gym",
-        kwargs={"task": "countdown", "config": {"min_numbers": 2}},
-        bounds=(0.0, 1.0),
-    )
-    jsonl = DataConfig(source="jsonl", path=Path("prompts.jsonl"))
-    assert scorer_spec(jsonl) == ScorerSpec(factory="titanrl.rollout.scorers:exact", bounds=(0.0, 1.0))
-    assert scorer_spec(DataConfig(scorer="a.b:c")) == ScorerSpec(
-        factory="titanrl.rollout.scorers:imported", kwargs={"path": "a.b:c"}
-    )
+@given(st.lists(st.sampled_from("abc"), max_size=30), st.integers(1, 4))
+def test_repetition_lies_between_minus_one_and_zero_and_saying_it_again_costs(words: list[str], size: int) -> None:
+    score = repetition(size, "word")
+    once, twice = score(" ".join(words), {}), score(" ".join(words * 2), {})
+    assert -1.0 < once <= 0.0
+    assert twice <= once or len(words) < size
+
+
+@pytest.mark.parametrize(
+    ("pattern", "match", "text", "reward"),
+    [
+        ("<think>.*</think> <answer>.*</answer>", "full", "<think>2 + 2</think> <answer>4</answer>", 1.0),
+        ("<think>.*</think> <answer>.*</answer>", "full", "<think>2 +\n2</think> <answer>4</answer>", 0.0),
+        ("(?s)<think>.*</think> <answer>.*</answer>", "full", "<think>2 +\n2</think> <answer>4</answer>", 1.0),
+        (r"\d+", "full", "it is 4", 0.0),
+        (r"\d+", "anywhere", "it is 4", 1.0),
+        (r"\d+", "anywhere", "", 0.0),
+    ],
+)
+def test_regex_matches_all_or_any_part(pattern: str, match: Literal["full", "anywhere"], text: str, reward: float) -> None:
+    assert regex(pattern, match)(text, {}) == reward
+
+
+# math-verify
+
+
+@pytest.fixture(scope="module")
+def verify_math() -> object:
+    pytest.importorskip("math_verify")
+    return math_verify(timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("so it is 36", "36", 1.0),
+        ("<answer>36</answer>", "36", 1.0),
+        ("<answer>35</answer> or <answer>36</answer>", "36", 1.0),
+        (r"<answer>\boxed{36}</answer>", "36", 1.0),
+        (r"hence $\boxed{0.5}$", r"\frac{1}{2}", 1.0),
+        (r"\boxed{\frac{2}{4}}", "1/2", 1.0),
+        (r"\boxed{2\sqrt{2}}", r"$\sqrt{8}$", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
+        (r"\boxed{\frac{1}{3}}", "1/2", 0.0),
+        ("it is 35", "36", 0.0),
+        ("I do not know", "36", 0.0),
+        (r"\boxed{\frac{1}{", "36", 0.0),
+        ("", "36", 0.0),
+    ],
+)
+def test_math_verify_compares_expressions(verify_math, text: str, answer: str, reward: float) -> None:
+    assert verify_math(text, {"answer": answer}) == reward
+
+
+def test_math_verify_gives_no_reward_for_a_comparison_that_takes_too_long(verify_math) -> None:
+    with pytest.raises(TimeoutError, match=r"not compared in 2 s"):
+        verify_math(r"\boxed{9^{9^{9^{9}}}}", {"answer": "36"})
+
+
+def test_math_verify_gives_no_reward_without_a_readable_answer(verify_math) -> None:
+    with pytest.raises(ValueError, match=re.escape("the expected answer has no mathematical expression (got '')")):
+        verify_math("36", {"answer": ""})

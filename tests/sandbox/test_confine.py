@@ -18,7 +18,7 @@ from titanrl.config.sections import SandboxConfig
 from titanrl.sandbox import confine
 from titanrl.sandbox.confine import SandboxUnavailable
 from titanrl.sandbox.pool import ScoringPool
-from titanrl.sandbox.scores import ScorerSpec
+from titanrl.sandbox.scores import RewardSpec
 
 HEADERS = {
     "x86_64": ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"),
@@ -181,7 +181,7 @@ def test_each_missing_feature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("missing", "nothing"), [("landlock_abi", 0), ("_has_seccomp_filters", False)])
 def test_pool_refuses_to_start_without_landlock_or_seccomp(missing: str, nothing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confine, missing, lambda: nothing)
-    pool = ScoringPool(ScorerSpec(factory="nowhere:run"), SandboxConfig())
+    pool = ScoringPool([RewardSpec(name="answer", factory="nowhere:run")], SandboxConfig())
     with pytest.raises(SandboxUnavailable, match=r"lacks (Landlock|seccomp) .*there is no unconfined mode"):
         asyncio.run(pool.start())
 

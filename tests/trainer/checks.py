@@ -12,17 +12,19 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titanrl.algorithms.batch_plan import pack_sequences
-from titanrl.algorithms.losses import LossMetrics, ppo_clip, weighted_sum
+from titanrl.algorithms.contracts import LossInputs
+from titanrl.algorithms.losses import LossMetrics, ppo, weighted_sum
 from titanrl.algorithms.packing import balance, pack
-from titanrl.config.sections import AlgorithmConfig, TrainerConfig
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.sections import TrainerConfig
 from titanrl.device import DEVICES
-from titanrl.models.qwen3 import qwen3_spec
+from titanrl.models.directory import open_model
 from titanrl.tables import SEQUENCE, RowTable
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.hf import load_hf
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import build_model
-from titanrl.types import AdamParams, GroupHandle, Rollout, Row, SequencePlan
+from titanrl.types import AdamParams, GroupHandle, Row, Segment, SequencePlan
 
 ROW_TOKENS = 32
 VOCAB = 112
@@ -31,13 +33,15 @@ ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_de
 Arrays = Mapping[str, np.ndarray]
 
 
-def make_learner(model_dir: Path, *, seed: int = 0, **trainer: Any) -> Learner:
+def make_learner(
+    model_dir: Path, *, seed: int = 0, family: str | None = None, ema_decay: float | None = None, **trainer: Any
+) -> Learner:
     """Return a new learner with the model of a directory; `trainer` holds keys of the section."""
     config = TrainerConfig.model_validate({"row_tokens": ROW_TOKENS, **trainer})
     device = DEVICES["cpu"]
-    model = build_model(qwen3_spec(model_dir, device), model_dir, config, device, seed=seed)
+    model = build_model(open_model(model_dir, family), config, device, seed=seed)
     load_hf(model, model_dir)
-    return Learner(model, AlgorithmConfig(), temperature=1.0)
+    return Learner(model, AlgorithmConfig(ema_decay=ema_decay), temperature=1.0)
 
 
 @functools.cache
@@ -46,22 +50,19 @@ def shared_learner(model_dir: Path, plan: tuple[tuple[str, int], ...]) -> Learne
     return make_learner(model_dir, parallelism=dict(plan))
 
 
-def made_up(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: int) -> Rollout:
+def made_up(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: int) -> Segment:
     """Return a rollout of the prompt with a random completion."""
     mask = np.arange(len(prompt_ids) + num_sampled) >= len(prompt_ids)
-    return Rollout(
+    return Segment(
         token_ids=np.concatenate([prompt_ids, random.integers(1, VOCAB, num_sampled)]),
         mask=mask,
         logprobs=np.where(mask, random.uniform(-6.0, -3.0, len(mask)), 0.0).astype(np.float32),
         versions=np.where(mask, 0, -1),
-        reward=0.0,
-        reward_parts={},
-        finish_reason="stop",
     )
 
 
 @functools.cache
-def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[GroupHandle, Mapping[int, Rollout]]]:
+def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[GroupHandle, Mapping[int, Segment]]]:
     """Return 13 random rollouts of 3 to 24 tokens, with advantages of both signs and uneven loss weights."""
     random = np.random.default_rng(0)
     plans, payload = [], {}
@@ -71,7 +72,7 @@ def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[GroupHandle, Mapping[
         handle = GroupHandle(shard=0, slot=index, serial=1)
         payload[handle] = {0: made_up(random, random.integers(1, VOCAB, num_prompt), length - num_prompt)}
         advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
-        plans.append(SequencePlan(handle=handle, rollout=0, length=length, advantage=advantage, weight=weight))
+        plans.append(SequencePlan(handle=handle, segment=0, length=length, advantage=advantage, weight=weight))
     return tuple(plans), payload
 
 
@@ -86,7 +87,7 @@ def microbatches(
     learner: Learner,
     rows: Sequence[Row],
     rows_per_microbatch: int,
-    payload: Mapping[GroupHandle, Mapping[int, Rollout]] | None = None,
+    payload: Mapping[GroupHandle, Mapping[int, Segment]] | None = None,
 ) -> list[PackedRows]:
     """Return this rank's micro-batches, the same number on every rank; the default payload is that of `sequences`."""
     shares = balance([1.0] * len(rows), learner.model.dp_size)
@@ -98,7 +99,8 @@ def microbatches(
 def everything(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
     """Compute a loss with a ratio, a KL and an entropy term."""
     mask_N, old_N = rows.mask_BL.flatten(), rows.logprobs_BL.flatten()
-    loss_N, _ = ppo_clip(logprobs_N, old_N, rows.advantages_BL.flatten(), clip_low=0.9, clip_high=50.0, mask=mask_N)
+    tokens = LossInputs.of(logprobs_N, old_N, rows.advantages_BL.flatten(), mask_N=mask_N)
+    loss_N, _ = ppo(tokens, clip_low=0.9, clip_high=50.0)
     kl_N = torch.where(mask_N, 0.5 * (logprobs_N - old_N) ** 2, 0.0)
     loss = weighted_sum(loss_N + 0.1 * kl_N - 0.3 * entropy_N, rows.weights_BL.flatten(), mask=mask_N)
     return loss, LossMetrics(sums={"loss/policy": loss.detach()}, maxima={})

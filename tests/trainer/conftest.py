@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.trainer.ranks import World
 from titanrl.config.sections import RecipeConfig
-from titanrl.data.recipe import create_model
+from titanrl.models.recipe import create_model
 
 
 @pytest.fixture(scope="session")

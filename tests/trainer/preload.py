@@ -10,5 +10,13 @@ from titanrl.models.titan import prepare_torchtitan
 
 prepare_torchtitan(DEVICES["cpu"])
 
-for module in ("titanrl.trainer.checkpoint", "titanrl.trainer.datums", "tests.trainer.swaps", "tests.trainer.variants"):
+for module in (
+    "titanrl.trainer.checkpoint",
+    "titanrl.trainer.datums",
+    "titanrl.models.decoder",
+    "tests.trainer.apart",
+    "tests.trainer.families",
+    "tests.trainer.swaps",
+    "tests.trainer.variants",
+):
     importlib.import_module(module)

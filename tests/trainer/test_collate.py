@@ -4,26 +4,23 @@ import numpy as np
 import pytest
 
 from titanrl.trainer.collate import collate, row_length
-from titanrl.types import GroupHandle, Rollout, SequencePlan
+from titanrl.types import GroupHandle, Segment, SequencePlan
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
 
 
-def rollout(token_ids: list[int], num_prompt: int, logprobs: list[float]) -> Rollout:
+def rollout(token_ids: list[int], num_prompt: int, logprobs: list[float]) -> Segment:
     sampled = len(token_ids) - num_prompt
-    return Rollout(
+    return Segment(
         token_ids=np.array(token_ids),
         mask=np.array([False] * num_prompt + [True] * sampled),
         logprobs=np.array([0.0] * num_prompt + logprobs, np.float32),
         versions=np.array([-1] * num_prompt + [4] * sampled),
-        reward=1.0,
-        reward_parts={"answer": 1.0},
-        finish_reason="stop",
     )
 
 
 def plan(place: int, length: int, advantage: float, weight: float, *, num_shared: int = 0) -> SequencePlan:
-    return SequencePlan(handle=HANDLE, rollout=place, length=length, advantage=advantage, weight=weight, num_shared=num_shared)
+    return SequencePlan(handle=HANDLE, segment=place, length=length, advantage=advantage, weight=weight, num_shared=num_shared)
 
 
 PAYLOAD = {HANDLE: {0: rollout([5, 6, 7, 1], 2, [-0.5, -0.25]), 1: rollout([8, 9, 1], 1, [-1.0, float("nan")])}}

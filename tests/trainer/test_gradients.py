@@ -10,7 +10,7 @@ import pytest
 from tests.trainer import checks
 from tests.trainer.ranks import World
 from titanrl.config.sections import RecipeConfig
-from titanrl.data.recipe import create_model
+from titanrl.models.recipe import create_model
 
 Worlds = Callable[[int], World]
 LAYOUTS = {

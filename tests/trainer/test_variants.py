@@ -121,11 +121,12 @@ def test_lora_model_is_exported_merged(world: Worlds, untied_model: Path, tmp_pa
     assert_close(found[0][0], expected_logprobs(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_float8_emulated_on_cpu_stays_close(layout: str, world: Worlds, tiny_model: Path) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
+def test_float8_emulated_on_cpu_stays_close(layout: str, recipe: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     plain, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
-    section = {"parallelism": plan, "float8": "rowwise"}
+    section = {"parallelism": plan, "float8": recipe}
     gradient, found = world(size).run(variants.gradient_and_loss, tiny_model, section)[0]
     assert found != loss
     assert found == pytest.approx(loss, rel=0.05)
@@ -202,3 +203,9 @@ def test_reference_of_kl_is_snapshot_of_start(layout: str, world: Worlds, tiny_m
     before, after = world(size).run(variants.divergence_from_the_start, tiny_model, plan)[0]
     assert before == 0.0
     assert after > 1e-6
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+def test_optimizer_steps_on_one_batch_count_one_version(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    assert world(size).run(variants.several_steps_on_a_batch, tiny_model, plan) == [[0, 0, 1, 1]] * size

@@ -5,18 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.trainer import checks
 from titanrl.algorithms.losses import LossMetrics
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.objective import KLConfig
-from titanrl.config.sections import AlgorithmConfig
 from titanrl.trainer import head
 from titanrl.trainer.checkpoint import Checkpoints
 from titanrl.trainer.collate import PackedRows, collate, empty_rows
 from titanrl.trainer.hf import export_hf
-from titanrl.trainer.learner import Learner
+from titanrl.trainer.learner import Learner, PhaseError
 
 Plan = dict[str, Any]
 
@@ -205,7 +206,33 @@ def divergence_from_the_start(model_dir: Path, plan: Plan) -> list[float]:
             with learner.weights_at(0):
                 reference.append(learner.logprobs(batch))
         for batch, reference_BL in zip(batches_of(learner), reference, strict=True):
-            sums = learner.forward_backward(replace(batch, reference_BL=reference_BL), "policy")
+            sums = learner.forward_backward(replace(batch, reference_BL=reference_BL))
         learner.optim_step(checks.ADAM)
         terms.append(sums.sums.get("loss/kl", 0.0))
     return terms
+
+
+def several_steps_on_a_batch(model_dir: Path, plan: Plan) -> list[int]:
+    """Take three optimizer steps on a batch, the last one skipped; return the version and what was refused in between."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    batch = batches_of(learner)[0]
+
+    def bad(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
+        loss, metrics = checks.everything(rows, logprobs_N, entropy_N)
+        return loss * float("nan"), metrics
+
+    found = []
+    for objective, completes in ((checks.everything, False), (checks.everything, False), (bad, True)):
+        learner.run(batch, objective)
+        update = learner.optim_step(checks.ADAM, completes=completes)
+        assert update.skipped == (objective is bad)
+        found.append(update.version)
+        if not completes:
+            for refused in (learner.weights, learner.keep_weights, lambda: learner.require_settled("save_checkpoint")):
+                with pytest.raises(PhaseError, match="between two versions"):
+                    refused()
+    assert learner.keep_weights() == 1
+    learner.run(batch, bad)
+    assert learner.optim_step(checks.ADAM, completes=False).version == 1
+    learner.run(batch, bad)
+    return [*found, learner.optim_step(checks.ADAM).version]

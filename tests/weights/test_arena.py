@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.shared_memory import abandoned
 from titanrl.weights.arena import Arena, MappedArena
 from titanrl.weights.manifest import ArenaHandle, WeightMismatchError
 
@@ -73,14 +74,14 @@ def test_sequence_number_is_odd_during_a_write(owner: Owner) -> None:
 
 
 def test_mapped_bytes_outlive_a_killed_owner(owner: Owner) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = abandoned()
     mapped = MappedArena(owner.handle)
     owner.kill()
     assert mapped.sequence == owner.sequence
     assert mapped.data.tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(WeightMismatchError, match=f"process {owner.handle.pid}, which published the weights, is gone"):
         MappedArena(owner.handle)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert abandoned() <= before
 
 
 def test_reused_pid_and_other_host_are_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.shared_memory import abandoned
 from tests.weights.processes import MemoryStore, publish_versions
 from titanrl.config.choices import Verify
 from titanrl.weights.arena import MappedArena
@@ -264,7 +265,7 @@ def test_reader_racing_with_200_versions_never_accepts_a_mixture(writer: WriterP
 
 @pytest.mark.parametrize("writer", [(1_000_000, 2, 4, 16_000_000)], indirect=True)
 def test_committed_version_stays_readable_after_writer_is_killed(writer: WriterProcess) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = abandoned()
     (first, values), (second, _) = writer.next_manifest(), writer.next_manifest()
     store: Any = MemoryStore(values)
     reader = WeightReader("run", store)
@@ -282,4 +283,4 @@ def test_committed_version_stays_readable_after_writer_is_killed(writer: WriterP
         pull(reader, Commit(torn.version, (torn,)), targets)
     with pytest.raises(WeightMismatchError, match=f"process {writer.process.pid}, which published the weights, is gone"):
         pull(WeightReader("run", store), Commit(newest.version, (newest,)), targets)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert abandoned() <= before

@@ -103,6 +103,28 @@ def test_slots_are_freed_while_a_slow_replica_still_pulls() -> None:
     asyncio.run(scenario())
 
 
+def test_slots_are_freed_in_the_order_of_the_versions() -> None:
+    async def scenario() -> None:
+        world, go_on = World(), asyncio.Event()
+
+        async def free_slowly() -> None:
+            await go_on.wait()
+            world.log.append("free 1")
+
+        world.sync.publish(1, then=free_slowly)
+        await world.sync.pushed()
+        world.sync.publish(2, then=world.free)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert "pull 2" in world.log
+        assert "free" not in world.log
+        go_on.set()
+        await world.sync.ready()
+        assert [entry for entry in world.log if entry.startswith("free")] == ["free 1", "free"]
+
+    asyncio.run(scenario())
+
+
 def test_cancelled_wait_does_not_cancel_the_publication() -> None:
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()
@@ -194,5 +216,31 @@ def test_every_waiter_gets_the_error_of_a_publication() -> None:
         waiting = await asyncio.gather(world.sync.ready(), world.sync.ready(), return_exceptions=True)
         assert [str(error) for error in waiting] == ["the generator is gone"] * 2
         assert "free" not in world.log
+
+    asyncio.run(scenario())
+
+
+def test_further_reader_delays_only_the_push_that_overwrites_its_version() -> None:
+    async def scenario() -> None:
+        world, go_on = World(), asyncio.Event()
+
+        async def slow(commit: Commit) -> None:
+            await go_on.wait()
+            world.log.append(f"further pull {commit.version}")
+
+        await world.publish(1)
+        pulling = asyncio.create_task(world.sync.pull_held(1, slow))
+        await asyncio.sleep(0)
+        await world.publish(2)
+        assert world.log.count("free") == 2
+        world.sync.publish(3, then=world.free)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert "push 3" not in world.log
+        go_on.set()
+        assert await pulling
+        await world.sync.ready()
+        assert not await world.sync.pull_held(1, slow)
+        assert world.log.index("further pull 1") < world.log.index("push 3")
 
     asyncio.run(scenario())

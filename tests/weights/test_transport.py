@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from monarch.actor import this_host
 
 from tests.weights.processes import Reader, Writer
 from titanrl.actors import set_up_process
 from titanrl.config.choices import TransportName
+from titanrl.launch.hosts import local_host
 from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, StoreHandle, WeightMismatchError, commits_key, rank_key
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import spawn_store
@@ -46,7 +46,7 @@ class World:
 
     def _spawn(self, role: str) -> Any:
         imports = ("titanrl.weights.store", "tests.weights.processes")
-        return this_host().spawn_procs(
+        return local_host().spawn_procs(
             per_host={"procs": 1}, bootstrap=partial(set_up_process, role, self._log_dir, imports), name=role
         )
 

@@ -4,18 +4,20 @@ Shape suffix: S sequences.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
 import numpy as np
 
-from titanrl.algorithms.advantages import batch_advantages
+from titanrl.algorithms.advantages import batch_advantages, checked_advantages, decoupled_advantages
+from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
 from titanrl.algorithms.loss_weights import sequence_weights
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
-from titanrl.config.sections import AlgorithmConfig
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordTable, RowTable, Table
-from titanrl.types import BoolArray, GroupRecord, IntArray
+from titanrl.types import BoolArray, IntArray
 
 T = TypeVar("T")
 
@@ -29,12 +31,16 @@ def plan_batch(
     rows_per_microbatch: int,
     dp_size: int,
     share_prompts: bool = False,
+    own_advantage: Callable[..., Sequence[float]] | None = None,
+    weight_of: Callable[[str], float] = lambda part: 1.0,
+    advantages_N: DoubleArray | None = None,
 ) -> BatchPlan:
     """Plan one optimizer step over all groups of `records`; their order does not matter.
 
     Loss weights are computed from the counts of all records. Sequences with a gradient of zero are in these counts, but not in
     the micro-batches: those without a sampled token, and those without an advantage unless another term of the objective needs
-    them. Each rank gets the same number of micro-batches, at least one.
+    them. The importance weight of a replayed group multiplies the loss weights of its sequences. Each rank gets the same number
+    of micro-batches, at least one.
 
     Args:
         records: Groups of the step. A group without payload must have no gradient.
@@ -44,15 +50,19 @@ def plan_batch(
         rows_per_microbatch: Rows that a rank runs at once.
         dp_size: Data-parallel ranks.
         share_prompts: Store the prompt of a group once in each row with its sequences, unless that takes more rows.
+        own_advantage: Advantage of the user; None selects the built-in one that `algorithm` names.
+        weight_of: Function from a part of the reward to its factor in the sum.
+        advantages_N: Advantages of all rollouts, with the groups in prompt order; None computes them from these groups.
 
     Raises:
-        ValueError: A sequence does not fit a row, or `group_advantages` refuses a reward.
+        ValueError: A sequence does not fit a row, the advantage refuses a reward, or it returns no valid advantages.
     """
     ordered = records.by_index()
     assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not be in a batch twice"
-    sequences, groups_S, advantages_N = _sequences_with_gradient(ordered, algorithm, constant_length)
-    prompt_lens_S = ordered.groups["prompt_len"][groups_S] if share_prompts else None
-    rows = pack_sequences(sequences, groups_S, prompt_lens_S, row_tokens)
+    if advantages_N is None:
+        advantages_N = _advantages(ordered, algorithm, own_advantage, weight_of)
+    sequences, prompts_S, prompt_lens_S = _sequences_with_gradient(ordered, algorithm, constant_length, advantages_N)
+    rows = pack_sequences(sequences, prompts_S, prompt_lens_S if share_prompts else None, row_tokens)
     microbatches = _microbatches(sequences, rows, rows_per_microbatch, dp_size)
     num_placed = int((sequences["length"] - sequences["num_shared"]).sum())
     # A rank without rows runs an empty one.
@@ -65,21 +75,10 @@ def plan_batch(
     )
 
 
-def plan_demonstrations(
-    record: GroupRecord, *, row_tokens: int, rows_per_microbatch: int, dp_size: int
-) -> tuple[MicroBatch, ...]:
-    """Plan a batch of demonstrations, with the same weight for every trained token (`token_mean`)."""
-    table = RecordTable.of([record])
-    weights = sequence_weights("token_mean", num_sampled=table.num_sampled, prompt_of=table.group_of, constant_length=1)
-    sequences, groups_S = _sequences(table, np.ones(len(weights), np.bool_), np.zeros(len(weights)), weights)
-    rows = pack_sequences(sequences, groups_S, None, row_tokens)
-    return _microbatches(sequences, rows, rows_per_microbatch, dp_size)
-
-
-def pack_sequences(sequences: Table, groups_S: IntArray, prompt_lens_S: IntArray | None, row_tokens: int) -> list[list[int]]:
+def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArray | None, row_tokens: int) -> list[list[int]]:
     """Return the indices of each row's sequences, and set `num_shared` in the table.
 
-    With prompt lengths the sequences of a group share its prompt, unless that takes more rows. The last token of the prompt is
+    With prompt lengths, sequences with the same prompt share it, unless that takes more rows. The last token of the prompt is
     never shared, because it predicts the first token of each completion.
     """
     lengths_S: IntArray = sequences["length"]
@@ -87,37 +86,75 @@ def pack_sequences(sequences: Table, groups_S: IntArray, prompt_lens_S: IntArray
     if prompt_lens_S is None:
         return apart
     num_shared_S = np.maximum(prompt_lens_S - 1, 0)
-    together = pack_sharing(lengths_S, groups_S, num_shared_S, row_tokens)
+    together = pack_sharing(lengths_S, np.unique(prompts_S, return_inverse=True)[1], num_shared_S, row_tokens)
     if len(apart) < len(together):
         return apart
     order = np.fromiter(chain.from_iterable(together), np.int64, len(lengths_S))
-    follows = np.diff(groups_S[order], prepend=-1) == 0
+    follows = np.diff(prompts_S[order], prepend=-1) == 0
     follows[np.cumsum([0, *map(len, together)])[:-1]] = False  # the first sequence of a row
     sequences["num_shared"][order[follows]] = num_shared_S[order[follows]]
     return together
 
 
+def _advantages(
+    records: RecordTable,
+    algorithm: AlgorithmConfig,
+    own_advantage: Callable[..., Sequence[float]] | None,
+    weight_of: Callable[[str], float],
+) -> DoubleArray:
+    """Return the advantages of all rollouts, `[N]`."""
+    if own_advantage is not None:
+        own = partial(own_advantage, **advantage_arguments(own_advantage, algorithm))
+        by_group = [checked_advantages(own, group, algorithm.advantage) for group in group_rewards(records, weight_of)]
+    elif algorithm.advantage_traits.compares_parts:
+        by_group = decoupled_advantages(group_rewards(records, weight_of), std_ddof=algorithm.std_ddof)
+    else:
+        ends = np.cumsum(records.groups["num_rollouts"]).tolist()
+        by_group = batch_advantages(
+            _by_group(records.rewards.tolist(), ends),
+            _by_group(records.num_sampled_by_rollout.tolist(), ends),
+            algorithm.advantage,
+            std_ddof=algorithm.std_ddof,
+            pass_k=algorithm.pass_k,
+        )
+    return np.fromiter(chain.from_iterable(by_group), np.float64, len(records.rewards))
+
+
 def _sequences_with_gradient(
-    records: RecordTable, algorithm: AlgorithmConfig, constant_length: int
-) -> tuple[Table, IntArray, DoubleArray]:
-    """Return the sequences that have a gradient, the index of each one's group, and the advantages of all rollouts."""
-    ends = np.cumsum(records.groups["num_rollouts"]).tolist()
-    by_group = batch_advantages(
-        _by_group(records.rewards.tolist(), ends),
-        _by_group(records.num_sampled.tolist(), ends),
-        algorithm.advantage,
-        std_ddof=algorithm.std_ddof,
-        pass_k=algorithm.pass_k,
-    )
-    advantages = np.fromiter(chain.from_iterable(by_group), np.float64, len(records.rewards))
+    records: RecordTable, algorithm: AlgorithmConfig, constant_length: int, advantages: DoubleArray
+) -> tuple[Table, IntArray, IntArray]:
+    """Plan the segments that have a gradient as `_sequences` does. Their weights are those of their rollouts."""
     weights = sequence_weights(
         algorithm.reduction,
-        num_sampled=records.num_sampled,
+        num_sampled=records.num_sampled_by_rollout,
         prompt_of=records.group_of,
         constant_length=constant_length,
     )
+    weights = weights * records.groups["weight"][records.group_of]
     has_gradient = (weights != 0.0) & ((advantages != 0.0) | algorithm.runs_without_advantage)
-    return *_sequences(records, has_gradient, advantages, weights), advantages
+    rollout_of = records.rollout_of
+    chosen = has_gradient[rollout_of] & (records.num_sampled > 0)
+    return _sequences(records, chosen, advantages[rollout_of], weights[rollout_of])
+
+
+def group_rewards(records: RecordTable, weight_of: Callable[[str], float] = lambda part: 1.0) -> Iterator[GroupRewards]:
+    """Yield the rewards of each group, without parts that none of its rollouts has.
+
+    `weight_of` is a function from a part of the reward to its factor in the sum.
+    """
+    weights = {part: weight_of(part) for part in records.reward_parts}
+    ends = np.cumsum(records.groups["num_rollouts"]).tolist()
+    indices, num_tokens = records.groups["index"].tolist(), records.num_sampled_by_rollout.tolist()
+    for index, start, end in zip(indices, [0, *ends], ends, strict=False):
+        parts = {part: values[start:end].tolist() for part, values in records.reward_parts.items()}
+        parts = {part: values for part, values in parts.items() if not all(map(math.isnan, values))}
+        yield GroupRewards(
+            rewards=records.rewards[start:end].tolist(),
+            parts=parts,
+            weights={part: weights[part] for part in parts},
+            num_tokens=num_tokens[start:end],
+            index=index,
+        )
 
 
 def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
@@ -126,18 +163,24 @@ def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
 
 def _sequences(
     records: RecordTable, chosen: BoolArray, advantages: DoubleArray, weights: DoubleArray
-) -> tuple[Table, IntArray]:
-    """Plan the chosen rollouts, in their order, and return the index of each one's group."""
-    group_of = records.group_of[chosen]
+) -> tuple[Table, IntArray, IntArray]:
+    """Plan the chosen segments, in their order. Return the sequences, the id of each one's prompt and the prompt's tokens.
+
+    The first segments of a group begin with the same prompt. A later segment begins in its own way.
+    """
+    segments = np.flatnonzero(chosen)
+    group_of = records.group_of[records.rollout_of[segments]]
     groups = records.groups[group_of]
     without = np.unique(groups["index"][groups["has_payload"] == 0])
     assert not len(without), f"groups {without} have a gradient but no payload"
-    sequences = np.zeros(len(group_of), SEQUENCE)
+    sequences = np.zeros(len(segments), SEQUENCE)
     sequences["handle"] = groups["handle"]
-    sequences["rollout"] = np.flatnonzero(chosen) - records.starts[group_of]
-    sequences["length"] = records.lengths[chosen]
-    sequences["advantage"], sequences["weight"] = advantages[chosen], weights[chosen]
-    return sequences, group_of
+    sequences["segment"] = segments - records.segment_starts[records.starts[group_of]]
+    sequences["length"] = records.lengths[segments]
+    sequences["advantage"], sequences["weight"] = advantages[segments], weights[segments]
+    is_first = segments == records.segment_starts[records.rollout_of[segments]]
+    prompts = np.where(is_first, group_of, len(records) + segments)
+    return sequences, prompts, np.where(is_first, groups["prompt_len"], 0)
 
 
 def _microbatches(

@@ -6,23 +6,27 @@ whole step. Weights are not multiplied into the advantages, because not every lo
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanrl.algorithms import losses
+from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
 from titanrl.algorithms.corrections import Correction, correct, correction_sums, weights_after_rejection
 from titanrl.algorithms.kl import kl_estimate
-from titanrl.algorithms.losses import LossMetrics, RatioStats, valid_tokens, weighted_sum
-from titanrl.algorithms.ratios import MAX_LOG_RATIO, importance_ratio, log_ratio
+from titanrl.algorithms.losses import LossMetrics, valid_tokens, weighted_sum
+from titanrl.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, importance_ratio, log_ratio
 from titanrl.algorithms.segments import segment_to_go
-from titanrl.config.sections import AlgorithmConfig
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.types import NOT_MEASURED, CorrectionTotals
+
+STANDARD = ("ratio", "clip")
+"""Values per token that every loss has for the metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossInputs:
-    """Inputs of the loss of one micro-batch. Only `logprobs_N` and `entropy_N` carry gradients."""
+class ObjectiveInputs:
+    """Inputs of the objective on one micro-batch. Only `logprobs_N` and `entropy_N` carry gradients."""
 
     logprobs_N: Tensor
     """Log-probability of each token under the policy being trained."""
@@ -46,15 +50,22 @@ class LossInputs:
     """Totals of the correction over the whole step, if `algorithm.correction` is measured."""
 
 
-def policy_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, LossMetrics]:
+def policy_loss(
+    inputs: ObjectiveInputs, algorithm: AlgorithmConfig, loss: PolicyLoss | None = None
+) -> tuple[Tensor, LossMetrics]:
     """Compute this micro-batch's share of the objective, 0-dim, and its metrics.
 
     The caller sums gradients over micro-batches and ranks, never averages them.
+
+    Args:
+        inputs: Tokens of the micro-batch.
+        algorithm: Terms of the objective.
+        loss: Loss of `algorithm.loss` with its options, see `bound_loss`; by default the built-in one of that name.
     """
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     proximal_N = _proximal(inputs)
     correction = correct(proximal_N, inputs.generator_logprobs_N, inputs.sequence_N, algorithm.correction, mask=valid_N)
-    loss_N, ratio = token_loss(inputs, algorithm, proximal_N, correction.kept_N)
+    loss_N, values = token_loss(loss or bound_loss(algorithm), inputs, algorithm, proximal_N, correction.kept_N)
     if correction.weights_N is not None:
         loss_N = loss_N * correction.weights_N
     if algorithm.correction.batch_normalize:
@@ -73,11 +84,11 @@ def policy_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor,
         bonus_N = algorithm.entropy_coef * inputs.entropy_N
         terms["loss/entropy"] = -weighted_sum(bonus_N, weights_N, mask=correction.kept_N)
     total = torch.stack(list(terms.values())).sum()
-    return total, _metrics(inputs, terms, ratio, correction, proximal_N, valid_N)
+    return total, _metrics(inputs, terms, values, correction, proximal_N, valid_N)
 
 
 @torch.no_grad()
-def measure_correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossMetrics:
+def measure_correction(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> LossMetrics:
     """Compute this micro-batch's share of the sums for `loss_weights.correction_totals`, without gradient."""
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     config, sequence_N = algorithm.correction, inputs.sequence_N
@@ -85,43 +96,53 @@ def measure_correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossMe
     return LossMetrics(sums=correction_sums(correction, sequence_N, config, mask=valid_N), maxima={})
 
 
-def token_loss(inputs: LossInputs, algorithm: AlgorithmConfig, proximal_N: Tensor, mask_N: Tensor) -> tuple[Tensor, RatioStats]:
-    """Compute the loss that `algorithm.loss` names, per token and unweighted; 0 outside `mask_N`."""
-    logprobs_N, advantages_N = inputs.logprobs_N, _advantages(inputs, algorithm)
-    old_N = inputs.generator_logprobs_N if algorithm.ratio_starts_at_sampler else proximal_N
-    low, high = algorithm.clip_low, algorithm.clip_high
-    match algorithm.loss:
-        case "ppo":
-            return losses.ppo_clip(
-                logprobs_N,
-                old_N,
-                advantages_N,
-                clip_low=low,
-                clip_high=high,
-                dual_clip=algorithm.dual_clip,
-                mask=mask_N,
+def token_loss(
+    loss: PolicyLoss, inputs: ObjectiveInputs, algorithm: AlgorithmConfig, proximal_N: Tensor, mask_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the policy loss per token, unweighted and 0 outside `mask_N`, and its values for the metrics.
+
+    Raises:
+        ValueError: The loss did not return one value per token.
+    """
+    old_N = proximal_N if algorithm.divides_by_proximal else inputs.generator_logprobs_N
+    tokens = LossInputs.of(
+        inputs.logprobs_N,
+        old_N,
+        _advantages(inputs, algorithm),
+        mask_N=mask_N,
+        sequence_N=inputs.sequence_N,
+        generator_logprobs_N=inputs.generator_logprobs_N,
+        reference_logprobs_N=inputs.reference_logprobs_N,
+        entropy_N=inputs.entropy_N,
+    )
+    loss_N, values = _checked(loss(tokens), mask_N, algorithm.loss)
+    ratio_N = values["ratio"] if "ratio" in values else bounded_exp(tokens.log_ratio_N.detach())
+    clip_N = values["clip"] if "clip" in values else torch.zeros_like(mask_N)
+    return torch.where(tokens.mask_N, loss_N, 0.0), {"ratio": ratio_N, "clip": clip_N, **values}
+
+
+def _checked(result: object, mask_N: Tensor, name: str) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return what a loss returned as a pair; raise ValueError if it is not one value per token."""
+    loss_N: Any
+    values: Mapping[str, Any]
+    loss_N, values = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    for what, values_N in {"it": loss_N, **values}.items():
+        found = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
+        if found != tuple(mask_N.shape):
+            raise ValueError(
+                f"algorithm.loss: {name} must return one value per token, {tuple(mask_N.shape)} (got {found} for {what}). "
+                "Return a tensor without a sum or a mean."
             )
-        case "importance_sampling":
-            return losses.importance_sampling(logprobs_N, old_N, advantages_N, mask=mask_N)
-        case "reinforce":
-            return losses.reinforce(logprobs_N, inputs.generator_logprobs_N, advantages_N, mask=mask_N)
-        case "gspo":
-            return losses.gspo(logprobs_N, old_N, advantages_N, inputs.sequence_N, clip_low=low, clip_high=high, mask=mask_N)
-        case "cispo":
-            return losses.cispo(logprobs_N, old_N, advantages_N, clip_low=low, clip_high=high, mask=mask_N)
-        case "dro":
-            return losses.dro(logprobs_N, old_N, advantages_N, beta=algorithm.dro_beta, mask=mask_N)
-        case "sapo":
-            return losses.sapo(logprobs_N, old_N, advantages_N, temperatures=algorithm.sapo_temperatures, mask=mask_N)
+    return loss_N, values
 
 
-def _proximal(inputs: LossInputs) -> Tensor:
+def _proximal(inputs: ObjectiveInputs) -> Tensor:
     """Return the proximal policy's log-probabilities, by default the current ones without gradient."""
     given_N = inputs.proximal_logprobs_N
     return inputs.logprobs_N.detach() if given_N is None else given_N
 
 
-def _advantages(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor:
+def _advantages(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> Tensor:
     """Return the advantages. With `kl.place: reward`, subtract the divergence of each token and the later ones."""
     if not (algorithm.kl.coef and algorithm.kl.place == "reward"):
         return inputs.advantages_N
@@ -130,7 +151,7 @@ def _advantages(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor:
     return inputs.advantages_N - algorithm.kl.coef * segment_to_go(k1_N, inputs.sequence_N, mask=valid_N)
 
 
-def _kl(inputs: LossInputs, algorithm: AlgorithmConfig, mask_N: Tensor) -> Tensor:
+def _kl(inputs: ObjectiveInputs, algorithm: AlgorithmConfig, mask_N: Tensor) -> Tensor:
     """Compute the divergence from the reference per token, with gradient."""
     kl_N = kl_estimate(inputs.logprobs_N, _reference(inputs), algorithm.kl.estimator, mask=mask_N)
     if not algorithm.kl.importance_weighted:
@@ -138,16 +159,16 @@ def _kl(inputs: LossInputs, algorithm: AlgorithmConfig, mask_N: Tensor) -> Tenso
     return importance_ratio(inputs.logprobs_N.detach(), inputs.generator_logprobs_N, mask=mask_N) * kl_N
 
 
-def _reference(inputs: LossInputs) -> Tensor:
+def _reference(inputs: ObjectiveInputs) -> Tensor:
     assert inputs.reference_logprobs_N is not None, "a divergence term needs the reference's log-probabilities"
     return inputs.reference_logprobs_N
 
 
 @torch.no_grad()
 def _metrics(
-    inputs: LossInputs,
+    inputs: ObjectiveInputs,
     terms: Mapping[str, Tensor],
-    ratio: RatioStats,
+    values: Mapping[str, Tensor],
     correction: Correction,
     proximal_N: Tensor,
     valid_N: Tensor,
@@ -161,14 +182,15 @@ def _metrics(
     d_N = log_ratio(proximal_N, inputs.generator_logprobs_N, mask=valid_N)
     bounded_N = d_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     by_token = {
-        "policy/ratio_mean": ratio.ratio,
-        "policy/clip_frac": ratio.clipped.to(d_N.dtype),
+        "policy/ratio_mean": values["ratio"],
+        "policy/clip_frac": values["clip"].to(d_N.dtype),
         "mismatch/logprob_abs_mean": d_N.abs(),
         # In fp32 exp(d) - 1 would round the small differences away that this metric shows.
         "mismatch/kl": bounded_N.expm1() - bounded_N,
         "mismatch/kl_k1": -d_N,
         "mismatch/chi2": (2.0 * bounded_N).expm1(),
         **_correction_by_token(correction, valid_N, d_N.dtype),
+        **{_metric_name(name, values_N): values_N.to(d_N.dtype) for name, values_N in values.items() if name not in STANDARD},
     }
     if inputs.entropy_N is not None:
         by_token["policy/entropy"] = inputs.entropy_N
@@ -178,7 +200,7 @@ def _metrics(
     sums |= {name: term.detach() for name, term in terms.items()}
     sums |= {"loss/total": torch.stack(list(terms.values())).sum(), "num_tokens": valid_N.sum().to(d_N.dtype)}
     maxima = {
-        "policy/ratio_max": _masked_max(ratio.ratio, valid_N),
+        "policy/ratio_max": _masked_max(values["ratio"], valid_N),
         "mismatch/logprob_abs_max": _masked_max(d_N.abs(), valid_N),
     }
     return LossMetrics(sums=sums, maxima=maxima)
@@ -195,6 +217,10 @@ def _correction_by_token(correction: Correction, valid_N: Tensor, dtype: torch.d
             "correction_weight_squared": weights_N.square(),
         }
     return by_token
+
+
+def _metric_name(name: str, values_N: Tensor) -> str:
+    return f"policy/{name}_frac" if values_N.dtype == torch.bool else f"policy/{name}_mean"
 
 
 def _masked_max(values_N: Tensor, valid_N: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from titanrl.types import IntArray
 
 LINEAR_POSITIONS = 12 * 1024
 """Positions whose attention costs as much as the matrix products of one token: 12 * hidden_size, from 24 d^2 against 2 d FLOPs
-per layer (causal), with the hidden size of Qwen3-0.6B."""
+per layer (causal), with a hidden size of 1024."""
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Learning-rate schedule, and the optimizer's options at each step."""
 
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.choices import LearningRateDecay
-from titanrl.config.sections import AlgorithmConfig
+from titanrl.config.sft import SFTConfig
 from titanrl.types import AdamParams
 
 
@@ -17,20 +18,20 @@ def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: Learn
     return peak * max(num_steps - step, 0) / max(num_steps - num_warmup_steps, 1)
 
 
-def adam_params(algorithm: AlgorithmConfig, step: int, num_steps: int) -> AdamParams:
+def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int) -> AdamParams:
     """Return the optimizer's options at optimizer step `step` of `num_steps`, counted from 0."""
     rate = learning_rate(
         step,
-        peak=algorithm.learning_rate,
-        num_warmup_steps=algorithm.num_warmup_steps,
-        decay=algorithm.lr_decay,
+        peak=options.learning_rate,
+        num_warmup_steps=options.num_warmup_steps,
+        decay=options.lr_decay,
         num_steps=num_steps,
     )
     return AdamParams(
         learning_rate=rate,
-        beta1=algorithm.betas[0],
-        beta2=algorithm.betas[1],
-        eps=algorithm.eps,
-        weight_decay=algorithm.weight_decay,
-        max_grad_norm=algorithm.max_grad_norm,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
     )

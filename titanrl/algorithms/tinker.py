@@ -1,40 +1,62 @@
-"""Tinker's names of losses and of their options, translated to our configuration."""
+"""Losses by name for data of the user, with Tinker's names of options, translated to our configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from titanrl.config.sections import AlgorithmConfig
+from titanrl.algorithms.contracts import check_loss, loss_arguments
+from titanrl.config.algorithm import LOSS_KEYS, AlgorithmConfig
+from titanrl.config.registry import LOSSES, LossTraits
+from titanrl.loading import import_object
 
 _RATIO_BOUNDS: Mapping[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
 """Default `clip_low_threshold` and `clip_high_threshold`: bounds of the ratio itself. Tinker gives no bounds for gspo; these
 are the paper's."""
-_OPTIONS: Mapping[str, frozenset[str]] = {
-    **{loss: frozenset({"clip_low_threshold", "clip_high_threshold"}) for loss in _RATIO_BOUNDS},
-    "dro": frozenset({"beta"}),
-    "importance_sampling": frozenset(),
-}
+_TINKER_NAMES = {"clip_low": "clip_low_threshold", "clip_high": "clip_high_threshold", "dro_beta": "beta"}
+"""Tinker's names of keys of `algorithm`."""
 
 
-def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, float]) -> AlgorithmConfig:
-    """Return the configuration under which `policy_loss` computes one of Tinker's losses, with its ratio to the sampler.
+def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> AlgorithmConfig:
+    """Return the configuration under which `policy_loss` computes a built-in loss, with its ratio to the sampler.
+
+    Options are the keys of `algorithm` that the loss takes, under Tinker's names where it has any.
 
     Raises:
         ValueError: The loss, an option or its value is not known.
     """
-    if loss_fn not in _OPTIONS:
-        names = ", ".join(sorted(_OPTIONS))
-        raise ValueError(f"loss_fn: unknown loss (got {loss_fn!r}). Choose one of {names}.")
-    unknown = sorted(loss_fn_config.keys() - _OPTIONS[loss_fn])
-    if unknown:
-        options = ", ".join(sorted(_OPTIONS[loss_fn])) or "none"
-        name = unknown[0]
-        raise ValueError(
-            f"loss_fn_config.{name}: {loss_fn} has no such option (got {loss_fn_config[name]}). Its options: {options}."
-        )
-    values: dict[str, object] = {"loss": loss_fn}
+    if loss_fn not in LOSSES:
+        names = ", ".join(sorted([*LOSSES, "cross_entropy"]))
+        raise ValueError(f"loss_fn: unknown loss (got {loss_fn!r}). Choose one of {names}, or an import path.")
+    taken = loss_arguments(import_object(LOSSES[loss_fn].path, key="loss_fn"), AlgorithmConfig())
+    keys = {_TINKER_NAMES.get(key, key): key for key in taken}
+    for name, value in loss_fn_config.items():
+        if name not in keys:
+            options = ", ".join(sorted(keys)) or "none"
+            raise ValueError(f"loss_fn_config.{name}: {loss_fn} has no such option (got {value}). Its options: {options}.")
+    values: dict[str, Any] = {"loss": loss_fn}
+    values |= {keys[name]: value for name, value in loss_fn_config.items() if name in taken or name == "beta"}
     if loss_fn in _RATIO_BOUNDS:
         low, high = _RATIO_BOUNDS[loss_fn]
         values["clip_low"] = 1.0 - loss_fn_config.get("clip_low_threshold", low)
         values["clip_high"] = loss_fn_config.get("clip_high_threshold", high) - 1.0
-    if "beta" in loss_fn_config:
-        values["dro_beta"] = loss_fn_config["beta"]
     return AlgorithmConfig.model_validate(values)
+
+
+def own_algorithm(
+    loss: Callable[..., Any], traits: LossTraits, name: str, loss_fn_config: Mapping[str, Any]
+) -> AlgorithmConfig:
+    """Return the configuration under which `policy_loss` computes a loss of the user.
+
+    Args:
+        loss: The loss.
+        traits: Its declared traits.
+        name: Import path, or name of the object, for error messages.
+        loss_fn_config: Options: keys of `algorithm` under their own names, and others as in `loss_options`.
+
+    Raises:
+        ValueError: The loss does not take an option.
+    """
+    keys = {key: value for key, value in loss_fn_config.items() if key in LOSS_KEYS}
+    options = {key: value for key, value in loss_fn_config.items() if key not in LOSS_KEYS}
+    algorithm = AlgorithmConfig.model_validate({"loss": name, "loss_options": options, **keys}).with_loss_traits(traits)
+    check_loss(loss, name=name, algorithm=algorithm, key="loss_fn", options_key="loss_fn_config")
+    return algorithm

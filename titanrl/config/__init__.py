@@ -1,13 +1,15 @@
 """Configuration of a run: typed models, strict YAML, overrides, and errors that name the fix."""
 
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.data import DataConfig, RewardConfig
 from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRule, ConfigError
+from titanrl.config.evaluation import EvaluationConfig
+from titanrl.config.faults import FaultsConfig
 from titanrl.config.load import dump_config, load_config, validate
-from titanrl.config.operations import CheckpointConfig, EvaluationConfig, HostsConfig, LoggingConfig, TimeoutsConfig
+from titanrl.config.operations import CheckpointConfig, HostsConfig, LoggingConfig, TimeoutsConfig
 from titanrl.config.schema import Config
 from titanrl.config.sections import (
-    AlgorithmConfig,
-    DataConfig,
     GeneratorConfig,
     ModelConfig,
     ParallelismConfig,
@@ -27,12 +29,14 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EvaluationConfig",
+    "FaultsConfig",
     "GeneratorConfig",
     "HostsConfig",
     "LoggingConfig",
     "ModelConfig",
     "ParallelismConfig",
     "RecipeConfig",
+    "RewardConfig",
     "RolloutConfig",
     "SandboxConfig",
     "Source",

@@ -18,9 +18,10 @@ python -m titanrl.grpo --config configs/quickstart.yaml algorithm.learning_rate=
 ```
 
 Scalars follow YAML 1.2: `1e-5` is a number, `off` and `12:00:00` are text. Unknown keys, duplicate keys, tags and anchors are
-errors. Paths are relative to the current directory. `configs/schema.json` is the schema for editors.
+errors. Paths are relative to the current directory; the file of an import path is relative to the configuration file, if it is
+there. `configs/schema.json` is the schema for editors.
 
-Every start first checks the configuration against this machine: the model directory, the task or the JSONL file, the scorer,
+Every start first checks the configuration against this machine: the model directory, the task or the prompts, your objects,
 the device and the packages. A mistake ends the command with exit code 2 before any process starts. `--dry-run` runs the same
 checks, prints the keys that differ from the defaults, the placement of the processes and their memory, and starts nothing.
 """

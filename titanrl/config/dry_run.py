@@ -14,6 +14,7 @@ from titanrl.config.errors import inline
 from titanrl.config.explain import explain_rule
 from titanrl.config.placement import placements
 from titanrl.config.schema import Config
+from titanrl.config.shapes import ModelShape
 from titanrl.config.sizes import DEVICE_BYTES, Memory, Sizes, TrainerMemory, cpu_bytes, derive, gigabytes, host_bytes
 from titanrl.config.source import Source
 
@@ -23,6 +24,7 @@ def print_dry_run(
     console: Console,
     source: Source | None = None,
     *,
+    shape: ModelShape | None,
     device: DeviceKind = "cpu",
     device_bytes: int | None = None,
 ) -> None:
@@ -32,14 +34,15 @@ def print_dry_run(
         config: Configuration.
         console: Destination.
         source: Source of the configuration; with it warnings name lines and overrides.
+        shape: Sizes of the policy; None if they are unknown.
         device: Kind of device that the run uses.
         device_bytes: Memory of one accelerator of that kind; None assumes `DEVICE_BYTES`.
     """
-    sizes = derive(config, device_bytes=device_bytes or DEVICE_BYTES)
-    _print_table(console, "Keys that differ from the defaults", ("key", "value", "default"), changed_keys(config))
+    sizes = derive(config, shape, device_bytes=device_bytes or DEVICE_BYTES)
+    print_table(console, "Keys that differ from the defaults", ("key", "value", "default"), changed_keys(config))
     columns = ("host", "devices", "role", "processes", "memory each", "available")
-    _print_table(console, "Hosts and devices", columns, _placement_rows(config, sizes, device, device_bytes))
-    _print_table(console, "Sizes", ("size", "value"), chain(_step_rows(config, sizes), _memory_rows(config, sizes.memory)))
+    print_table(console, "Hosts and devices", columns, _placement_rows(config, sizes, device, device_bytes))
+    print_table(console, "Sizes", ("size", "value"), chain(_step_rows(config, sizes), _memory_rows(config, sizes.memory)))
     _print_list(console, "Notes", sizes.notes)
     _print_list(console, "May not fit", [explain_rule(misfit, source) for misfit in sizes.misfits])
 
@@ -55,14 +58,17 @@ def changed_keys(section: BaseModel, defaults: BaseModel | None = None, path: st
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         default = field.get_default() if defaults is None else getattr(defaults, name)
-        if isinstance(value, BaseModel):
+        if isinstance(value, BaseModel) and field.is_required():
+            yield from changed_keys(value, None, f"{path}{name}.")
+        elif isinstance(value, BaseModel):
             below = list(changed_keys(value, default, f"{path}{name}."))
             yield from below or ([(f"{path}{name}", "{}", "null")] if default is None else [])
         elif field.is_required() or value != default:
             yield f"{path}{name}", inline(value), "required" if field.is_required() else inline(default)
 
 
-def _print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table under a title."""
     table = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -94,17 +100,24 @@ def _placement_rows(config: Config, sizes: Sizes, device: DeviceKind, device_byt
     if device == "cpu" and sizes.memory is not None:
         total = cpu_bytes(config, sizes.memory, sizes.memory.trainer.total)
         available = "" if config.hosts.kind == "slurm" else gigabytes(host_bytes())
-        yield "", "cpu", "all ranks and published weights", "", f"{gigabytes(total)} together", available
+        roles = "all ranks and published weights" if config.num_generator_ranks else "all ranks"
+        yield "", "cpu", roles, "", f"{gigabytes(total)} together", available
 
 
 def _step_rows(config: Config, sizes: Sizes) -> Iterator[Sequence[str]]:
+    if config.sft is not None:
+        yield "sequences per step", str(sizes.sequences_per_step)
+        yield "tokens per step", f"up to {sizes.max_tokens_per_step:,} ({config.max_sequence_tokens} per sequence)"
+        yield "micro-batches per step", f"up to {sizes.max_microbatches}"
+        return
     groups = f"{config.rollout.groups_per_step} groups of {config.rollout.group_size}"
     or_more = " or more" if config.rollout.dynamic_sampling else ""
     yield "sequences per step", f"{sizes.sequences_per_step}{or_more} ({groups})"
     yield "tokens per step", f"up to {sizes.max_tokens_per_step:,} ({config.max_sequence_tokens} per sequence)"
     yield "micro-batches per step", f"up to {sizes.max_microbatches}"
-    yield "buffer slots", str(sizes.buffer_slots)
-    yield "maximum staleness", f"{sizes.worst_staleness} versions"
+    if config.distill is None:
+        yield "buffer slots", str(sizes.buffer_slots)
+        yield "maximum staleness", f"{sizes.worst_staleness} versions"
 
 
 def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str]]:
@@ -113,6 +126,8 @@ def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str
         return
     yield "parameters", f"{memory.num_parameters:,}"
     yield "trainer rank", _trainer_text(config, memory.trainer)
+    if not config.num_generator_ranks:
+        return
     replica, tp = f"{gigabytes(memory.replica_weights)} of weights in {config.generator.dtype}", config.generator.tp
     per_rank = f"; {gigabytes(memory.generator_rank_weights)} on each of {tp} ranks"
     yield "generator replica", replica if tp == 1 else replica + per_rank
@@ -126,6 +141,7 @@ def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
         f"parameters in {config.trainer.dtype}": trainer.parameters,
         "gradients": trainer.gradients,
         "AdamW moments": trainer.optimizer,
+        "moving average": trainer.average,
         f"gathered in {config.trainer.compute_dtype}": trainer.gathered,
         "activations (estimate)": trainer.activations,
     }

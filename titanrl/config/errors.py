@@ -1,8 +1,14 @@
 """Errors of a configuration. Each names the place, the key with its value, the rule, and the fix."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from titanrl.errors import TitanRLError
+
+MAX_CHARS = 2000
+"""Limit of each part of a message, of which a key or an override can be arbitrarily long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +30,7 @@ class BrokenRule:
         return f"{what}: {self.rule}. {self.fix[:1].upper()}{self.fix[1:]}."
 
 
-class BrokenRules(ValueError):
+class BrokenRules(TitanRLError, ValueError):
     """Raised for values that are valid one by one but break a rule together, or with files on this machine."""
 
     def __init__(self, *broken: BrokenRule) -> None:
@@ -35,7 +41,23 @@ class BrokenRules(ValueError):
         return "\n".join(map(str, self.broken))
 
 
-class ConfigError(ValueError):
+def nested(error: BrokenRules, section: str) -> BrokenRules:
+    """Return broken rules of a section `data` as those of one inside another section, which its keys then name."""
+
+    def named(text: str) -> str:
+        return re.sub(r"(?<![\w.])data\.(?=[a-z])", f"{section}.data.", text)
+
+    return BrokenRules(
+        *(
+            BrokenRule(
+                values={named(key): value for key, value in rule.values.items()}, rule=named(rule.rule), fix=named(rule.fix)
+            )
+            for rule in error.broken
+        )
+    )
+
+
+class ConfigError(TitanRLError, ValueError):
     """Raised for a configuration that cannot be used. `str(error)` is complete: print it without a traceback."""
 
     def __init__(self, *messages: str) -> None:
@@ -49,7 +71,22 @@ class ConfigError(ValueError):
 
 def message(where: str, what: str, rule: str, fix: str) -> str:
     """Format one mistake; `where` is a file and line or an override, `what` the key with its value."""
+    parts = (text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..." for text in (where, what, rule, fix))
+    where, what, rule, fix = parts
     return f"{where}: {what}\n  rule: {rule}\n  fix:  {fix}"
+
+
+def rule_of(text: str, values: Mapping[str, object], *, prefix: str = "") -> BrokenRule:
+    """Convert a message `key: problem (got value). Fix.` to a rule; other messages become the rule as a whole."""
+    key_first = re.fullmatch(r"(?P<rule>.+) \((?P<got>got .+)\)\. (?P<fix>.+?)\.?", text, re.DOTALL)
+    if key_first is None:
+        return BrokenRule(values=values, rule=prefix + text, fix="correct it")
+    rule = key_first["rule"]
+    for key in values:
+        rule = rule.removeprefix(f"{key}: ")
+    got = "" if key_first["got"].removeprefix("got ").strip("'") in map(str, values.values()) else f" ({key_first['got']})"
+    fix = key_first["fix"]
+    return BrokenRule(values=values, rule=f"{prefix}{rule}{got}", fix=fix[0].lower() + fix[1:])
 
 
 def inline(value: object, max_chars: int = 80) -> str:

@@ -33,7 +33,7 @@ def explain_rule(broken: BrokenRule, source: Source | None = None, section: Loca
         source: Source of the configuration; without it the message names no lines.
         section: Location of the section that the keys are relative to.
     """
-    paths = {(*section, *key.split(".")): value for key, value in broken.values.items()}
+    paths = {(*section, *map(_part, key.split("."))): value for key, value in broken.values.items()}
     if source is None:
         return message("config", ", ".join(_written(path, value) for path, value in paths.items()), broken.rule, broken.fix)
     places = {path: source.where(path) for path in paths}
@@ -41,6 +41,11 @@ def explain_rule(broken: BrokenRule, source: Source | None = None, section: Loca
     also = {path: f" ({place or _unwritten(path, source)})" for path, place in places.items() if path != main or place is None}
     what = ", ".join(_written(path, value) + also.get(path, "") for path, value in paths.items())
     return message(source.nearest(main), what, broken.rule, broken.fix)
+
+
+def _part(name: str) -> str | int:
+    """Return a part of a dotted key; a number is a place in a list."""
+    return int(name) if re.fullmatch("[0-9]{1,9}", name) else name
 
 
 def _unwritten(path: Location, source: Source) -> str:
@@ -83,7 +88,7 @@ def _fix(path: Location, value: Any, node: Node) -> str:
         return f"put its keys under it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
     choices = [choice for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
     if choices:
-        guesses = difflib.get_close_matches(str(value), list(map(str, choices)), n=1)
+        guesses = difflib.get_close_matches(inline(value).strip('"'), list(map(str, choices)), n=1)
         return f"did you mean {guesses[0]}?" if guesses else "choose one of them"
     key = node_at(path if isinstance(path[-1], str) else path[:-1]) or {}
     default = f"the default is {inline(key['default'])}. " if "default" in key else ""

@@ -14,6 +14,8 @@ Node = dict[str, Any]
 KeyPath = Sequence[str | int]
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+MAX_NAME = 100
+"""Length of an unknown name up to which it is compared with valid ones."""
 _TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
 
 
@@ -56,6 +58,8 @@ def sections(path: str = "") -> Iterator[SectionKeys]:
     for key, node in section.keys.items():
         if _reference(node):
             yield from sections(f"{path}.{key}".lstrip("."))
+        elif _reference(_named(node)):
+            yield from sections(f"{path}.{key}.<name>".lstrip("."))
 
 
 def section_at(path: KeyPath) -> SectionKeys | None:
@@ -70,7 +74,7 @@ def _is_optional(path: KeyPath) -> bool:
     """Return True if the section at a path, or one around it, is null by default."""
     node: Node = json_schema()
     for part in path:
-        child = node["properties"][part]
+        child = node.get("properties", {}).get(part) or _named(node)
         if "anyOf" in child:
             return True
         node = _resolved(child)
@@ -81,18 +85,23 @@ def node_at(path: KeyPath) -> Node | None:
     """Return the JSON schema of the value at a path, with references resolved; None if there is no such key."""
     node = json_schema()
     for part in path:
-        children = node.get("properties", {})
-        if isinstance(part, int):
-            options = (node, *node.get("anyOf", ()))  # a nullable list is one of several options
-            listed: Node = next((option for option in options if option.get("type") == "array"), {})
+        options = (node, *node.get("anyOf", ()))  # a nullable list is one of several options
+        listed: Node = next((option for option in options if option.get("type") == "array"), {})
+        if isinstance(part, int) and listed:
             items = listed.get("prefixItems", [listed.get("items")])
             child = items[min(part, len(items) - 1)]
-        else:
-            child = children.get(part)
+        else:  # a number is a wrong name in a mapping with free names
+            child = node.get("properties", {}).get(part) or _named(node) or None
         if child is None:
             return None
         node = _resolved(child)
     return node
+
+
+def _named(node: Node) -> Node:
+    """Return the JSON schema of the values of a mapping with free names; empty for another node, or if any value is allowed."""
+    values = node.get("additionalProperties")
+    return values if isinstance(values, dict) else {}
 
 
 def _reference(node: Node) -> str | None:
@@ -133,6 +142,8 @@ def type_text(node: Node) -> str:
         return "a mapping"
     if node.get("format") == "path":
         return "a path"
+    if node.get("format") == "import-path":
+        return "an import path"
     bounds = " and ".join(f"{sign} {_number(node[name])}" for name, sign in _BOUNDS.items() if name in node)
     pattern = f"matching `{node['pattern']}`" if "pattern" in node else ""
     return " ".join(filter(None, (_TYPES[node["type"]], bounds, pattern)))
@@ -148,6 +159,8 @@ def nearest_key(path: KeyPath) -> str | None:
     Keys of the same section win over equally similar keys elsewhere, and sections that are off by default lose.
     """
     *parent, name = map(str, path)
+    if len(name) > MAX_NAME:  # comparing takes time proportional to the product of the lengths
+        return None
     here = dotted(parent)
     scores: dict[str, float] = {}
     for section in sections():

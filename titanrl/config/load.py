@@ -16,7 +16,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and validate a configuration. Files that it names are not read.
 
     Args:
-        path: YAML file.
+        path: YAML file, or the name of a shipped configuration.
         overrides: Overrides as `key.path=value`, with the value in YAML; later ones win.
 
     Raises:
@@ -32,7 +32,7 @@ def validate(source: Source) -> Config:
         ConfigError: A key is unknown, a value is invalid, or a rule is broken.
     """
     try:
-        return Config.model_validate(source.values)
+        return Config.model_validate(source.values, context={"folder": source.path.parent})
     except ValidationError as error:
         raise ConfigError(*explain(error, source)) from None
 

@@ -40,17 +40,28 @@ def with_preset(values: Any, presets: Mapping[str, Mapping[str, Any]]) -> Any:
     return {**presets[name], **values} if isinstance(name, str) and name in presets else values
 
 
+INITIAL, AVERAGE = 0, -1
+"""Versions under which the trainer knows the reference policies: the weights it began with, and their moving average."""
+
+
 class KLConfig(Section):
-    """KL divergence from a frozen reference policy, estimated on the sampled tokens; u = log policy - log reference."""
+    """KL divergence from a reference policy, estimated on the sampled tokens; u = log policy - log reference."""
 
     coef: NonNegativeFloat = 0.0
-    """Weight of the KL term; 0 disables it, and then no reference policy is kept."""
+    """Weight of the KL term; 0 disables it, and then the initial weights are not kept."""
+    reference: Literal["initial", "ema"] = "initial"
+    """Reference policy: the weights at the start of the run, or their exponential moving average (`algorithm.ema_decay`)."""
     estimator: KLEstimator = "k3_straight_through"
     """k1 = u, k2 = u^2 / 2, k3 = exp(-u) - 1 + u; `k3_straight_through` has the value of k3 and the unbiased gradient of k2."""
     place: Literal["loss", "reward"] = "loss"
     """`loss` adds the term to the loss; `reward` subtracts k1, summed over a token and all later ones, from its advantage."""
     importance_weighted: bool = True
     """Weight each token's KL loss by the ratio of policy to sampling policy, which corrects for stale tokens."""
+
+    @property
+    def reference_version(self) -> int:
+        """Version under which the trainer knows the reference policy."""
+        return INITIAL if self.reference == "initial" else AVERAGE
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.coef and self.place == "loss" and self.estimator == "k1":

@@ -1,20 +1,12 @@
-"""The sections of a configuration that say how a run is operated: evaluation, checkpoints, deadlines, records and hosts."""
+"""The sections of a configuration that say how a run is operated: checkpoints, deadlines, records and hosts."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from titanrl.config.choices import ConsoleMode, TrackerName
-from titanrl.config.section import Count, CountOrZero, Processes, Seconds, Section, StepsOrZero
-
-
-class EvaluationConfig(Section):
-    """Greedy evaluation on held-out prompts."""
-
-    every_steps: StepsOrZero = 20
-    """Number of steps between evaluations; 0 evaluates only before and after training."""
-    num_prompts: Count = 200
-    """Number of held-out prompts per evaluation."""
+from titanrl.config.choices import ConsoleMode
+from titanrl.config.registry import TRACKERS
+from titanrl.config.section import CountOrZero, OrImportPath, Processes, Seconds, Section, StepsOrZero
 
 
 class CheckpointConfig(Section):
@@ -24,6 +16,8 @@ class CheckpointConfig(Section):
     """Number of steps between checkpoints; 0 writes one only at the end."""
     keep_last: Annotated[int, Field(ge=2, le=1_000_000)] = 2
     """Number of checkpoints to keep; older ones are deleted."""
+    on_interrupt: bool = False
+    """Save a checkpoint when a signal interrupts the run, after the running step, if that takes at most 10 seconds."""
 
 
 class TimeoutsConfig(Section):
@@ -46,8 +40,9 @@ class LoggingConfig(Section):
     """`auto` shows a live table on a terminal and prints plain lines elsewhere."""
     rollouts_per_step: CountOrZero = 2
     """Number of groups per step written to `rollouts.jsonl`."""
-    loggers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
-    """Experiment trackers to use in addition to `metrics.jsonl`; each requires its package."""
+    loggers: Annotated[tuple[Annotated[str, OrImportPath(tuple(TRACKERS))], ...], Field(strict=False)] = ()
+    """Experiment trackers to use in addition to `metrics.jsonl`: built-in ones, each of which requires its package, or import
+    paths of your own (docs/howto/tracker.md)."""
 
 
 class HostsConfig(Section):
@@ -63,5 +58,8 @@ class HostsConfig(Section):
     """Number of accelerators per host; ignored on CPU."""
     share_devices: bool = False
     """Place generator ranks on the trainer's accelerators, starting with the first. Otherwise each rank has its own."""
+    trusted_network: bool = False
+    """Allow hosts that listen on the network, as those of `slurm` do, without authentication. A program that can connect to
+    them can execute code as you (docs/security.md)."""
     slurm: dict[str, Any] = {}
     """Options of `monarch.job.SlurmJob`, such as `partition` and `time_limit`."""

@@ -30,7 +30,7 @@ class Placement:
 def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
     """Yield the placement of every role, on the hosts that `hosts.kind` selects."""
     hosts, memory = config.hosts, sizes.memory
-    ranks, generators = config.trainer.parallelism.world_size, config.generator.num_ranks
+    ranks, generators = config.trainer.parallelism.world_size, config.num_generator_ranks
     here = "this machine"
     trainer_host = generator_host = here
     if hosts.kind == "slurm":
@@ -44,16 +44,24 @@ def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Pla
         processes=ranks,
         num_bytes=None if memory is None else memory.trainer.total,
     )
-    cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
-    yield Placement(
-        host=generator_host,
-        devices=_devices(device, first, generators),
-        role="generator rank",
-        processes=generators,
-        num_bytes=None if memory is None else memory.generator_rank_weights + cache,
-    )
-    for role in ("rollout", "sandbox", "buffer", "controller"):
-        yield Placement(host=here, devices="", role=role, processes=sizes.processes[role], num_bytes=None)
+    if generators:
+        cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
+        yield Placement(
+            host=generator_host,
+            devices=_devices(device, first, generators),
+            role="generator rank",
+            processes=generators,
+            num_bytes=None if memory is None else memory.generator_rank_weights + cache,
+        )
+    if teachers := sizes.processes.get("teacher", 0):
+        devices = _devices(device, first + generators, teachers)
+        yield Placement(host=generator_host, devices=devices, role="teacher rank", processes=teachers, num_bytes=None)
+    if evaluators := sizes.processes.get("evaluator", 0):
+        devices = _devices(device, first + generators, evaluators)
+        yield Placement(host=generator_host, devices=devices, role="evaluator rank", processes=evaluators, num_bytes=None)
+    for role in ("rollout", "sandbox", "buffer", "store", "controller"):
+        if role in sizes.processes:
+            yield Placement(host=here, devices="", role=role, processes=sizes.processes[role], num_bytes=None)
 
 
 def _devices(device: DeviceKind, first: int, count: int) -> str:

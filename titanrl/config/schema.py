@@ -1,18 +1,32 @@
 """The root of the configuration, and the rules that involve several sections."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field
 
-from titanrl.config.choices import DeviceName
-from titanrl.config.errors import BrokenRule
-from titanrl.config.operations import CheckpointConfig, EvaluationConfig, HostsConfig, LoggingConfig, TimeoutsConfig
-from titanrl.config.section import FilePath, Section, Steps
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.choices import DeviceName, Program
+from titanrl.config.data import DataConfig
+from titanrl.config.distill import DistillConfig, unused_keys
+from titanrl.config.epoch_rules import broken_by_epochs
+from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.evaluation import (
+    EvaluationConfig,
+    EvaluationSet,
+    broken_by_best,
+    broken_by_evaluation,
+    broken_by_positions,
+    evaluation_sets,
+)
+from titanrl.config.faults import FaultsConfig
+from titanrl.config.host_rules import broken_by_hosts, device_shortage
+from titanrl.config.operations import CheckpointConfig, HostsConfig, LoggingConfig, TimeoutsConfig
+from titanrl.config.registry import LossTraits
+from titanrl.config.replay import ReplayConfig, broken_by_replay
+from titanrl.config.section import FilePath, OrImportPath, Section, Steps
 from titanrl.config.sections import (
-    AlgorithmConfig,
-    DataConfig,
     GeneratorConfig,
     ModelConfig,
     RolloutConfig,
@@ -22,20 +36,23 @@ from titanrl.config.sections import (
     WeightsConfig,
     largest_divisor,
 )
+from titanrl.config.sft import USED, SFTConfig, unused_by_sft
 
 MAX_AT_ONCE = 1_000_000
 """Limit of completions per step, and of buffer slots."""
+MAX_BUFFERED = 10_000_000
+"""Limit of completions in the buffer."""
 
 
 class Config(Section):
     """Configuration of one training run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     """Name of the run; its directory is `<output_dir>/<name>`."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of every random number generator."""
     num_steps: Steps
-    """Number of optimizer steps."""
+    """Number of steps, each on one batch."""
     device: DeviceName = "auto"
     """Device of trainer and generators; `auto` selects the first available one of NPU, CUDA and CPU."""
     max_staleness: Annotated[int, Field(ge=0, le=10_000)] = 0
@@ -50,9 +67,11 @@ class Config(Section):
     warm_start: WarmStartConfig | None = None
     """Supervised training before RL; null skips it."""
     data: DataConfig = DataConfig()
-    """Prompts and scorer."""
+    """Prompts and rewards."""
     rollout: RolloutConfig = RolloutConfig()
     """Groups of completions per prompt."""
+    replay: ReplayConfig = ReplayConfig()
+    """Groups of earlier batches that are trained on again."""
     sandbox: SandboxConfig = SandboxConfig()
     """Scoring processes."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -64,25 +83,44 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     """Weight sync."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Held-out evaluation."""
+    """Evaluation sets."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Deadlines of all waits."""
+    faults: FaultsConfig = FaultsConfig()
+    """Checks for faults, and the reaction to processes that no longer answer."""
     logging: LoggingConfig = LoggingConfig()
     """Console and records."""
+    hooks: Annotated[tuple[Annotated[str, OrImportPath()], ...], Field(strict=False)] = ()
+    """Import paths of hooks: your own actions around steps, evaluations and checkpoints (docs/howto/hooks.md)."""
     hosts: HostsConfig = HostsConfig()
     """Placement on hosts."""
+    sft: SFTConfig | None = None
+    """Supervised fine-tuning; a configuration with this section is for `titanrl sft`."""
+    distill: DistillConfig | None = None
+    """On-policy distillation; a configuration with this section is for `titanrl distill`."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from self._broken_by_size()
         yield from self._broken_by_staleness()
+        yield from self._broken_by_loss()
         yield from self._broken_by_rows()
+        yield from broken_by_epochs(self.trainer, self.algorithm, self.rollout.groups_per_step, self.program)
         yield from self._broken_by_sampling()
         yield from self._broken_by_device()
         yield from self._broken_by_recipe()
         yield from self._broken_by_warm_start()
-        yield from self._broken_by_hosts()
+        yield from self._broken_by_environment()
+        yield from broken_by_hosts(self.hosts, self.trainer.parallelism, self.generator, self.weights)
+        yield from self._broken_by_sft()
+        yield from self._broken_by_distillation()
+        yield from broken_by_evaluation(
+            self.evaluation, self.data, is_sft=self.sft is not None, is_distillation=self.distill is not None
+        )
+        if self.sft is None:
+            updates = self.algorithm.updates_per_publish
+            yield from broken_by_best(self.evaluation.best_metric, self.evaluation_sets, updates)
         if self.device in ("cuda", "npu"):
             yield from self.device_shortage()
 
@@ -94,32 +132,35 @@ class Config(Section):
                 rule=f"a step must not sample more than {MAX_AT_ONCE:,} completions",
                 fix="lower one of them",
             )
-        if self.num_slots > MAX_AT_ONCE:
+        num_buffered = self.num_slots * rollout.num_requests
+        if self.num_slots > MAX_AT_ONCE or num_buffered > MAX_BUFFERED:
             yield BrokenRule(
                 values={
                     "max_staleness": self.max_staleness,
                     "rollout.groups_per_step": rollout.groups_per_step,
                     "algorithm.updates_per_publish": self.algorithm.updates_per_publish,
                 },
-                rule=f"the buffer must not need more than {MAX_AT_ONCE:,} slots, and these values need {self.num_slots:,}",
+                rule=f"the buffer must not need more than {MAX_AT_ONCE:,} slots and {MAX_BUFFERED:,} completions, and these "
+                f"values need {self.num_slots:,} slots with {num_buffered:,} completions",
                 fix="lower max_staleness",
             )
 
     def _broken_by_staleness(self) -> Iterator[BrokenRule]:
-        updates = self.algorithm.updates_per_publish
+        algorithm, updates = self.algorithm, self.algorithm.updates_per_publish
         if self.num_steps % updates:
             yield BrokenRule(
                 values={"num_steps": self.num_steps, "algorithm.updates_per_publish": updates},
                 rule="updates_per_publish must divide num_steps, so that the last version is published",
                 fix=f"set num_steps to {self.num_steps + updates - self.num_steps % updates}",
             )
-        algorithm = self.algorithm
-        if self.max_staleness > 0 and not (algorithm.ratio_starts_at_sampler or algorithm.correction.is_on):
+        is_declared = algorithm.loss_traits.ratio != "undeclared"
+        if self.max_staleness > 0 and is_declared and not (algorithm.ratio_starts_at_sampler or algorithm.correction.is_on):
             yield BrokenRule(
                 values={"max_staleness": self.max_staleness, "algorithm.loss": algorithm.loss},
                 rule="with stale tokens the loss must contain the ratio to the sampling policy, or a correction for it",
                 fix="set algorithm.correction, or algorithm.proximal to sampler with a loss that has a ratio, such as ppo",
             )
+        yield from broken_by_replay(self.replay, algorithm, self.rollout.groups_per_step, self.max_staleness)
         if self.max_staleness == 0 and self.window_groups > 1:
             yield BrokenRule(
                 values={"rollout.window": self.rollout.window, "max_staleness": self.max_staleness},
@@ -127,16 +168,52 @@ class Config(Section):
                 fix="remove rollout.window, or set max_staleness to 1",
             )
 
+    def _broken_by_loss(self) -> Iterator[BrokenRule]:
+        algorithm, weight = self.algorithm, self.algorithm.correction.weight
+        if weight != "none" and algorithm.ratio_starts_at_sampler:
+            yield BrokenRule(
+                values={
+                    "algorithm.correction.weight": weight,
+                    "algorithm.loss": algorithm.loss,
+                    "algorithm.proximal": algorithm.proximal,
+                },
+                rule="this loss already contains the ratio to the sampling policy, so correction weights would apply it twice",
+                fix="set proximal to step_start, or correction.weight to none"
+                if algorithm.loss_traits.ratio == "proximal"
+                else "set correction.weight to none; rejection is still allowed",
+            )
+        if algorithm.knows_loss and algorithm.loss_traits.ratio == "undeclared":
+            involved = dict(self._truncated_sampling)
+            if weight != "none":
+                involved["algorithm.correction.weight"] = weight
+            if self.max_staleness:
+                involved["max_staleness"] = self.max_staleness
+            if self.replay.fraction:
+                involved["replay.fraction"] = self.replay.fraction
+            if involved:
+                yield BrokenRule(
+                    values={"algorithm.loss": algorithm.loss, **involved},
+                    rule="these keys depend on whether the loss contains the ratio to the sampling policy, and it does not say",
+                    fix='decorate the loss with titanrl.policy_loss(ratio=...): "sampler", "proximal" or "none"',
+                )
+
     def _broken_by_rows(self) -> Iterator[BrokenRule]:
         row_tokens, tp = self.trainer.row_tokens, self.trainer.parallelism.tp
-        if self.trainer.overlong == "error" and self.max_sequence_tokens > row_tokens:
+        if self.sft is None and self.trainer.overlong == "error" and self.max_sequence_tokens > row_tokens:
+            environment = self.data.environment
             yield BrokenRule(
                 values={
                     "trainer.row_tokens": row_tokens,
-                    "data.max_prompt_tokens": self.data.max_prompt_tokens,
-                    "rollout.max_new_tokens": self.rollout.max_new_tokens,
+                    **(
+                        {"data.environment.max_conversation_tokens": environment.max_conversation_tokens}
+                        if environment is not None
+                        else {
+                            "data.max_prompt_tokens": self.data.max_prompt_tokens,
+                            "rollout.max_new_tokens": self.rollout.max_new_tokens,
+                        }
+                    ),
                 },
-                rule="a row must hold the longest prompt and completion",
+                rule=f"a row must hold the longest {'prompt and completion' if environment is None else 'conversation'}",
                 fix=f"set trainer.row_tokens to at least {self.max_sequence_tokens}, or trainer.overlong to truncate or skip",
             )
         if row_tokens % tp:
@@ -154,8 +231,7 @@ class Config(Section):
                 rule="group_size must be at least pass_k",
                 fix=f"set algorithm.pass_k to at most {rollout.group_size}",
             )
-        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        cut = {f"rollout.{key}": value for key, value in rollout.model_dump(include=set(off)).items() if value != off[key]}
+        cut = self._truncated_sampling
         if cut and algorithm.compares_with_sampler:
             yield BrokenRule(
                 values={**cut, "algorithm.loss": algorithm.loss},
@@ -219,6 +295,7 @@ class Config(Section):
                 rule="rows and sequences must not be longer than the model's max_positions",
                 fix=f"set model.recipe.max_positions to at least {longest}",
             )
+        yield from broken_by_positions(self.evaluation_sets, recipe.max_positions)
 
     def _broken_by_warm_start(self) -> Iterator[BrokenRule]:
         if self.warm_start is not None and (self.data.source, self.data.task) != ("reasoning_gym", "chain_sum"):
@@ -228,69 +305,76 @@ class Config(Section):
                 fix="remove warm_start, or set data.task to chain_sum",
             )
 
-    def _broken_by_hosts(self) -> Iterator[BrokenRule]:
-        hosts, ranks, replicas = self.hosts, self.trainer.parallelism.world_size, self.generator.replicas
-        if hosts.kind == "slurm" and self.weights.transport == "arena":
+    def _broken_by_environment(self) -> Iterator[BrokenRule]:
+        if self.data.environment is None:
+            return
+        yield from self.data.environment.broken_by_run(
+            is_rl=self.sft is None and self.distill is None,
+            has_warm_start=self.warm_start is not None,
+            # In synchronous training all episodes of a worker are played turn by turn.
+            num_at_once=0
+            if self.max_staleness
+            else -(-self.groups_per_publish // self.rollout.num_workers) * self.rollout.num_requests,
+        )
+
+    def _broken_by_sft(self) -> Iterator[BrokenRule]:
+        if self.sft is None:
+            return
+        if self.distill is not None:
             yield BrokenRule(
-                values={"weights.transport": "arena", "hosts.kind": "slurm"},
-                rule="an arena is shared memory of one host, and slurm starts each mesh on its own",
-                fix="set weights.transport to auto",
+                values={"sft": {"path": str(self.sft.path)}, "distill": self.distill.model_dump(mode="json")},
+                rule="a configuration is for one subcommand",
+                fix="remove one of the sections",
             )
-        if ranks % hosts.trainer_hosts:
+        yield from unused_by_sft({name: getattr(self, name) for name in USED})
+        max_tokens, row_tokens = self.sft.max_example_tokens, self.trainer.row_tokens
+        if max_tokens is not None and max_tokens > row_tokens:
             yield BrokenRule(
-                values={"hosts.trainer_hosts": hosts.trainer_hosts, **self._parallelism_values()},
-                rule=f"trainer_hosts must divide the {ranks} trainer ranks",
-                fix=f"set hosts.trainer_hosts to {largest_divisor(ranks, hosts.trainer_hosts)}",
+                values={"sft.max_example_tokens": max_tokens, "trainer.row_tokens": row_tokens},
+                rule="a row must hold the longest example",
+                fix=f"set trainer.row_tokens to at least {max_tokens}",
             )
-        if replicas % hosts.generator_hosts:
-            yield BrokenRule(
-                values={"hosts.generator_hosts": hosts.generator_hosts, "generator.replicas": replicas},
-                rule="generator_hosts must divide the number of replicas",
-                fix=f"set hosts.generator_hosts to {largest_divisor(replicas, hosts.generator_hosts)}",
-            )
-        if hosts.kind == "local" and (hosts.trainer_hosts, hosts.generator_hosts) != (1, 1):
-            yield BrokenRule(
-                values={
-                    "hosts.kind": hosts.kind,
-                    "hosts.trainer_hosts": hosts.trainer_hosts,
-                    "hosts.generator_hosts": hosts.generator_hosts,
-                },
-                rule="local runs every mesh on this machine, so each mesh has one host",
-                fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm",
-            )
-        if hosts.kind == "slurm" and hosts.share_devices:
-            yield BrokenRule(
-                values={"hosts.share_devices": True, "hosts.kind": hosts.kind},
-                rule="slurm starts trainer and generators on different hosts, which cannot share devices",
-                fix="remove hosts.share_devices",
-            )
+
+    def _broken_by_distillation(self) -> Iterator[BrokenRule]:
+        if self.distill is None:
+            return
+        yield from unused_keys({"rollout": self.rollout, "replay": self.replay, "algorithm": self.algorithm})
+        exact = {"rollout.temperature": (self.rollout.temperature, 1.0), "max_staleness": (self.max_staleness, 0)}
+        for key, (value, needed) in exact.items():
+            if value != needed:
+                yield BrokenRule(
+                    values={key: value},
+                    rule="distillation compares on-policy samples with the teacher's log-probabilities at temperature 1",
+                    fix=f"set {key} to {needed:g}",
+                )
+
+    @property
+    def _truncated_sampling(self) -> dict[str, object]:
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        values = self.rollout.model_dump(include=set(off))
+        return {f"rollout.{key}": value for key, value in values.items() if value != off[key]}
 
     def device_shortage(self) -> Iterator[BrokenRule]:
         """Yield the rule broken by a host with too few accelerators; meaningless on CPU."""
-        hosts, ranks, generators = self.hosts, self.trainer.parallelism.world_size, self.generator.num_ranks
-        advice = "lower the degrees or the replicas"
-        if hosts.kind == "slurm":
-            needed = max(ranks // hosts.trainer_hosts, generators // hosts.generator_hosts)
-        elif hosts.share_devices:
-            needed = max(ranks, generators)
-        else:  # emulated hosts (`process`) are one machine too, and see the same accelerators
-            needed = ranks + generators
-            advice += ", or let them share with hosts.share_devices: true"
-        if needed > hosts.devices_per_host:
-            yield BrokenRule(
-                values={
-                    "hosts.devices_per_host": hosts.devices_per_host,
-                    **self._parallelism_values(),
-                    "generator.replicas": self.generator.replicas,
-                    **({"generator.tp": self.generator.tp} if self.generator.tp > 1 else {}),
-                },
-                rule=f"a host must have one accelerator per trainer rank and generator rank on it, which is {needed}",
-                fix=f"set hosts.devices_per_host to {needed} if the host has as many, or {advice}",
-            )
+        num_teachers = 0 if self.distill is None else self.distill.teacher.tp
+        ranks = (self.num_generator_ranks, num_teachers, self.num_evaluator_ranks)
+        yield from device_shortage(self.hosts, self.trainer.parallelism, self.generator, *ranks)
 
-    def _parallelism_values(self) -> dict[str, int]:
-        degrees = self.trainer.parallelism.model_dump(include={"dp_replicate", "dp_shard", "tp"})
-        return {f"trainer.parallelism.{axis}": degree for axis, degree in degrees.items() if degree > 1}
+    def with_loss_traits(self, traits: LossTraits) -> Self:
+        """Return a copy that has the declared traits of a loss of the user.
+
+        Raises:
+            BrokenRules: The traits contradict other keys.
+        """
+        config = self.model_copy(update={"algorithm": self.algorithm.with_loss_traits(traits)})
+        if broken := tuple(config._broken_rules()):
+            raise BrokenRules(*broken)
+        return config
+
+    @property
+    def program(self) -> Program:
+        """Subcommand of `titanrl` that runs this configuration."""
+        return "sft" if self.sft is not None else "train" if self.distill is None else "distill"
 
     @property
     def tensor_parallel_degrees(self) -> dict[str, int]:
@@ -298,9 +382,35 @@ class Config(Section):
         return {"trainer.parallelism.tp": self.trainer.parallelism.tp, "generator.tp": self.generator.tp}
 
     @property
+    def num_generator_ranks(self) -> int:
+        """Number of generator processes over all replicas; a fine-tuning has none."""
+        return self.generator.num_ranks if self.sft is None else 0
+
+    @property
+    def num_evaluator_ranks(self) -> int:
+        """Number of processes of the generator that evaluates in the background; 0 if there is none."""
+        is_asynchronous = self.max_staleness > 0 and self.program == "train"
+        is_between = any(0 < subset.every_steps < self.num_steps for subset in self.evaluation_sets.values())
+        return self.generator.tp if is_asynchronous and is_between and self.evaluation.background else 0
+
+    @property
     def max_sequence_tokens(self) -> int:
-        """Length of the longest prompt plus the longest completion."""
+        """Length of the longest prompt plus the longest completion, of the longest conversation, or of the longest example."""
+        if self.sft is not None:
+            return self.sft.max_example_tokens or self.trainer.row_tokens
+        if self.data.environment is not None:
+            return self.data.environment.max_conversation_tokens or self.trainer.row_tokens
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def evaluation_sets(self) -> Mapping[str, EvaluationSet]:
+        """Evaluation sets by name, the default set first."""
+        return evaluation_sets(self.evaluation, self.data, self.rollout.max_new_tokens)
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """Length of the longest prompt plus completion of training and of evaluations."""
+        return max(self.max_sequence_tokens, *(subset.max_tokens for subset in self.evaluation_sets.values()), 0)
 
     @property
     def trains_on_equal_rewards(self) -> bool:

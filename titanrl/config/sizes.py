@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
-from titanrl.config.shapes import DTYPE_BYTES, ModelShape, model_shape
+from titanrl.config.shapes import DTYPE_BYTES, ModelShape
 
 DEVICE_BYTES = 80_000_000_000
 """Assumed memory of an accelerator that this machine does not have."""
@@ -25,6 +25,8 @@ class TrainerMemory:
     """Sharded gradients, in the same type; with LoRA only those of the adapters."""
     optimizer: int
     """The two moments of AdamW, sharded like the gradients."""
+    average: int
+    """Moving average of the trainable parameters in float32, sharded like them; 0 without `algorithm.ema_decay`."""
     gathered: int
     """Parameters gathered by FSDP at a time: two layers, embedding and output layer, in `trainer.compute_dtype`."""
     activations: int
@@ -33,7 +35,7 @@ class TrainerMemory:
     @property
     def state(self) -> int:
         """Bytes that are allocated permanently."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.average
 
     @property
     def total(self) -> int:
@@ -64,7 +66,7 @@ class Sizes:
     processes: Mapping[str, int]
     """Number of processes by role."""
     sequences_per_step: int
-    """Number of completions per optimizer step."""
+    """Number of completions, or of examples, per optimizer step."""
     max_tokens_per_step: int
     """Number of tokens per optimizer step if all sequences have maximum length."""
     buffer_slots: int
@@ -81,25 +83,20 @@ class Sizes:
     """Remarks on values that are allowed but often unintended."""
 
 
-def derive(config: Config, *, device_bytes: int = DEVICE_BYTES) -> Sizes:
-    """Return the sizes of a run; reads only the model's config.json.
+def derive(config: Config, shape: ModelShape | None, *, device_bytes: int = DEVICE_BYTES) -> Sizes:
+    """Return the sizes of a run.
 
     Args:
         config: Configuration.
+        shape: Sizes of the policy; None if they are unknown.
         device_bytes: Memory of one accelerator.
     """
-    shape = model_shape(config)
     memory = None if shape is None else _memory(config, shape)
     sequences = config.rollout.groups_per_step * config.rollout.group_size
+    if config.sft is not None:
+        sequences = config.sft.batch_size
     return Sizes(
-        processes={
-            "controller": 1,
-            "trainer": config.trainer.parallelism.world_size,
-            "generator": config.generator.num_ranks,
-            "rollout": config.rollout.num_workers,
-            "buffer": 1,
-            "sandbox": config.rollout.num_workers * config.sandbox.num_processes,
-        },
+        processes=_processes(config),
         sequences_per_step=sequences,
         max_tokens_per_step=sequences * config.max_sequence_tokens,
         buffer_slots=config.num_slots,
@@ -109,6 +106,20 @@ def derive(config: Config, *, device_bytes: int = DEVICE_BYTES) -> Sizes:
         misfits=tuple(_misfits(config, memory, device_bytes)),
         notes=tuple(notes(config)),
     )
+
+
+def _processes(config: Config) -> dict[str, int]:
+    """Return the number of processes by role."""
+    processes = {"controller": 1, "trainer": config.trainer.parallelism.world_size}
+    if config.sft is not None:
+        return processes | {"store": 1}
+    processes["generator"] = config.num_generator_ranks
+    if config.distill is not None:
+        return processes | {"teacher": config.distill.teacher.tp, "sandbox": config.sandbox.num_processes, "store": 1}
+    workers = config.rollout.num_workers
+    if config.num_evaluator_ranks:
+        processes["evaluator"] = config.num_evaluator_ranks
+    return processes | {"rollout": workers, "buffer": 1, "sandbox": workers * config.sandbox.num_processes}
 
 
 def notes(config: Config) -> Iterator[str]:
@@ -156,6 +167,7 @@ def _trainer_memory(config: Config, shape: ModelShape) -> TrainerMemory:
         parameters=int(held * share),
         gradients=int(trained * share),
         optimizer=int(2 * trained * share),
+        average=0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.dp_shard * plan.tp),
         gathered=gathered,
         activations=_activations(config, shape),
     )
@@ -187,7 +199,7 @@ def _misfits(config: Config, memory: Memory | None, device_bytes: int) -> Iterat
 
 def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
     configured, available = config.generator.kv_cache_bytes, host_bytes()
-    if memory.kv_cache > configured:
+    if config.num_generator_ranks and memory.kv_cache > configured:
         yield BrokenRule(
             values={"generator.kv_cache_bytes": configured, "generator.max_num_seqs": config.generator.max_num_seqs},
             rule=f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, or some wait",
@@ -195,16 +207,21 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
         )
     needed = cpu_bytes(config, memory, memory.trainer.total)
     if config.hosts.kind != "slurm" and needed > available:
+        has_generators = config.num_generator_ranks > 0
+        replicas = {"generator.replicas": config.generator.replicas} if has_generators else {}
+        roles, fewer = ("trainer and generators need", "fewer replicas, ") if has_generators else ("the trainer needs", "")
         yield BrokenRule(
-            values={**model_values(config), "generator.replicas": config.generator.replicas},
-            rule=f"trainer and generators need about {gigabytes(needed)}, and this machine has {gigabytes(available)}",
-            fix="use a smaller model, fewer replicas, or trainer.dtype=bfloat16",
+            values={**model_values(config), **replicas},
+            rule=f"{roles} about {gigabytes(needed)}, and this machine has {gigabytes(available)}",
+            fix=f"use a smaller model, {fewer}or trainer.dtype=bfloat16",
         )
 
 
 def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
     """Return the memory of trainer, published weights and generators on one machine without accelerators."""
     generator = config.generator
+    if not config.num_generator_ranks:
+        return config.trainer.parallelism.world_size * trainer_rank_bytes
     published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
     generators = generator.num_ranks * memory.generator_rank_weights + generator.replicas * generator.kv_cache_bytes
     return config.trainer.parallelism.world_size * trainer_rank_bytes + published + generators
@@ -216,7 +233,8 @@ def host_bytes() -> int:
 
 
 def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> Iterator[BrokenRule]:
-    shares = config.hosts.share_devices
+    has_generators = config.num_generator_ranks > 0
+    shares = config.hosts.share_devices and has_generators
     if shares and "gpu_memory_utilization" not in config.generator.vllm:
         yield BrokenRule(
             values={"hosts.share_devices": True, "generator.vllm": config.generator.vllm},
@@ -225,10 +243,9 @@ def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> I
         )
     shard = {"trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard}
     tp = {"generator.tp": config.generator.tp}
-    needs = {
-        "trainer rank": (memory.trainer.total, shard, "trainer.parallelism.dp_shard or tp"),
-        "generator rank": (memory.generator_rank_weights, tp, "generator.tp"),
-    }
+    needs = {"trainer rank": (memory.trainer.total, shard, "trainer.parallelism.dp_shard or tp")}
+    if has_generators:
+        needs["generator rank"] = (memory.generator_rank_weights, tp, "generator.tp")
     if shares:
         total = memory.trainer.total + memory.generator_rank_weights
         needs = {"trainer rank with its generator rank": (total, shard | tp, "trainer.parallelism.dp_shard or generator.tp")}

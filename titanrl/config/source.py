@@ -1,5 +1,6 @@
 """The source of a configuration: a YAML file merged with overrides, and the place where each value was written."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,13 @@ from typing import Any
 import yaml
 
 from titanrl.config.errors import ConfigError, inline, message
+from titanrl.config.shipped import config_file
 from titanrl.config.strict_yaml import explain_yaml_error, line_of, parse
+
+MAX_FILE_BYTES = 1_000_000
+"""Limit of a configuration file. Reading more would take long."""
+MAX_DEPTH = 50
+"""Limit of the names in the path of a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +67,13 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     """Read a configuration file and parse the overrides.
 
     Args:
-        path: YAML file, relative to the current directory.
+        path: YAML file, relative to the current directory, or the name of a shipped configuration.
         overrides: Overrides as `key.path=value`; later ones win.
 
     Raises:
         ConfigError: The file does not exist or is not a strict YAML mapping, or an override is malformed.
     """
-    path = Path(path)
+    path = config_file(path)
     values, node = _read_mapping(path)
     parsed = [_parse_override(text) for text in overrides]
     broken = [override for override in parsed if isinstance(override, str)]
@@ -79,13 +86,15 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
 
 
 def _read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node]:
-    if not path.is_file():
-        found = "is a directory" if path.is_dir() else "does not exist"
+    if not os.path.isfile(path):  # unlike Path.is_file, it does not raise for a name that is too long
+        found = "is a directory" if os.path.isdir(path) else "does not exist"
         rule = f"must be a YAML file, but it {found} (current directory: {Path.cwd()})"
-        raise ConfigError(
-            message(str(path), "configuration file", rule, "give the path of a file, such as configs/quickstart.yaml")
-        )
+        fix = "give the path of a file, such as configs/quickstart.yaml, or a name that `titanrl configs` lists"
+        raise ConfigError(message(str(path), "configuration file", rule, fix))
     try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            rule = f"must not have more than {MAX_FILE_BYTES:,} bytes, but has {size:,}"
+            raise ConfigError(message(str(path), "configuration file", rule, "give the configuration, not its data"))
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -106,7 +115,7 @@ def _parse_override(text: str) -> Override | str:
     """Parse an override, or return an error message."""
     key, equals, value = text.partition("=")
     path = tuple(key.split("."))
-    if not equals or not all(path):
+    if not equals or not all(path) or len(path) > MAX_DEPTH:
         rule = "must be key.path=value, with a name between the dots"
         return message(f"override {text}", inline(text), rule, "write it like rollout.group_size=16")
     try:

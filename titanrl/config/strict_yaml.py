@@ -32,11 +32,23 @@ for _tag, _pattern, _first in (
     _Scalars.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
+_MAX_NESTING = 50
+"""Maximum nesting of a document; Python's own limit of recursion is a few hundred levels."""
+_MAX_DIGITS = 100
+"""Maximum length of an integer. Python refuses to convert more than 4,300 digits."""
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that escapes can write, but neither paths nor UTF-8 can hold."""
+
+
 class _Loader(_Scalars, yaml.SafeLoader):
-    """A loader that rejects duplicate keys, tags, anchors and aliases."""
+    """A loader that rejects duplicate keys, tags, anchors and aliases, and values that cannot be converted."""
+
+    _nesting = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if self._nesting == _MAX_NESTING:
+            raise _refusal(event, f"the value is nested deeper than {_MAX_NESTING} levels", "flatten it")
         if isinstance(event, AliasEvent):
             raise _refusal(event, "aliases are not supported", "write the value out")
         if isinstance(event, ScalarEvent | CollectionStartEvent):
@@ -44,7 +56,18 @@ class _Loader(_Scalars, yaml.SafeLoader):
                 raise _refusal(event, "anchors are not supported", "write the value out in each place")
             if event.tag is not None:
                 raise _refusal(event, f"the tag {event.tag} is not supported", "remove it")
-        return super().compose_node(parent, index)
+        self._nesting += 1
+        node = super().compose_node(parent, index)
+        self._nesting -= 1
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if unusable := _UNUSABLE.search(node.value):
+            raise _refusal(node, f"the character U+{ord(unusable[0]):04X} is not supported", "remove it")
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MAX_DIGITS:
+            raise _refusal(node, f"an integer has more than {_MAX_DIGITS} digits", "write a smaller number, or quotes for text")
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

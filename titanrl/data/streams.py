@@ -4,40 +4,43 @@ A stream has no position: `stream[i]` depends only on the seed and `i`, so a res
 of its text assigns each question to the training or the held-out split, so the splits cannot share a question.
 """
 
+import dataclasses
 import difflib
-import json
 import math
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count, islice
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.sections import DataConfig
-from titanrl.data.tokenizer import Tokenizer
+from titanrl.config.evaluation import Split
+from titanrl.data.messages import Message
+from titanrl.data.own_prompts import read_own_prompts
+from titanrl.data.rows import read_rows
+from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
+from titanrl.plugins import Plugin, Plugins
 from titanrl.types import IntArray, Prompt
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
-Entry = dict[str, Any]
-"""Argument of a scorer: `question`, `answer` and `metadata`."""
-Encode = Callable[[str], list[int]]
-"""Function from a question to token ids."""
+Entry = Mapping[str, Any]
+"""Argument of a reward: `question`, `answer` and `metadata`."""
+Encode = Callable[[str | Sequence[Message]], list[int]]
+"""Function from a question, or from a conversation that ends with one, to token ids."""
 
 _EXPECTED_TRIES = 100
 """Number of candidates of the right split, on average, before a search fails."""
 _HELDOUT_BLOCK = 1000
 """Number of items per reasoning-gym dataset that is searched for held-out questions."""
-_MAX_NESTING = 100
-"""Maximum nesting of a JSONL line. Entries are pickled, which fails for values a few hundred levels deep."""
 _WRONG_PART = "in the other split"
 _TOO_LONG = "longer than data.max_prompt_tokens"
 _SEEN = "duplicates"
@@ -72,14 +75,18 @@ class PromptStream:
         if index < 0:
             raise IndexError(f"prompt {index}: indices start at 0")
         epoch, place = divmod(index, self.num_prompts)
-        order_N = _epoch_order(self._seed, epoch, self.num_prompts)
+        order_N = epoch_order(self._seed, epoch, self.num_prompts)
         return replace(self._source.training_prompt(int(order_N[place])), index=index)
 
-    def heldout(self, num: int, *, limit_s: float = math.inf) -> list[Prompt]:
-        """Return the first `num` held-out prompts, all distinct and the same for every seed.
+    def heldout(
+        self, num: int, *, split: Split = "heldout", key: str = "evaluation", limit_s: float = math.inf
+    ) -> list[Prompt]:
+        """Return the first `num` prompts for an evaluation, all distinct and the same for every seed.
 
         Args:
             num: Number of prompts.
+            split: `heldout` for held-out prompts, `all` for any.
+            key: Configuration section of the evaluation set, for error messages.
             limit_s: Return fewer prompts after this many seconds.
 
         Raises:
@@ -87,39 +94,79 @@ class PromptStream:
         """
         started = time.monotonic()
         prompts: list[Prompt] = []
-        for prompt in islice(self._source.heldout_prompts(), num):
+        for prompt in islice(self._source.evaluation_prompts(split), num):
             prompts.append(replace(prompt, index=len(prompts)))
             if time.monotonic() - started > limit_s:
                 return prompts
         if len(prompts) < num:
+            if split == "all":
+                rule = f"the source has {len(prompts)} prompts"
+                raise _broken({f"{key}.num_prompts": num}, rule, f"lower {key}.num_prompts")
             raise _broken(
-                {"evaluation.num_prompts": num, "data.heldout_fraction": self._heldout_fraction},
-                f"the file has {len(prompts)} held-out prompts",
-                "lower evaluation.num_prompts, or raise data.heldout_fraction",
+                {f"{key}.num_prompts": num, "data.heldout_fraction": self._heldout_fraction},
+                f"the source has {len(prompts)} held-out prompts",
+                f"lower {key}.num_prompts, or raise data.heldout_fraction",
             )
         return prompts
 
 
-def make_stream(config: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptStream:
+def make_stream(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    seed: int,
+    plugins: Plugins = MappingProxyType({}),
+    *,
+    is_trained_on: bool = True,
+) -> PromptStream:
     """Open the prompts that `config` names, and tokenize them as `config` says.
 
+    Args:
+        config: Source and split of the prompts.
+        tokenizer: Tokenizer of the policy.
+        seed: Seed of the run.
+        plugins: The user's objects; `data.source` is a prompt source.
+        is_trained_on: False if only evaluations use the prompts, so that none of them must be for training.
+
     Raises:
-        ValueError: The task, one of its options, or the file cannot be used.
+        ValueError: The task, one of its options, the file or the user's source cannot be used.
     """
-    return open_stream(config, make_encoder(config, tokenizer), seed)
+    return open_stream(config, make_encoder(config, tokenizer), seed, plugins, is_trained_on=is_trained_on)
 
 
-def open_stream(config: DataConfig, encode: Encode, seed: int) -> PromptStream:
+def open_stream(
+    config: DataConfig,
+    encode: Encode,
+    seed: int,
+    plugins: Plugins = MappingProxyType({}),
+    *,
+    is_trained_on: bool = True,
+) -> PromptStream:
     """Open the prompts that `config` names.
 
     The items of reasoning-gym's word_ladder depend on the environment variable PYTHONHASHSEED; set it where streams must agree.
 
+    Args:
+        config: Source and split of the prompts.
+        encode: Tokenizes a question.
+        seed: Seed of the run.
+        plugins: The user's objects; `data.source` is a prompt source.
+        is_trained_on: False if only evaluations use the prompts, so that none of them must be for training.
+
     Raises:
-        ValueError: The task, one of its options, or the file cannot be used.
+        ValueError: The task, one of its options, the file or the user's source cannot be used.
     """
     selector = _Selector(config, encode)
-    source = _GymSource(config, selector, seed) if config.source == "reasoning_gym" else _JsonlSource(config, selector)
-    source.training_prompt(0)  # fail now, not during a step, if the task does not fit the tokenizer or the limits
+    source: _Source
+    if config.source == "reasoning_gym":
+        source = _GymSource(config, selector, seed)
+    elif config.path is not None:
+        source = _ListSource(config, selector, read_rows(config), {"data.path": str(config.path)})
+    else:
+        plugin = plugins.get("data.source") or Plugin(key="data.source", name=config.source)
+        entries = read_own_prompts(plugin, seed, config.options, needs_answer=config.compares_with_answer)
+        source = _ListSource(config, selector, entries, {"data.source": plugin.name})
+    if is_trained_on:
+        source.training_prompt(0)  # fail now, not during a step, if the task does not fit the tokenizer or the limits
     return PromptStream(source, seed, config.heldout_fraction)
 
 
@@ -145,6 +192,10 @@ def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: in
         if reserved in task_config:
             values = {f"data.task_config.{reserved}": task_config[reserved]}
             raise _broken(values, "the run sets this option", f"remove it, and set {key}")
+    for field in dataclasses.fields(DATASETS[task][1]):
+        if isinstance(task_config.get(field.name), bool) and field.type in (int, float, str, "int", "float", "str"):
+            value, kind = task_config[field.name], str(getattr(field.type, "__name__", field.type))
+            raise _broken({f"data.task_config.{field.name}": value}, f"the task takes {kind}", "write a value of this type")
     try:
         options = dict(task_config)
         if task == "composite":
@@ -164,8 +215,9 @@ def is_heldout(question: str, fraction: float) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _epoch_order(seed: int, epoch: int, num_prompts: int) -> IntArray:
-    return np.random.default_rng((seed, epoch)).permutation(num_prompts)
+def epoch_order(seed: int, epoch: int, num_items: int) -> IntArray:
+    """Return the order of the items in an epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(num_items)
 
 
 def _broken(values: dict[str, Any], rule: str, fix: str) -> BrokenRules:
@@ -179,7 +231,7 @@ class _Source(Protocol):
 
     def training_prompt(self, item: int) -> Prompt: ...
 
-    def heldout_prompts(self) -> Iterator[Prompt]: ...
+    def evaluation_prompts(self, split: Split) -> Iterator[Prompt]: ...
 
 
 class _Selector:
@@ -191,17 +243,20 @@ class _Selector:
 
     def prompt(self, entry: Entry) -> Prompt | None:
         """Return the prompt of an entry; None if it is too long."""
-        token_ids = tuple(self.encode(entry["question"]))
+        if len(entry["question"]) > self.config.max_prompt_tokens * MAX_TOKEN_CHARS:
+            return None  # tokenizing it could take more memory than the machine has
+        token_ids = tuple(self.encode(entry.get("messages", entry["question"])))
         if len(token_ids) > self.config.max_prompt_tokens:
             return None
         return Prompt(index=0, task=self.config.task, text=entry["question"], token_ids=token_ids, entry=entry)
 
-    def first_usable(self, candidates: Iterable[Entry], *, heldout: bool, seen: Collection[str] = ()) -> Prompt:
-        """Return the first candidate of one split that is short enough and whose question is not in `seen`."""
-        share = self.config.heldout_fraction if heldout else 1.0 - self.config.heldout_fraction
+    def first_usable(self, candidates: Iterable[Entry], *, heldout: bool | None, seen: Collection[str] = ()) -> Prompt:
+        """Return the first candidate of one split that is short enough and whose question is not in `seen`; None is either."""
+        fraction = self.config.heldout_fraction
+        share = 1.0 if heldout is None else fraction if heldout else 1.0 - fraction
         misses: Counter[str] = Counter()
         for entry in islice(candidates, math.ceil(_EXPECTED_TRIES / share)):
-            if is_heldout(entry["question"], self.config.heldout_fraction) != heldout:
+            if heldout is not None and is_heldout(entry["question"], fraction) != heldout:
                 misses[_WRONG_PART] += 1
             elif entry["question"] in seen:
                 misses[_SEEN] += 1
@@ -212,8 +267,8 @@ class _Selector:
         # Candidates of the other split are the reason only if there were no others.
         reason = max(misses, key=lambda key: (key != _WRONG_PART, misses[key]))
         counts = ", ".join(f"{number} {why}" for why, number in misses.items())
-        split = "held-out" if heldout else "training"
-        rule = f"the task must have a usable {split} prompt, but none of {misses.total()} candidates is ({counts})"
+        split = "" if heldout is None else "held-out " if heldout else "training "
+        rule = f"the task must have a usable {split}prompt, but none of {misses.total()} candidates is ({counts})"
         raise _broken({"data.task": self.config.task}, rule, _FIXES[reason])
 
 
@@ -235,11 +290,11 @@ class _GymSource:
     def training_prompt(self, item: int) -> Prompt:
         return self._selector.first_usable((self._dataset(attempt)[item] for attempt in count()), heldout=False)
 
-    def heldout_prompts(self) -> Iterator[Prompt]:
+    def evaluation_prompts(self, split: Split) -> Iterator[Prompt]:
         candidates = self._heldout_candidates()
         seen: set[str] = set()
         while True:
-            prompt = self._selector.first_usable(candidates, heldout=True, seen=seen)
+            prompt = self._selector.first_usable(candidates, heldout=True if split == "heldout" else None, seen=seen)
             seen.add(prompt.text)
             yield prompt
 
@@ -260,102 +315,64 @@ class _GymSource:
         return make_gym_dataset(self._config.task, self._config.task_config, seed, size)
 
 
-class _JsonlSource:
-    """A JSONL file of questions, read as a whole. Of equal questions only the first is kept."""
+class _ListSource:
+    """A list of questions. Of equal questions only the first is kept."""
 
-    def __init__(self, config: DataConfig, selector: _Selector) -> None:
-        assert config.path is not None
+    def __init__(self, config: DataConfig, selector: _Selector, listed: Iterable[Entry], values: dict[str, Any]) -> None:
         entries: dict[str, Entry] = {}
-        for entry in _read_jsonl(config.path):
+        for entry in listed:
             entries.setdefault(entry["question"], entry)
         prompts = [prompt for entry in entries.values() if (prompt := selector.prompt(entry)) is not None]
         self._heldout = [prompt for prompt in prompts if is_heldout(prompt.text, config.heldout_fraction)]
         self._training = [prompt for prompt in prompts if not is_heldout(prompt.text, config.heldout_fraction)]
+        self._all = prompts
         self.num_prompts = len(self._training)
-        if not self._training:
-            counts = f"{len(self._heldout)} held out, {len(entries) - len(prompts)} {_TOO_LONG}"
-            rule = f"the file must have a training prompt, but none of its {len(entries)} questions is one ({counts})"
-            raise _broken({"data.path": str(config.path)}, rule, "add questions, or raise data.max_prompt_tokens")
+        counts = f"{len(self._heldout)} held out, {len(entries) - len(prompts)} {_TOO_LONG}"
+        self._no_training = _broken(
+            values,
+            f"the source must have a training prompt, but none of its {len(entries)} questions is one ({counts})",
+            "add questions, or raise data.max_prompt_tokens",
+        )
 
     def training_prompt(self, item: int) -> Prompt:
+        if not self._training:
+            raise self._no_training
         return self._training[item]
 
-    def heldout_prompts(self) -> Iterator[Prompt]:
-        return iter(self._heldout)
+    def evaluation_prompts(self, split: Split) -> Iterator[Prompt]:
+        return iter(self._heldout if split == "heldout" else self._all)
 
 
 def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
-    """Return the function that tokenizes a question, as the user message of a chat or unchanged.
+    """Return the function that tokenizes a question, as the user message of a chat or unchanged, and conversations.
 
     Raises:
         ValueError: A system prompt is set, but no chat template applies.
     """
-    if config.chat_template == "never" or not tokenizer.chat_template:
-        if config.system_prompt is not None:
-            why = "data.chat_template is never" if tokenizer.chat_template else "the tokenizer has no chat template"
-            fix = "remove it, or put its text into the questions"
-            raise _broken({"data.system_prompt": config.system_prompt}, f"requires a chat template, but {why}", fix)
-        return tokenizer.encode
-    system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
-    return lambda question: tokenizer.render_chat([*system, {"role": "user", "content": question}])
+    if uses_chat_template(config, tokenizer):
+        system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
+        return lambda asked: tokenizer.render_chat(
+            [*system, {"role": "user", "content": asked}] if isinstance(asked, str) else _opened(system, asked)
+        )
+    why = "data.chat_template is never" if tokenizer.chat_template else "the tokenizer has no chat template"
+    if config.system_prompt is not None:
+        fix = "remove it, or put its text into the questions"
+        raise _broken({"data.system_prompt": config.system_prompt}, f"requires a chat template, but {why}", fix)
+
+    def encode(asked: str | Sequence[Message]) -> list[int]:
+        if not isinstance(asked, str):
+            fix = "write prompt instead of messages, or use a model with a chat template"
+            raise _broken({"data.path": str(config.path)}, f"conversations require a chat template, but {why}", fix)
+        return tokenizer.encode(asked)
+
+    return encode
 
 
-def _read_jsonl(path: Path) -> list[Entry]:
-    if not path.is_file():
-        raise _broken({"data.path": str(path)}, "no such file", "correct the path; it is relative to the current directory")
-    try:
-        with path.open("rb") as file:
-            return [_read_line(path, number, line) for number, line in enumerate(file, start=1) if line.strip()]
-    except OSError as error:
-        raise _broken({"data.path": str(path)}, f"must be readable: {error.strerror}", "change its permissions") from None
+def uses_chat_template(config: DataConfig, tokenizer: Tokenizer) -> bool:
+    """Return True if questions become messages of a chat."""
+    return config.chat_template == "auto" and tokenizer.chat_template
 
 
-def _read_line(path: Path, number: int, line: bytes) -> Entry:
-    try:
-        return _parse_line(line)
-    except _BadLine as error:
-        raise _broken({"data.path": str(path)}, f"{path}:{number}: {error.problem}", error.fix) from error
-
-
-class _BadLine(Exception):
-    """Raised for a line that is not an entry."""
-
-    def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(problem, fix)
-        self.problem = problem
-        self.fix = fix
-
-
-def _parse_line(line: bytes) -> Entry:
-    """Parse one line as an entry; keys other than `prompt` and `answer` become its metadata."""
-    nesting = _BadLine(f"must not be nested deeper than {_MAX_NESTING} levels", "flatten the line")
-    try:
-        content = json.loads(line)
-    except RecursionError:
-        raise nesting from None
-    except ValueError as error:
-        raise _BadLine(f"must be JSON, but is not ({error})", "write one object per line") from error
-    if not isinstance(content, dict):
-        raise _BadLine(f"must be an object with prompt and answer, got {type(content).__name__}", "write one object per line")
-    if _is_nested(content, _MAX_NESTING):
-        raise nesting
-    try:
-        json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        found = f"U+{ord(error.object[error.start]):04X}"
-        raise _BadLine(f"must be Unicode text, but has the lone surrogate {found}", "remove or replace it") from None
-    for key in ("prompt", "answer"):
-        if key not in content:
-            raise _BadLine(f"{key} is missing", "give every line the keys prompt and answer")
-        if not isinstance(content[key], str):
-            raise _BadLine(f"{key} must be a string, got {json.dumps(content[key])}", "put it in quotes")
-        if not content[key].strip():
-            raise _BadLine(f"{key} is empty", "fill it in, or delete the line")
-    metadata = {key: value for key, value in content.items() if key not in ("prompt", "answer")}
-    return {"question": content["prompt"], "answer": content["answer"], "metadata": metadata}
-
-
-def _is_nested(value: Any, levels: int) -> bool:
-    """Return True if a JSON value is nested deeper than `levels`."""
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_is_nested(child, levels - 1) for child in children)
+def _opened(system: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
+    """Return a conversation after the system message, unless it has its own."""
+    return messages if messages[0]["role"] == "system" else [*system, *messages]

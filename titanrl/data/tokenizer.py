@@ -8,6 +8,9 @@ from typing import Any
 
 import tokenizers
 
+MAX_TOKEN_CHARS = 512
+"""Length that no token reaches; the longest ones of known vocabularies have 256 characters."""
+
 
 class Tokenizer:
     """A tokenizer and the token ids that end a completion. Created by `load_tokenizer`."""
@@ -18,7 +21,8 @@ class Tokenizer:
         Raises:
             ValueError: No file names an end-of-sequence token.
         """
-        self._path = path
+        self.path = path
+        """Hugging Face directory of the tokenizer."""
         self._backend = backend
         config = _read_json(path / "tokenizer_config.json")
         self._unk_id = self._id_of(config.get("unk_token"))
@@ -26,6 +30,12 @@ class Tokenizer:
         """Token ids that end a completion; the first one is appended to demonstrations."""
         self.chat_template: bool = "chat_template" in config or (path / "chat_template.jinja").is_file()
         """True if the directory contains a chat template."""
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Id of each token."""
+        ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return ids
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens.
@@ -36,7 +46,7 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         if self._unk_id is not None and self._unk_id in ids:
             raise ValueError(
-                f"{self._path}: the tokenizer has no token for some characters (got {text[:200]!r}). "
+                f"{self.path}: the tokenizer has no token for some characters (got {text[:200]!r}). "
                 "Use a model whose tokenizer covers the text of the task, or another task."
             )
         return ids
@@ -53,29 +63,51 @@ class Tokenizer:
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation in the model's chat template, up to the start of the assistant's reply."""
-        text: str = self._template_renderer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        return self.encode(text)
+        return self.encode(self.chat_text(messages, reply_follows=True))
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, reply_follows: bool) -> str:
+        """Return the text of a conversation in the model's chat template; `reply_follows` adds the start of a reply.
+
+        Raises:
+            ValueError: The template rejects the conversation.
+        """
+        import jinja2
+
+        try:
+            text: str = self._template_renderer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=reply_follows
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template rejects the conversation: {error}") from error
+        return text
+
+    def is_special(self, token_id: int) -> bool:
+        """Return True if a token is a special one, such as the end of a turn."""
+        return token_id in self._special_ids
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def _template_renderer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
 
     def _find_eos_ids(self, tokenizer_config: Mapping[str, Any]) -> tuple[int, ...]:
         found: dict[int, None] = {}
         for file in ("generation_config.json", "config.json"):
-            ids = _read_json(self._path / file).get("eos_token_id")
+            ids = _read_json(self.path / file).get("eos_token_id")
             found.update(dict.fromkeys([] if ids is None else [ids] if isinstance(ids, int) else ids))
         eos_id = self._id_of(tokenizer_config.get("eos_token"))
         found.update({} if eos_id is None else {eos_id: None})
         if not found:
             raise ValueError(
-                f"{self._path}: no end-of-sequence token. Set eos_token_id in generation_config.json or config.json, "
+                f"{self.path}: no end-of-sequence token. Set eos_token_id in generation_config.json or config.json, "
                 "or eos_token in tokenizer_config.json."
             )
         return tuple(found)

@@ -1,24 +1,28 @@
-"""Generator actor: one rank of a vLLM engine whose weights are pulled from the trainer."""
+"""Generator actor: one rank of a vLLM engine whose weights are pulled from the trainer.
+
+Importing this module does not import torch, because a process that only calls generators, such as a rollout worker, does not
+need it.
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
+from titanrl.actors import Actor, StoppedError, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
-from titanrl.generator import native
+from titanrl.gathering import Gathering
 from titanrl.generator.loop import EngineLoop
 from titanrl.loading import loading
-from titanrl.models.hf_config import read_hf_config
-from titanrl.types import Completion, EngineLoad, GenerationRequest, GenerationStats
+from titanrl.models.directory import open_model
+from titanrl.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
 from titanrl.weights.manifest import Commit
-from titanrl.weights.pull import Targets, WeightReader
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from multiprocessing.connection import Connection
 
     import torch
@@ -26,9 +30,12 @@ if TYPE_CHECKING:
 
     from titanrl.generator.engine import Engine
     from titanrl.generator.lockstep import Follower, Leader
+    from titanrl.weights.pull import Targets, WeightReader
 
 Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad]
 """Finished groups of a `generate` call, each with its index in the call, and the engine's load."""
+GroupRequest = tuple[Sequence[GenerationRequest], int]
+"""Requests of a group, and how many of their completions it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +52,10 @@ class GeneratorSetup:
     """Longest prompt plus completion, in tokens."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
-    reader: WeightReader
-    """Source of the weights."""
+    reader: "WeightReader | None"
+    """Source of the weights. With None the weights are those of `model_dir` and never change."""
+    family: str | None = None
+    """`model.family` of the configuration."""
 
 
 class Generator(Actor):
@@ -66,6 +75,7 @@ class Generator(Actor):
         self._targets: Targets = {}
         self._leader: Leader | None = None
         self._follower: Follower | None = None
+        self._rounds = Gathering(self._submit_round)
         self._pulling = asyncio.Lock()
         self._expected = self._pulled = -1
         self._up_to_date = asyncio.Event()
@@ -94,12 +104,16 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def generate(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], replies: "Port[Reply]"
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        num_kept: Sequence[int],
+        replies: "Port[Reply]",
+        admission: Admission | None = None,
     ) -> None:
         """Sample completions and send each group to `replies` as soon as `num_kept` of its requests have finished.
 
-        All requests of a call join the batch at the same decoding step. The engine aborts the remaining requests of a
-        finished group. The call returns when every group has been sent.
+        All requests of a call join the batch at the same decoding step, as soon as `admission` allows it. The engine aborts the
+        remaining requests of a finished group. The call returns when every group has been sent.
         """
         finished: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
 
@@ -107,7 +121,7 @@ class Generator(Actor):
             finished.put_nowait((index, result))
 
         await self._up_to_date.wait()
-        results = [asyncio.wrap_future(result) for result in await self._loop.submit(groups, num_kept)]
+        results = [asyncio.wrap_future(result) for result in await self._submit(groups, num_kept, admission or Admission())]
         for index, result in enumerate(results):
             result.add_done_callback(partial(enqueue, index))
         num_sent = 0
@@ -116,6 +130,32 @@ class Generator(Actor):
             load = replace(self._loop.load, admits=self._loop.load.admits and self._up_to_date.is_set())
             replies.send(([(index, result.result()) for index, result in ready], load))
             num_sent += len(ready)
+
+    async def _submit(
+        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], admission: Admission
+    ) -> "list[Future[list[Completion]]]":
+        if not admission.round_size:
+            return await self._loop.submit(groups, num_kept, when_drained=admission.when_drained)
+        parts = dict(zip(admission.indices, zip(groups, num_kept, strict=True), strict=True))
+        results = await self._rounds.add(parts, admission.round_size)
+        return [results[index] for index in admission.indices]
+
+    async def _submit_round(self, parts: Mapping[int, GroupRequest]) -> "dict[int, Future[list[Completion]]]":
+        groups, num_kept = zip(*parts.values(), strict=True)
+        # The engine is idle, unless a round was abandoned; its requests would change the batches of this one.
+        results = await self._loop.submit(groups, num_kept, when_drained=True)
+        return dict(zip(parts, results, strict=True))
+
+    @concurrent_endpoint
+    async def abandon_round(self) -> None:
+        """Forget the requests of a round that is not complete, because a worker or another generator has ended."""
+        self._rounds.reset(StoppedError("a worker or generator has ended"))
+
+    @concurrent_endpoint
+    async def probe(self) -> None:
+        """Return when the event loop runs and the engine has ended its current step, which shows that neither hangs."""
+        if self._rank == 0:
+            await self._loop.turn()
 
     @concurrent_endpoint
     async def expect_weights(self, version: int) -> None:
@@ -182,7 +222,11 @@ class Generator(Actor):
             from titanrl.generator.engine import Engine
 
         setup = self._setup
-        return Engine(setup.model_dir, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids)
+        source = open_model(setup.model_dir, setup.family)
+        engine = Engine(source, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids)
+        if setup.reader is None:
+            engine.version = 0  # vLLM has loaded the weights
+        return engine
 
     def _build_leader(self) -> "Leader":
         from titanrl.generator.lockstep import Leader, connect
@@ -204,13 +248,14 @@ class Generator(Actor):
         If the fetch failed, the function raises the error instead. Every pull is then one swap on every rank, and all ranks
         fail at the same step.
         """
+        assert self._setup.reader is not None, "a frozen model pulls no weights"
         try:
             fetched = await self._setup.reader.fetch(commit)
         except Exception as error:  # of any kind: the engine must not serve older weights
             return partial(_raise, error), False
         return lambda model: fetched.copy_into(self._weight_targets(model)), True
 
-    def _weight_targets(self, model: "torch.nn.Module") -> Targets:
+    def _weight_targets(self, model: "torch.nn.Module") -> "Targets":
         """Return the model's tensors by the trainer's names; always the same mapping, so that the reader keeps its plan."""
         if not self._targets:
             if self._setup.config.model_impl == "titan":
@@ -218,8 +263,10 @@ class Generator(Actor):
 
                 self._targets = titan.weight_targets(model)
             else:
-                config = read_hf_config(self._setup.model_dir)
-                self._targets = native.weight_targets(model, config, self._rank, self._setup.config.tp)
+                from titanrl.generator import native
+
+                source = open_model(self._setup.model_dir, self._setup.family)
+                self._targets = native.weight_targets(model, source, self._rank, self._setup.config.tp)
         return self._targets
 
 

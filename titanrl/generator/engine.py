@@ -7,6 +7,7 @@ streaming) is not needed for token ids, and takes a twelfth of the decoding time
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 
 from titanrl.config.sections import GeneratorConfig
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.device import Device
 from titanrl.generator.compat import (
     EngineCoreOutput,
@@ -29,11 +31,14 @@ from titanrl.generator.compat import (
     step_core,
     temporary_rendezvous,
 )
-from titanrl.models.hf_config import CPU_BLOCK_TOKENS
-from titanrl.types import Completion, EngineLoad, FinishReason, GenerationRequest, SamplingParams
+from titanrl.models.directory import ModelDirectory
+from titanrl.models.vllm_limits import CPU_BLOCK_TOKENS
+from titanrl.types import Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """Our finish reason for each of vLLM's, except for aborted requests."""
+STOP_MARGIN = 8
+"""Tokens before a stop text that are decoded with it, since a character can take several tokens."""
 MIN_PREFILL_TOKENS = 4096
 """Tokens that a CPU prefills in one step: of prompts, and of completions recomputed after an update."""
 
@@ -56,6 +61,7 @@ class _Running:
     """Index of a token and the version that generated it and its successors, oldest first."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: FloatArray | None = None
 
     def take(self, output: EngineCoreOutput) -> None:
         """Append the tokens of one step: usually one, none during prefill."""
@@ -63,6 +69,8 @@ class _Running:
             assert output.new_logprobs is not None, "vLLM returned a token without its log-probability"
             self.token_ids += output.new_token_ids
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()  # column 0 is the prompt's token
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """Return everything generated."""
@@ -73,6 +81,7 @@ class _Running:
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.repeat([version for _, version in self.switches], counts).astype(np.int64),
             finish_reason=finish_reason,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -80,20 +89,20 @@ class Engine:
     """Continuous batching over one set of weights, which `update_weights` replaces between two steps."""
 
     def __init__(
-        self, model_dir: Path, config: GeneratorConfig, device: Device, *, max_len: int, stop_ids: Sequence[int]
+        self, source: ModelDirectory, config: GeneratorConfig, device: Device, *, max_len: int, stop_ids: Sequence[int]
     ) -> None:
         """Build the engine with placeholder weights; it serves after the first `update_weights`.
 
         Args:
-            model_dir: Hugging Face directory; only its config is read.
+            source: Hugging Face directory; only its config is read.
             config: Engine options.
             device: Device to run on.
             max_len: Longest prompt plus completion, in tokens.
             stop_ids: Tokens that end a completion. The completion includes them.
         """
-        self._engine = build_engine(model_dir, config, device, max_len)
+        self._engine = build_engine(source, config, device, max_len)
         self._max_len, self._vocab_size = max_len, self._engine.model_config.get_vocab_size()
-        self._stop_ids = tuple(stop_ids)
+        self._model_dir, self._stop_ids = source.path, tuple(stop_ids)
         self._next_ticket = 0
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}
@@ -158,6 +167,9 @@ class Engine:
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 ended.append(Finished(running.ticket, running.completion(FINISH_REASONS[str(output.finish_reason)])))
+            elif running.request.sampling.stop and self._has_stop_text(running):
+                self.abort([running.ticket])
+                ended.append(Finished(running.ticket, running.completion("stop")))
         return ended
 
     def invalidate(self, reason: str) -> None:
@@ -179,6 +191,17 @@ class Engine:
             running.switches.append((len(running.token_ids), version))
         self.version = version
 
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._model_dir)  # only stop texts need it
+
+    def _has_stop_text(self, running: _Running) -> bool:
+        """Return True if the newest tokens contain one of the request's stop texts."""
+        stop = running.request.sampling.stop
+        tail = running.token_ids[-(max(map(len, stop)) + STOP_MARGIN) :]  # a token has at least one character or byte
+        text = self._tokenizer.decode(tail)
+        return any(wanted in text for wanted in stop)
+
     def _start(self, ticket: int, request: GenerationRequest) -> None:
         if self.version is None:
             raise RuntimeError(f"the generator has no valid weights: {self._no_weights}")
@@ -192,7 +215,7 @@ class Engine:
         self._running[request_id] = _Running(ticket, request, [(0, self.version)])
 
 
-def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
+def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
     """Build vLLM's engine with dummy weights. With `generator.tp`, build this rank's part, and return when all ranks have."""
     prepare_vllm()
     if config.tp > 1:
@@ -200,9 +223,9 @@ def build_engine(model_dir: Path, config: GeneratorConfig, device: Device, max_l
     if config.model_impl == "titan":
         from titanrl.generator.titan import register_titan_model
 
-        register_titan_model(model_dir, device, config.tp)
+        register_titan_model(source, device, max_len, config.tp)
     with temporary_rendezvous():
-        engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model_dir, config, device, max_len)))
+        engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(source.path, config, device, max_len)))
     if config.model_impl == "titan" and config.tp == 1:
         from titanrl.generator.kernels import use_cpu_kernels
         from titanrl.generator.titan import unwrap_forward
@@ -252,8 +275,9 @@ def sampling_params(sampling: SamplingParams, stop_ids: Sequence[int]) -> VllmSa
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        stop_token_ids=list(stop_ids),
+        stop_token_ids=[*stop_ids, *sampling.stop_ids],
         ignore_eos=True,
         logprobs=0,
+        prompt_logprobs=0 if sampling.prompt_logprobs else None,
         detokenize=False,
     )

@@ -17,8 +17,10 @@ from multiprocessing.connection import Client, Connection, Listener
 
 from torch import nn
 
+from titanrl.errors import TitanRLError
 from titanrl.generator.compat import gather_objects
 from titanrl.generator.engine import Engine, Finished
+from titanrl.private_sockets import private_folder
 from titanrl.types import EngineLoad, GenerationRequest
 from titanrl.weights.manifest import WeightMismatchError
 
@@ -52,7 +54,7 @@ class Turn:
     """Version of the weights to swap in; if None, decode one token."""
 
 
-class DivergedError(Exception):
+class DivergedError(TitanRLError):
     """A rank's engine differs from rank 0's; the text says how."""
 
 
@@ -231,12 +233,15 @@ def connect(rank: int, num_ranks: int) -> list[Connection]:
     """Connect rank 0 with the others: return its connections, in any order, or this rank's connection to it.
 
     All ranks call this after their engines are built, as it uses the engine's process group to exchange the socket's name and
-    key. The Unix socket has no file, so nothing remains of it, and it is not reachable from other machines.
+    key. Only this user can reach the socket. Its folder is deleted when the ranks are connected.
     """
     if rank == 0:
-        name, key = f"\0titanrl-{secrets.token_hex(8)}", secrets.token_bytes(32)
-        with Listener(name, family="AF_UNIX", backlog=num_ranks, authkey=key) as listener:
-            gather_objects((name, key))
-            return [listener.accept() for _ in range(num_ranks - 1)]
+        folder, key = private_folder(), secrets.token_bytes(32)
+        try:
+            with Listener(str(folder.path / "ranks"), family="AF_UNIX", backlog=num_ranks, authkey=key) as listener:
+                gather_objects((listener.address, key))
+                return [listener.accept() for _ in range(num_ranks - 1)]
+        finally:
+            folder.delete()
     name, key = gather_objects(None)[0]
     return [Client(name, family="AF_UNIX", authkey=key)]

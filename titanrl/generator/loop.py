@@ -53,6 +53,7 @@ class EngineLoop:
     def __init__(self, build: Callable[[], "Engine | Leader"]) -> None:
         """Start the thread, which builds the engine before it runs the first command."""
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
         self._draining: _Command | None = None
         self._closing = False
         self._waiting: dict[int, tuple[_Group, int]] = {}
@@ -63,14 +64,16 @@ class EngineLoop:
         self._thread.start()
 
     async def submit(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int]
+        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], *, when_drained: bool = False
     ) -> list[Future[list[Completion]]]:
         """Add all requests to the batch at the same step; return one future per group.
+
+        With `when_drained` they first wait until all earlier requests have finished.
 
         When `num_kept` requests of a group have finished, the engine aborts the rest, and the future returns the completions
         in the order of their requests. If the engine refuses one request, none of the call is added.
         """
-        return await self.call(lambda engine: self._add_groups(engine, groups, num_kept))
+        return await self.call(lambda engine: self._add_groups(engine, groups, num_kept), when_drained=when_drained)
 
     async def call(self, run: Callable[["Engine | Leader"], T], *, when_drained: bool = False) -> T:
         """Run a function on the engine between two steps; `when_drained` first waits until all earlier requests have finished.
@@ -83,6 +86,19 @@ class EngineLoop:
         if self._stopped is not None:  # checked after the put: a thread that stops later fails the command itself
             raise EngineStoppedError(self._stopped)
         return await asyncio.wrap_future(command.result)
+
+    async def turn(self) -> None:
+        """Wait until the thread has ended its current step, or command; a drain does not delay it.
+
+        Raises:
+            EngineStoppedError: The thread has stopped.
+        """
+        turned: Future[None] = Future()
+        self._turns.put(turned)
+        if self._stopped is not None:
+            raise EngineStoppedError(self._stopped)
+        self._inbox.put(_Command(lambda engine: None, Future(), when_drained=False))  # wakes the thread
+        await asyncio.wrap_future(turned)
 
     def take_stats(self) -> GenerationStats:
         """Return the work done since the last call."""
@@ -104,6 +120,7 @@ class EngineLoop:
             engine = build()
             while self._run_commands(engine):
                 self._step(engine)
+                self._end_turn()
         except Exception as error:  # the edge of the thread: every pending future gets the cause
             reason = f"the engine failed: {error!r}"
             raise
@@ -123,7 +140,14 @@ class EngineLoop:
                 command.result.set_result(command.run(engine))
             except Exception as error:  # belongs to the caller; the engine continues
                 command.result.set_exception(error)
+            self._end_turn()
         return not self._closing
+
+    def _end_turn(self) -> None:
+        while not self._turns.empty():
+            turned = self._turns.get()
+            if turned.set_running_or_notify_cancel():
+                turned.set_result(None)
 
     def _step(self, engine: "Engine | Leader") -> None:
         started = time.perf_counter()
@@ -147,6 +171,8 @@ class EngineLoop:
         self, engine: "Engine | Leader", requests: Sequence[GenerationRequest], num_kept: int
     ) -> Future[list[Completion]]:
         group = _Group(Future(), [None] * len(requests), num_kept)
+        if not requests:  # a group of a round that needs no more turns
+            group.result.set_result([])
         for index, request in enumerate(requests):
             self._waiting[engine.add(request)] = (group, index)
         return group.result
@@ -173,6 +199,8 @@ class EngineLoop:
         self._stopped = reason
         for result in {id(group): group.result for group, _ in self._waiting.values()}.values():
             result.set_exception(EngineStoppedError(reason))
+        while not self._turns.empty():
+            self._turns.get().set_exception(EngineStoppedError(reason))
         commands = [self._draining]
         while not self._inbox.empty():
             commands.append(self._inbox.get())

@@ -1,46 +1,41 @@
-"""The trainer's tensors as views into the fused parameters of vLLM's own Qwen3, of which a rank may hold only a shard."""
+"""The trainer's tensors as views into the fused parameters of vLLM's own model, of which a rank may hold only a shard."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from titanrl.config.shapes import ModelShape
+from titanrl.models.directory import ModelDirectory
+from titanrl.models.family import VllmName
 from titanrl.weights.layout import PartOf
-
-# Trainer's name -> vLLM's parameter, the slice of a fused parameter, and the dimension that tensor parallelism shards.
-_LAYER = {
-    "attention.qkv_linear.wq.weight": ("self_attn.qkv_proj.weight", "q", 0),
-    "attention.qkv_linear.wk.weight": ("self_attn.qkv_proj.weight", "k", 0),
-    "attention.qkv_linear.wv.weight": ("self_attn.qkv_proj.weight", "v", 0),
-    "attention.wo.weight": ("self_attn.o_proj.weight", None, 1),
-    "attention.q_norm.weight": ("self_attn.q_norm.weight", None, None),
-    "attention.k_norm.weight": ("self_attn.k_norm.weight", None, None),
-    "feed_forward.w1.weight": ("mlp.gate_up_proj.weight", "gate", 0),
-    "feed_forward.w3.weight": ("mlp.gate_up_proj.weight", "up", 0),
-    "feed_forward.w2.weight": ("mlp.down_proj.weight", None, 1),
-    "attention_norm.weight": ("input_layernorm.weight", None, None),
-    "ffn_norm.weight": ("post_attention_layernorm.weight", None, None),
-}
 
 
 def weight_targets(
-    model: torch.nn.Module, hf_config: Mapping[str, Any], rank: int = 0, tp: int = 1
+    model: torch.nn.Module, source: ModelDirectory, rank: int = 0, tp: int = 1
 ) -> dict[str, torch.Tensor | PartOf]:
     """Return vLLM's tensor for each name of the trainer's state dict; slices of fused parameters are views."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    vocab_size = hf_config["vocab_size"]
-    targets: dict[str, torch.Tensor | PartOf] = {"norm.weight": parameters["model.norm.weight"]}
-    targets["tok_embeddings.weight"] = vocab_rows(parameters["model.embed_tokens.weight"], vocab_size, rank)
-    if not hf_config.get("tie_word_embeddings", False):
-        targets["lm_head.weight"] = vocab_rows(parameters["lm_head.weight"], vocab_size, rank)
-    rows = part_rows(hf_config, tp)
-    for layer in sorted({int(match[1]) for name in parameters if (match := re.match(r"model\.layers\.(\d+)\.", name))}):
-        for ours, (theirs, part, dim) in _LAYER.items():
-            fused = parameters[f"model.layers.{layer}.{theirs}"]
-            held = fused if part is None else fused[rows[part]]
-            targets[f"layers.{layer}.{ours}"] = held if dim is None else share_of(held, dim, rank, tp)
+    layers = sorted({int(match[1]) for name in parameters if (match := re.match(r"model\.layers\.(\d+)\.", name))})
+    shape, names = source.shape, source.family.vllm_names
+    per_layer = {ours for ours in names if "{}" in ours}
+    targets = {
+        ours: held_part(parameters[name.parameter], name, shape, rank, tp)
+        for ours, name in names.items()
+        if ours not in per_layer and not (shape.tied_embeddings and ours == "lm_head.weight")
+    }
+    for layer in layers:
+        for ours, name in names.items():
+            if ours in per_layer:
+                targets[ours.format(layer)] = held_part(parameters[name.parameter.format(layer)], name, shape, rank, tp)
     return targets
+
+
+def held_part(parameter: torch.Tensor, name: VllmName, shape: ModelShape, rank: int, tp: int) -> torch.Tensor | PartOf:
+    """Return the rows of vLLM's parameter that belong to one of the trainer's tensors, and their place in that tensor."""
+    if name.part == "vocab":
+        return vocab_rows(parameter, shape.vocab_size, rank)
+    held = parameter if name.part is None else parameter[part_rows(shape, tp)[name.part]]
+    return held if name.dim is None else share_of(held, name.dim, rank, tp)
 
 
 def vocab_rows(held: torch.Tensor, vocab_size: int, rank: int) -> PartOf:
@@ -57,10 +52,10 @@ def share_of(held: torch.Tensor, dim: int, rank: int, tp: int) -> PartOf:
     return PartOf(held, tuple(shape), tuple(offset))
 
 
-def part_rows(hf_config: Mapping[str, Any], tp: int = 1) -> dict[str, slice]:
+def part_rows(shape: ModelShape, tp: int = 1) -> dict[str, slice]:
     """Return the rows of each projection in `qkv_proj` and `gate_up_proj` on one of `tp` ranks."""
-    head_dim, hidden = hf_config["head_dim"], hf_config["intermediate_size"] // tp
-    q, kv = (hf_config[heads] * head_dim // tp for heads in ("num_attention_heads", "num_key_value_heads"))
+    hidden = shape.intermediate_size // tp
+    q, kv = (heads * shape.head_dim // tp for heads in (shape.num_heads, shape.num_kv_heads))
     return {
         "q": slice(0, q),
         "k": slice(q, q + kv),

@@ -1,7 +1,6 @@
 """The trainer's model definition inside vLLM: torchtitan's wrapper, configured to receive weights instead of loading them."""
 
 import contextlib
-from pathlib import Path
 
 import torch
 from torchtitan.components.checkpoint import CheckpointManager
@@ -16,15 +15,15 @@ from torchtitan.experiments.rl.models.vllm_wrapper import VLLMModelWrapper
 from torchtitan.protocols.module import Module
 
 from titanrl.device import Device
-from titanrl.models.qwen3 import qwen3_spec
+from titanrl.models.directory import ModelDirectory
 
 CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT
 
 
-def register_titan_model(model_dir: Path, device: Device, tp: int = 1) -> None:
-    """Register torchtitan's definition of a Hugging Face directory's model with vLLM, sharded over `tp` ranks."""
+def register_titan_model(source: ModelDirectory, device: Device, max_len: int, tp: int = 1) -> None:
+    """Register torchtitan's definition of a directory's model with vLLM, for sequences up to `max_len`, over `tp` ranks."""
     register_to_vllm(
-        qwen3_spec(model_dir, device),
+        source.spec(device, max_len),
         parallelism=InferenceParallelismConfig(tensor_parallel_degree=tp),
         compile_config=CompileConfig(enable=False),
         checkpoint_config=CheckpointManager.Config(enable=False),

@@ -1,25 +1,40 @@
-"""Starts every process and actor of a run and connects them."""
+"""Starts every process and actor of a session and connects them."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import ProcMesh
+from monarch.actor import HostMesh, ProcMesh
 
 from titanrl.config.choices import TransportName
 from titanrl.config.schema import Config
+from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
-from titanrl.launch.fleet import Fleet, join_process_group
+from titanrl.launch.environment import (
+    generator_device,
+    generator_environment,
+    trainer_environment,
+    visible,
+    worker_environment,
+)
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.hosts import Hosts, acquire_hosts
-from titanrl.launch.meshes import BufferClient, GeneratorMeshes, RolloutMesh, TrainerMesh
+from titanrl.launch.meshes import TrainerMesh
+from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.respawns import Respawns
+from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
+from titanrl.launch.stalls import Watchdog
 from titanrl.launch.supervision import OnEvent, Supervisor
+from titanrl.models.directory import open_model
+from titanrl.plugins import Plugins
 from titanrl.replay.actors import ReplayBuffer, StorageShard
+from titanrl.replay.memory import ReplaySettings
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.pull import WeightReader
@@ -28,6 +43,8 @@ from titanrl.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
+EVALUATOR = "evaluator"
+"""Role of the generator that evaluates in the background."""
 GRACE_S = 2.0
 """Seconds for stopped processes to end before they are killed."""
 STOP_AFTER_DEATH_S = 4.0
@@ -44,33 +61,63 @@ class RunFiles:
     """Hugging Face directory with configuration and tokenizer."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
+    plugins: Plugins = field(default_factory=dict)
+    """The user's objects in place of built-in ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """The roles to start: a trainer, generators, or both; rollout workers and a buffer need both."""
+
+    trainer: bool = True
+    generators: bool = True
+    rollouts: bool = False
+
+    def __post_init__(self) -> None:
+        assert (self.trainer and self.generators) or not self.rollouts, "rollouts need a trainer and generators"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """Clients of the actors that make groups and keep them."""
+
+    workers: RolloutMesh
+    buffer: BufferClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Clients of the running actors, and the means to stop them."""
 
-    trainer: TrainerMesh
-    generators: GeneratorMeshes
-    workers: RolloutMesh
-    buffer: BufferClient
+    trainer: TrainerMesh | None
+    generators: GeneratorMeshes | None
+    rollouts: Rollouts | None
+    evaluator: GeneratorMeshes | None
+    """The generator that evaluates in the background; None if there is none."""
     weights: WeightSync
-    supervisor: Supervisor
-    fleet: Fleet
-    hosts: Hosts
+    """Way of the weights from the trainer to the generators; without either of them it must not be used."""
+    assembly: "Assembly"
+    """Spawns the processes."""
+    teachers: list[GeneratorMeshes] = field(default_factory=list)
+    teacher_ranks: list[int] = field(default_factory=list)
+    """Number of ranks of each teacher, also of those that are starting."""
 
     async def close(self, timeout_s: float) -> list[str]:
         """Close every actor, then stop every process, each within half the time; return what failed.
 
         The workers close first, so that no request for a completion is pending when the generators close.
         """
-        self.supervisor.expect_deaths()
-        self.buffer.close()
-        failures = await failures_of(self.workers.close())
-        failures += await failures_of(self.generators.close(), self.trainer.close())
+        around = self.assembly.around
+        around.supervisor.expect_deaths()
+        failures: list[str] = []
+        if self.rollouts is not None:
+            self.rollouts.buffer.close()
+            failures += await failures_of(self.rollouts.workers.close())
+        meshes = [mesh for mesh in (self.generators, self.evaluator, self.trainer, *self.teachers) if mesh is not None]
+        failures += await failures_of(*(mesh.close() for mesh in meshes))
         logger.info("actors closed; stopping processes")
-        to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if self.supervisor.saw_death else timeout_s / 2
-        return failures + await stop_processes(self.fleet, self.supervisor, self.hosts, to_stop_s)
+        to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if around.supervisor.failure else timeout_s / 2
+        return failures + await stop_processes(around.fleet, around.supervisor, self.assembly.hosts, to_stop_s)
 
 
 async def failures_of(*closing: Awaitable[None]) -> list[str]:
@@ -94,152 +141,266 @@ async def stop_processes(fleet: Fleet, supervisor: Supervisor, hosts: Hosts, tim
     return failures
 
 
-async def assemble(config: Config, device: Device, files: RunFiles, first_index: int, on_event: OnEvent | None = None) -> Parts:
-    """Spawn every process and actor of a run. They load nothing yet; the `start` of each client does that.
+async def assemble(
+    config: Config,
+    device: Device,
+    files: RunFiles,
+    roles: Roles,
+    *,
+    first_index: int = 0,
+    respawns: Respawns | None = None,
+    on_event: OnEvent | None = None,
+    warn: Callable[[str], None] = logger.warning,
+) -> Parts:
+    """Spawn the processes and actors of some roles. They load nothing yet; the `start` of each client does that.
 
     Args:
         config: the run.
         device: of trainer and generators.
         files: paths of the run.
+        roles: roles to start.
         first_index: first position of the prompt stream.
-        on_event: records faults and stalls.
+        respawns: replacements of earlier sessions of the run, which count, too.
+        on_event: records faults, stalls and replacements.
+        warn: tells the user of stalls and deaths that do not end the run.
     """
-    supervisor, hosts = Supervisor(on_event), acquire_hosts(config)
-    fleet = Fleet(files.run_dir / "logs", supervisor)
+    supervisor, hosts = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), acquire_hosts(config)
+    fleet = Fleet(files.run_dir / "logs", supervisor, own_children=config.hosts.kind == "local")
+    around = Surroundings(
+        fleet=fleet,
+        supervisor=supervisor,
+        respawns=respawns or Respawns(config.faults),
+        warn=warn,
+        start_s=config.timeouts.start_s,
+    )
     try:
-        processes = spawn_processes(config, device, fleet, hosts)
-        return await _connect(config, device, files, first_index, supervisor, processes, fleet, hosts)
+        assembly = Assembly(config, device, files, around, hosts)
+        return await supervisor.ask("start of the processes", assembly.parts(roles, first_index), config.timeouts.start_s)
     except BaseException:  # an interrupt, too: no process may outlive a failed start
         supervisor.expect_deaths()
         await stop_processes(fleet, supervisor, hosts, config.timeouts.close_s / 2)
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Processes:
-    """Process meshes by role."""
+class Assembly:
+    """Spawns the processes and actors of each role, at the start and again for a replacement."""
 
-    trainer: ProcMesh
-    """One process per trainer rank."""
-    generators: tuple[ProcMesh, ...]
-    """By replica, one process per tensor-parallel rank."""
-    store: ProcMesh
-    """One process for buffer, storage shard and torchstore."""
-    rollout: ProcMesh
-    """One process per rollout worker."""
+    def __init__(self, config: Config, device: Device, files: RunFiles, around: Surroundings, hosts: Hosts) -> None:
+        """Spawn nothing yet."""
+        self._early: dict[str, ProcMesh] = {}
+        self.config, self.device, self.files, self.around, self.hosts = config, device, files, around, hosts
 
-
-def spawn_processes(config: Config, device: Device, fleet: Fleet, hosts: Hosts) -> Processes:
-    """Spawn the processes of all roles, each with the environment it needs."""
-    return Processes(
-        trainer=fleet.spawn(
-            "trainer",
-            hosts.trainer,
-            config.trainer.parallelism.world_size // config.hosts.trainer_hosts,
-            trainer_environment(config, device),
-            imports=("titanrl.trainer.actor",),
-        ),
-        generators=tuple(
-            fleet.spawn(
-                f"generator_{replica}",
-                host,
-                config.generator.tp,
-                generator_environment(config, device, replica),
-                imports=("titanrl.generator.actor",),
-            )
-            for replica, host in enumerate(hosts.generators)
-        ),
-        store=fleet.spawn(
-            "store", hosts.local, 1, worker_environment(), imports=("titanrl.weights.store", "titanrl.replay.actors")
-        ),
-        rollout=fleet.spawn(
-            "rollout", hosts.local, config.rollout.num_workers, worker_environment(), imports=("titanrl.rollout.actor",)
-        ),
-    )
-
-
-async def _connect(
-    config: Config,
-    device: Device,
-    files: RunFiles,
-    first_index: int,
-    supervisor: Supervisor,
-    processes: Processes,
-    fleet: Fleet,
-    hosts: Hosts,
-) -> Parts:
-    """Spawn the actors, each with the actors it calls, and wrap them in their clients."""
-    one_machine = config.hosts.kind != "slurm"
-    tensor_parallel = processes.generators if config.generator.tp > 1 else ()
-    for procs in (processes.trainer, *tensor_parallel):
-        await join_process_group(procs, one_machine=one_machine)
-    store = await spawn_store(processes.store)
-    buffer = processes.store.spawn(
-        "buffer", ReplayBuffer, config.num_slots, 1, config.window_groups, config.rollout.dynamic_sampling, first_index
-    )
-    shards = processes.store.spawn("shards", StorageShard, buffer)
-    timeouts = config.timeouts
-    generators = GeneratorMeshes(_spawn_generators(config, device, files, processes, store), supervisor, timeouts)
-    trainer = TrainerMesh(_spawn_trainer(config, device, files, processes, store, shards), supervisor, timeouts)
-    worker_setup = WorkerSetup(
-        config=config,
-        model_dir=files.model_dir,
-        run_dir=files.run_dir,
-        buffer=buffer,
-        shards=shards,
-        generators=generators.actors,
-    )
-    return Parts(
-        trainer=trainer,
-        generators=generators,
-        workers=RolloutMesh(processes.rollout.spawn("rollout", RolloutWorker, worker_setup), supervisor, timeouts),
-        buffer=BufferClient(buffer, supervisor, timeouts, config.rollout.starvation_timeout_s, config.rollout.groups_per_step),
-        weights=WeightSync(
+    async def parts(self, roles: Roles, first_index: int) -> Parts:
+        """Spawn the processes and actors of some roles, and connect them."""
+        config, around, timeouts = self.config, self.around, self.config.timeouts
+        trainer_procs = self._spawn_trainer_processes() if roles.trainer else None
+        imports = ("titanrl.weights.store", "titanrl.replay.actors")
+        store_procs = around.fleet.spawn("store", self.hosts.local, 1, worker_environment(), imports=imports)
+        replicas = range(config.generator.replicas if roles.generators else 0)
+        self._spawn_early(replicas, config.rollout.num_workers if roles.rollouts else 0)
+        store = await spawn_store(store_procs)
+        reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
+        generators = GeneratorMeshes(
+            {f"generator_{replica}": partial(self.spawn_generator, replica, reader) for replica in replicas}, around, timeouts
+        )
+        await generators.spawn()
+        evaluator = None
+        if roles.rollouts and config.num_evaluator_ranks:
+            evaluator = GeneratorMeshes({EVALUATOR: partial(self.spawn_evaluator, reader)}, around, timeouts)
+            await evaluator.spawn()
+        rollouts, shards = None, []
+        trainer = TrainerMesh(None, around.supervisor, timeouts)
+        if roles.rollouts:
+            rollouts = self._rollouts(store_procs, trainer, generators, first_index)
+            if evaluator is not None:
+                evaluator.listeners.append(rollouts.workers.abandon_evaluation)
+            await rollouts.workers.spawn()
+            shards = [part.actors.shard for part in rollouts.workers.parts]
+        if trainer_procs is not None:
+            await around.fleet.join_process_group(trainer_procs, one_machine=config.hosts.kind != "slurm")
+            setup = self._trainer_setup(store, shards, transports(config) if roles.generators else ())
+            trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
+        weights = WeightSync(
             config.name,
             store,
             push=trainer.push_weights,
             expect=generators.expect_weights,
-            pulls=[partial(generators.pull_weights, replica) for replica in range(config.generator.replicas)],
-        ),
-        supervisor=supervisor,
-        fleet=fleet,
-        hosts=hosts,
-    )
+            pulls=[partial(generators.pull_weights, replica) for replica in replicas],
+        )
+        generators.catch_up = weights.catch_up if roles.trainer else None
+        return Parts(
+            trainer=trainer if roles.trainer else None,
+            generators=generators if roles.generators else None,
+            evaluator=evaluator,
+            rollouts=rollouts,
+            weights=weights,
+            assembly=self,
+        )
+
+    def _spawn_early(self, replicas: Iterable[int], num_workers: int) -> None:
+        """Spawn the first processes of generators and workers, which import their modules while the store starts."""
+        tp = self.config.generator.tp
+        early = {f"generator_{n}": self._generator_processes(f"generator_{n}", n, tp) for n in replicas}
+        self._early = early | {f"rollout_{n}": self._worker_process(f"rollout_{n}") for n in range(num_workers)}
+
+    def _generator_processes(self, role: str, replica: int, tp: int) -> ProcMesh:
+        """Spawn the processes of a generator replica, one per tensor-parallel rank."""
+        environment = generator_environment(self.config, self.device, replica)
+        return self._engine_processes(role, self.hosts.of_generator(replica), tp, environment)
+
+    def _engine_processes(self, role: str, host: HostMesh, tp: int, environment: dict[str, str]) -> ProcMesh:
+        imports = ("titanrl.weights.pull", "titanrl.generator.actor")
+        return self.around.fleet.spawn(role, host, tp, environment, imports=imports)
+
+    def _worker_process(self, role: str) -> ProcMesh:
+        imports = ("titanrl.rollout.actor",)
+        return self.around.fleet.spawn(role, self.hosts.local, 1, worker_environment(), imports=imports)
+
+    def _spawn_trainer_processes(self) -> ProcMesh:
+        config, hosts = self.config, self.hosts
+        num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
+        environment = trainer_environment(config, self.device)
+        return self.around.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports=("titanrl.trainer.actor",))
+
+    def _rollouts(self, store_procs: ProcMesh, trainer: TrainerMesh, generators: GeneratorMeshes, first_index: int) -> Rollouts:
+        """Spawn the buffer; return the clients of the workers, which are not spawned yet, and of the buffer."""
+        config, rollout = self.config, self.config.rollout
+        settings = _replay_settings(config)
+        sampling = (config.num_slots, config.window_groups, rollout.dynamic_sampling, first_index)
+        actor = store_procs.spawn("buffer", ReplayBuffer, *sampling, settings)
+        supervisor, timeouts = self.around.supervisor, config.timeouts
+        buffer = BufferClient(actor, supervisor, timeouts, rollout.starvation_timeout_s, rollout.groups_per_step)
+        workers = RolloutMesh(
+            {f"rollout_{n}": partial(self._spawn_worker, n, actor, generators) for n in range(rollout.num_workers)},
+            self.around,
+            timeouts,
+            buffer=buffer,
+            trainer=trainer,
+            generators=generators,
+            in_rounds=config.max_staleness == 0,
+        )
+        return Rollouts(workers=workers, buffer=buffer)
+
+    async def _spawn_worker(self, number: int, buffer: Any, generators: GeneratorMeshes, part: Part) -> Worker:
+        """Spawn the process of a rollout worker, and in it the worker and its storage shard."""
+        config, files = self.config, self.files
+        procs = self._early.pop(part.role, None) or self._worker_process(part.role)
+        shard = procs.spawn("shard", StorageShard, number, buffer, config.replay.shard_memory_bytes, files.run_dir)
+        setup = WorkerSetup(
+            number=number,
+            life=part.num_lives,
+            config=config,
+            model_dir=files.model_dir,
+            run_dir=files.run_dir,
+            buffer=buffer,
+            shard=shard,
+            generators=generators.actors,
+            plugins=files.plugins,
+        )
+        return Worker(procs.spawn(part.role, RolloutWorker, setup), shard)
+
+    async def spawn_generator(self, replica: int, reader: WeightReader | None, part: Part) -> Replica:
+        """Spawn the processes of a generator replica, and their actors."""
+        config = self.config
+        procs = self._early.pop(part.role, None) or self._generator_processes(part.role, replica, config.generator.tp)
+        return await self._engine(
+            procs, part.role, generator_setup(config, self.device, self.files, config.model.family, reader)
+        )
+
+    async def spawn_evaluator(self, reader: WeightReader | None, part: Part) -> Replica:
+        """Spawn the processes of the generator that evaluates in the background, whose ranks are behind the generators'."""
+        config, tp = self.config, self.config.generator.tp
+        first = generator_device(config, config.generator.replicas)
+        environment = generator_environment(config, self.device, 0) | visible(self.device, range(first, first + tp))
+        procs = self._engine_processes(part.role, self.hosts.of_generator(0), tp, environment)
+        setup = generator_setup(config, self.device, self.files, config.model.family, reader)
+        return await self._engine(procs, part.role, setup)
+
+    async def _engine(self, procs: ProcMesh, role: str, setup: GeneratorSetup) -> Replica:
+        if setup.config.tp > 1:
+            await self.around.fleet.join_process_group(procs, one_machine=self.config.hosts.kind != "slurm")
+        return Replica.of(procs.spawn(role, Generator, setup))
+
+    async def spawn_teacher(self, parts: Parts, engine: GeneratorConfig, files: RunFiles) -> GeneratorMeshes:
+        """Start one generator replica with the frozen weights of `files.model_dir`; it closes with the other parts.
+
+        Args:
+            parts: running parts.
+            engine: options of the engine. Its ranks are behind those of the generators and earlier teachers.
+            files: paths of the teacher.
+        """
+        name = f"teacher_{len(parts.teacher_ranks)}"
+        first = generator_device(self.config, self.config.generator.replicas) + sum(parts.teacher_ranks)
+        parts.teacher_ranks.append(engine.tp)
+        config = self.config.model_copy(update={"generator": engine})
+        environment = generator_environment(config, self.device, 0) | visible(self.device, range(first, first + engine.tp))
+        setup = generator_setup(config, self.device, files, None, None)
+
+        async def spawn(part: Part) -> Replica:
+            procs = self._engine_processes(part.role, self.hosts.of_generator(0), engine.tp, environment)
+            return await self._engine(procs, part.role, setup)
+
+        teacher = GeneratorMeshes({name: spawn}, self.around, config.timeouts)
+        parts.teachers.append(teacher)
+        await teacher.spawn()
+        await teacher.start()
+        return teacher
+
+    def _trainer_setup(self, store: WeightStore, shards: Sequence[Any], offered: Sequence[TransportName]) -> TrainerSetup:
+        config, files = self.config, self.files
+        return TrainerSetup(
+            run=config.name,
+            seed=config.seed,
+            config=config.trainer,
+            algorithm=config.algorithm,
+            temperature=config.rollout.temperature,
+            generator_dtype=config.generator.dtype,
+            transports=offered,
+            verify=config.weights.verify,
+            device=self.device,
+            checkpoint_dir=files.run_dir / "checkpoints",
+            keep_checkpoints=config.checkpoint.keep_last,
+            store=store,
+            shards=shards,
+            family=config.model.family,
+            plugins=files.plugins,
+            faults=config.faults,
+        )
 
 
-def _spawn_generators(
-    config: Config, device: Device, files: RunFiles, processes: Processes, store: WeightStore
-) -> tuple[Any, ...]:
-    setup = GeneratorSetup(
-        model_dir=files.model_dir,
-        config=config.generator,
-        device=device,
-        max_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        stop_ids=files.stop_ids,
-        reader=WeightReader(config.name, store, config.weights.verify),
-    )
-    return tuple(procs.spawn(f"generator_{replica}", Generator, setup) for replica, procs in enumerate(processes.generators))
-
-
-def _spawn_trainer(
-    config: Config, device: Device, files: RunFiles, processes: Processes, store: WeightStore, shards: Any
-) -> Any:
-    setup = TrainerSetup(
-        run=config.name,
+def _replay_settings(config: Config) -> ReplaySettings | None:
+    replay = config.replay
+    if not replay.fraction:
+        return None
+    return ReplaySettings(
+        capacity=replay.capacity,
+        num_replayed=replay.num_replayed(config.rollout.groups_per_step),
+        alpha=replay.alpha,
+        max_uses=replay.max_uses,
+        max_age=replay.max_age,
+        by_recency=replay.priority == "recency",
         seed=config.seed,
-        config=config.trainer,
-        algorithm=config.algorithm,
-        temperature=config.rollout.temperature,
-        generator_dtype=config.generator.dtype,
-        transports=transports(config),
-        verify=config.weights.verify,
-        device=device,
-        checkpoint_dir=files.run_dir / "checkpoints",
-        keep_checkpoints=config.checkpoint.keep_last,
-        store=store,
-        shards=shards,
     )
-    return processes.trainer.spawn("trainer", PolicyTrainer, setup)
+
+
+def generator_setup(
+    config: Config, device: Device, files: RunFiles, family: str | None, reader: WeightReader | None
+) -> GeneratorSetup:
+    """Return the setup of a generator; without a reader its weights are those of the directory, in vLLM's own model."""
+    generator = config.generator
+    if reader is None:
+        options = {"model_impl": "native", "vllm": {**generator.vllm, "load_format": "auto"}}
+        generator = generator.model_copy(update=options)
+    limit = open_model(files.model_dir, family).shape.max_positions
+    return GeneratorSetup(
+        model_dir=files.model_dir,
+        config=generator,
+        device=device,
+        max_len=min(config.max_sampled_tokens + 1, limit),  # one more, for the log-probabilities of a whole sequence
+        stop_ids=files.stop_ids,
+        reader=reader,
+        family=family,
+    )
 
 
 def transports(config: Config) -> Sequence[TransportName]:

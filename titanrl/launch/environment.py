@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titanrl.config.schema import Config
 from titanrl.device import Device, num_threads
+from titanrl.temporary import TemporaryFolder
 
 # Without these, glibc maps and unmaps short-lived tensors each time: about a thousand page faults in a tiny step.
 _KEEP_MEMORY = {
@@ -30,15 +31,16 @@ def temporary_folder() -> Iterator[None]:
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     before = os.environ.get("TMPDIR")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    with tempfile.TemporaryDirectory(prefix="titanrl-", ignore_cleanup_errors=True) as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("TMPDIR")
-            if before is not None:
-                os.environ["TMPDIR"] = before
-            tempfile.tempdir = None
+    folder = TemporaryFolder()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
+    try:
+        yield
+    finally:
+        os.environ.pop("TMPDIR")
+        if before is not None:
+            os.environ["TMPDIR"] = before
+        tempfile.tempdir = None
+        folder.delete()
 
 
 def trainer_environment(config: Config, device: Device) -> dict[str, str]:

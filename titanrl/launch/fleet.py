@@ -1,32 +1,55 @@
 """The processes of a run, spawned with the environment of their role and stopped together."""
 
 import asyncio
+import contextlib
+import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 from monarch.spmd import setup_torch_elastic_env_async
 
-from titanrl.actors import set_up_process
+from titanrl.actors import ProcessVariables, set_up_process
+from titanrl.launch.first_steps import BIRTHS, NAME, PARENT
 from titanrl.launch.supervision import Supervisor
+from titanrl.private_sockets import private_folder
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_PROGRAM = "from titanrl.launch.first_steps import main; main()"
+RETIRE_S = 5.0
+"""Seconds that the processes of a part have to stop before its replacement starts."""
+_LOOPBACK = "127.0.0.1"
+_LOOPBACK_VARIABLES = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 starts no store of its own, which would listen on all interfaces
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
 class Fleet:
     """All process meshes of a run."""
 
-    def __init__(self, log_dir: Path, supervisor: Supervisor) -> None:
+    def __init__(self, log_dir: Path, supervisor: Supervisor, *, own_children: bool = True) -> None:
         """Start without processes.
 
         Args:
             log_dir: folder of the processes' logs and pid files.
             supervisor: watches the processes.
+            own_children: False if other hosts start some of the processes. Those of this process end with it.
         """
         self._log_dir = log_dir
         self._supervisor = supervisor
-        self._meshes: list[ProcMesh] = []
+        self._parent = {PARENT: str(os.getpid())} if own_children else {}
+        self._meshes: dict[str, ProcMesh] = {}  # by role
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._stores: dict[int, TCPStore] = {}  # by identity of the mesh
+        self._births = _Births(supervisor)
 
     def spawn(
         self, role: str, host: HostMesh, num_procs: int, environment: Mapping[str, str], imports: Sequence[str]
@@ -42,28 +65,37 @@ class Fleet:
         """
         for stale in self._log_dir.glob(f"{role}_*.pid"):  # left by a killed run in this directory
             stale.unlink()
+        variables = {**environment, **self._parent, BIRTHS: self._births.path}
+        command = type(default_bootstrap_cmd())(sys.executable, None, ["-c", _PROGRAM], variables)
         mesh = host.spawn_procs(
             per_host={"procs": num_procs},
-            bootstrap=partial(set_up_process, role, self._log_dir, imports),
-            bootstrap_command=default_bootstrap_cmd().with_env(dict(environment)),
+            bootstrap=partial(set_up_process, role, self._log_dir, imports, [os.path.abspath(entry) for entry in sys.path]),
+            bootstrap_command=lambda point: command.with_env({NAME: f"{role}_{point.rank}"}),
             name=role,
         )
-        self._meshes.append(mesh)
-        self._watches[role] = asyncio.create_task(self._watch_started(role, mesh))
+        self._meshes[role] = mesh
+        self._watches[role] = asyncio.create_task(self._watch_remote(role, mesh))
         return mesh
 
-    async def _watch_started(self, role: str, mesh: ProcMesh) -> None:
-        await mesh.initialized
-        self._watch(role)
+    async def join_process_group(self, procs: ProcMesh, *, one_machine: bool) -> None:
+        """Set the variables by which torch.distributed ranks find each other; on one machine they use loopback only."""
+        if not one_machine:
+            await setup_torch_elastic_env_async(procs)
+            return
+        store = _loopback_store()
+        self._stores[id(procs)] = store
+        await setup_torch_elastic_env_async(procs, store.host, store.port)
+        variables: Any = procs.spawn("loopback", ProcessVariables)
+        await variables.set.call(_LOOPBACK_VARIABLES)
 
-    def _watch(self, role: str) -> None:
-        """Watch the processes of a mesh that have written their pid file (`set_up_process`)."""
-        for file in sorted(self._log_dir.glob(f"{role}_*.pid")):
-            pid, host = file.read_text().split()
-            if host == socket.gethostname():
-                self._supervisor.watch(file.stem, int(pid))
-            else:
-                self._supervisor.trust_reports()
+    async def retire(self, role: str) -> None:
+        """Stop the processes of a role, most of which have ended."""
+        self._watches[role].cancel()
+        await asyncio.gather(self._watches.pop(role), return_exceptions=True)
+        mesh = self._meshes.pop(role)
+        self._stores.pop(id(mesh), None)
+        with contextlib.suppress(Exception):  # of a mesh or host that has ended; the supervisor has seen the processes end
+            await asyncio.wait_for(mesh.stop().as_asyncio(), RETIRE_S)
 
     async def stop(self, timeout_s: float) -> None:
         """Stop every process; torchmonarch kills those that do not end.
@@ -71,31 +103,60 @@ class Fleet:
         Raises:
             ExceptionGroup: processes did not stop in time.
         """
-        for role, watch in self._watches.items():
-            if watch.cancel():  # still starting; the processes it has must end, too
-                self._watch(role)
+        for watch in self._watches.values():
+            watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)  # a failed start has failed every call already
-        meshes, self._meshes = self._meshes, []
-        stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes]
+        meshes, self._meshes = self._meshes, {}
+        stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes.values()]
         results = await asyncio.gather(*stops, return_exceptions=True)
+        self._births.close()
+        self._stores.clear()
         for file in self._log_dir.glob("*.pid"):
             file.unlink()
         failures = [result for result in results if isinstance(result, Exception)]
         if failures:
             raise ExceptionGroup("processes did not stop in time; they end with the controller", failures)
 
+    async def _watch_remote(self, role: str, mesh: ProcMesh) -> None:
+        """Note which processes run on other machines, from their pid files (`set_up_process`)."""
+        await mesh.initialized
+        for file in sorted(self._log_dir.glob(f"{role}_*.pid")):
+            pid, host = file.read_text().split()
+            if host == socket.gethostname():
+                self._supervisor.watch(file.stem, int(pid))
+            else:
+                self._supervisor.note_remote(file.stem, int(pid), host)
 
-async def join_process_group(procs: ProcMesh, *, one_machine: bool) -> None:
-    """Set the variables by which torch.distributed ranks find each other; on one machine they use loopback only."""
-    if one_machine:
-        await setup_torch_elastic_env_async(procs, "127.0.0.1", free_port())
-    else:
-        await setup_torch_elastic_env_async(procs)
+
+class _Births:
+    """Socket to which the processes of this machine announce themselves, so that they are watched from then on."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._folder = private_folder()
+        self.path = str(self._folder.path / "births")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(self.path)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._receive)
+
+    def _receive(self) -> None:
+        pid, _, name = self._socket.recv(1024).decode().partition(" ")
+        self._supervisor.watch(name, int(pid))
+
+    def close(self) -> None:
+        """Stop listening, and delete the socket."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._folder.delete()
 
 
-def free_port() -> int:
-    """Return an unused TCP port of this machine."""
+def _loopback_store() -> "TCPStore":
+    """Start a store for a process group of this machine. By default torch's stores listen on all interfaces."""
+    from torch.distributed import TCPStore
+
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+        listener.bind((_LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

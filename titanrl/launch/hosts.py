@@ -1,12 +1,29 @@
 """The hosts of a run: this machine, several emulated on it, or a Slurm allocation."""
 
-from dataclasses import dataclass
-from typing import Any
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from monarch.actor import HostMesh, this_host
-from monarch.job import JobTrait, ProcessJob, SlurmJob
+import monarch.actor
+from monarch.actor import HostMesh, attach_to_workers
+from monarch.config import configure
+from monarch.job import ProcessJob, SlurmJob
 
 from titanrl.config.schema import Config
+from titanrl.errors import FaultError
+from titanrl.private_sockets import private_folder, private_sockets
+
+_PROGRAM = "from titanrl.launch.host_process import main; main()"
+
+
+class Job(Protocol):
+    """Hosts that were acquired."""
+
+    def kill(self) -> None:
+        """Release them, with every process on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +33,25 @@ class Hosts:
     trainer: HostMesh
     """Hosts of the trainer ranks."""
     generators: tuple[HostMesh, ...]
-    """One host for each generator replica; replicas share hosts evenly."""
+    """One host for each generator replica; replicas share hosts evenly. Empty for a fine-tuning that has its own allocation."""
     local: HostMesh
     """The controller's host, which also runs buffer, store and rollout workers."""
-    job: JobTrait | None
+    job: Job | None
     """The allocation; None on this machine alone."""
+    has_ended: Callable[[int], bool] = lambda replica: False
+    """Function of a replica's number that returns True if the host of the replica is known to have ended."""
+
+    def of_generator(self, replica: int) -> HostMesh:
+        """Return the host for the processes of a replica: its own, or that of the next replica if it has ended.
+
+        Raises:
+            FaultError: All generator hosts have ended.
+        """
+        num_replicas = len(self.generators)
+        for other in ((replica + step) % num_replicas for step in range(num_replicas)):
+            if not self.has_ended(other):
+                return self.generators[other]
+        raise FaultError("all generator hosts have ended", f"generator_{replica}")
 
     def close(self) -> None:
         """Release the allocation. torchmonarch's host processes outlive the controller unless they are killed."""
@@ -31,15 +62,93 @@ class Hosts:
 def acquire_hosts(config: Config) -> Hosts:
     """Acquire the hosts of the configuration; wait in the scheduler's queue if there is one."""
     hosts, replicas = config.hosts, config.generator.replicas
-    local = this_host()
+    meshes = {"trainers": hosts.trainer_hosts}
+    if config.num_generator_ranks:
+        meshes["generators"] = hosts.generator_hosts
+    if hosts.kind == "slurm":
+        slurm = slurm_job(config, meshes)
+        with private_sockets():
+            # The next run would reuse a cached allocation, with this run's processes still in it.
+            state: Any = slurm.state(cached_path=None)
+            acquired = {name: getattr(state, name) for name in meshes}
+        return _placed(config, acquired, local_host(), slurm)
+    wait_for_stopped_processes()
+    local = local_host()
     if hosts.kind == "local":
         return Hosts(local, (local,) * replicas, local, None)
-    meshes = {"trainers": hosts.trainer_hosts, "generators": hosts.generator_hosts}
-    job = ProcessJob(meshes) if hosts.kind == "process" else slurm_job(config, meshes)
-    # The next run would reuse a cached allocation, with this run's processes still in it.
-    state: Any = job.state(cached_path=None)
-    one_each = tuple(state.generators.slice(hosts=replica % hosts.generator_hosts) for replica in range(replicas))
-    return Hosts(state.trainers, one_each, local, job)
+    emulated = EmulatedHosts(meshes)
+    placed = _placed(config, emulated.start(), local, emulated)
+    return replace(placed, has_ended=lambda replica: emulated.has_ended("generators", replica % hosts.generator_hosts))
+
+
+def wait_for_stopped_processes() -> None:
+    """Let torchmonarch give up no process that is suspended or busy, for runs whose processes are all on this machine.
+
+    If all processes were suspended together (Ctrl-Z), each would conclude that the others are gone. Here none can outlive the
+    controller, and the end of a process is noticed without a timeout. A process that is stopped is for the watchdog to report;
+    torchmonarch would give it up as crashed after 30 s.
+    """
+    patience = {"supervision_watchdog_timeout": "30d", "message_delivery_timeout": "30d", "get_actor_state_max_idle": "30d"}
+    configure(mesh_orphan_timeout="30d", **patience)
+
+
+def _placed(config: Config, acquired: dict[str, HostMesh], local: HostMesh, job: Job) -> Hosts:
+    """Spread the replicas over the generator hosts."""
+    one_each: tuple[HostMesh, ...] = ()
+    if config.num_generator_ranks:
+        generators, count = acquired["generators"], config.hosts.generator_hosts
+        one_each = tuple(generators.slice(hosts=replica % count) for replica in range(config.generator.replicas))
+    return Hosts(acquired["trainers"], one_each, local, job)
+
+
+def local_host() -> HostMesh:
+    """Return this machine as a host. Only this user can connect to its processes.
+
+    Raises:
+        OpenSocketsError: That cannot be ensured, and the environment does not allow to start regardless.
+    """
+    with private_sockets():
+        return monarch.actor.this_host()
+
+
+class EmulatedHosts:
+    """Hosts that are processes of this machine; they end with this process."""
+
+    def __init__(self, meshes: dict[str, int]) -> None:
+        """Start nothing yet.
+
+        Args:
+            meshes: number of hosts by the name of their mesh.
+        """
+        self._meshes = meshes
+        self._folder = private_folder()
+        self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # by mesh and number
+
+    def start(self) -> dict[str, HostMesh]:
+        """Start the hosts; return their meshes."""
+        return {name: self._start(name, count) for name, count in self._meshes.items()}
+
+    def kill(self) -> None:
+        """Kill the hosts; the kernel then kills every process on them."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+        self._folder.delete()
+
+    def has_ended(self, mesh: str, number: int) -> bool:
+        """Return True if a host has ended."""
+        return self._processes[mesh, number].poll() is not None
+
+    def _start(self, name: str, count: int) -> HostMesh:
+        identities = ProcessJob._allocate_service_proc_ids(count)
+        addresses = [f"{identity}@ipc://{self._folder.path / name}-{host}" for host, identity in enumerate(identities)]
+        for number, address in enumerate(addresses):
+            command = [sys.executable, "-c", _PROGRAM, address, str(os.getpid())]
+            self._processes[name, number] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+            )
+        return attach_to_workers(name=name, ca="trust_all_connections", workers=addresses)
 
 
 def slurm_job(config: Config, meshes: dict[str, int]) -> SlurmJob:

@@ -1,35 +1,28 @@
-"""The controller's typed view of the actor meshes: requests with a name and a deadline, and the replies of all ranks as one."""
+"""The controller's client of the trainer: requests with a name and a deadline, and the replies of all ranks as one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.actors import resolve
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.launch.supervision import DeadlineError, Supervisor
-from titanrl.replay.buffer import Batch, StarvationError
-from titanrl.tables import MicroBatch, Table
-from titanrl.types import (
-    AdamParams,
-    Datum,
-    EvaluationResult,
-    ForwardBackwardOutput,
-    GenerationStats,
-    GroupHandle,
-    GroupRecord,
-    LossSums,
-    OptimUpdate,
-)
-from titanrl.weights.manifest import Commit, WeightManifest
+from titanrl.datums import Datum, ForwardBackwardOutput
+from titanrl.files import DamagedError, Digests, check_folder, commit_folder
+from titanrl.launch.deadlines import DISK_S, Pace, size_class
+from titanrl.launch.supervision import Supervisor
+from titanrl.plugins import Plugin
+from titanrl.tables import MicroBatch
+from titanrl.types import AdamParams, LossSums, OptimUpdate
+from titanrl.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
     from titanrl.trainer.datums import DataResult
 
 T = TypeVar("T")
+
+_PACE, _DISK = Pace(), Pace(min_s=DISK_S)
 
 
 def same_on_all_ranks(name: str, replies: Sequence[T]) -> T:
@@ -73,6 +66,11 @@ def merge_outputs(num_data: int, replies: "Iterable[DataResult]") -> ForwardBack
     )
 
 
+def _pace_of(endpoint: str, data: Sequence[Datum]) -> Pace:
+    """Return the pace of a request for data of the caller, which is of any size."""
+    return Pace(kind=f"trainer.{endpoint} {size_class(sum(len(datum.model_input) for datum in data))}")
+
+
 def start_request(request: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
     """Start a request as a task that may never be awaited, because the caller failed or was interrupted before."""
     task = asyncio.create_task(request, name=name)
@@ -87,6 +85,8 @@ class TrainerMesh:
     mesh: Any
     supervisor: Supervisor
     timeouts: TimeoutsConfig
+    version: int = 0
+    """Version of the weights: the number of steps that the controller has seen, each of them on one batch."""
     _queued: list["asyncio.Task[Any]"] = field(default_factory=list)
     """Optimizer steps requested behind passes that have not finished."""
 
@@ -101,7 +101,6 @@ class TrainerMesh:
     def forward_backward(
         self,
         microbatches: Sequence[MicroBatch],
-        loss: str = "policy",
         *,
         proximal_version: int | None = None,
         reference_version: int | None = None,
@@ -112,12 +111,11 @@ class TrainerMesh:
 
         Args:
             microbatches: rows for each data-parallel rank.
-            loss: `policy` or `cross_entropy`.
             proximal_version: version whose log-probabilities `compute_logprobs` stored as the proximal ones.
             reference_version: the same for the reference.
         """
         call = self.mesh.forward_backward.call  # sends at once
-        requests = [call(microbatch, loss, proximal_version, reference_version) for microbatch in microbatches]
+        requests = [call(microbatch, proximal_version, reference_version) for microbatch in microbatches]
         return asyncio.create_task(self._passes(requests), name="forward_backward")
 
     async def _passes(self, requests: Sequence[Awaitable[Any]]) -> LossSums:
@@ -129,23 +127,29 @@ class TrainerMesh:
             raise
         return merge_losses(part for parts in replies for part in parts)
 
-    def optim_step(self, params: AdamParams, after: Callable[[], Awaitable[None]] | None = None) -> "asyncio.Task[OptimUpdate]":
+    def optim_step(
+        self, params: AdamParams, after: Callable[[], Awaitable[None]] | None = None, *, completes: bool = True
+    ) -> "asyncio.Task[OptimUpdate]":
         """Request an optimizer step behind the passes requested before; no message lies between the last pass and the step.
 
         Args:
             params: options of this step.
             after: awaited before the request is sent, such as a push that still reads the weights.
+            completes: count a version; False if more optimizer steps on the same batch follow.
         """
-        task = start_request(self._optim_step(params, after), "optim_step")
+        task = start_request(self._optim_step(params, after, completes), "optim_step")
         self._queued.append(task)
         task.add_done_callback(self._queued.remove)
         return task
 
-    async def _optim_step(self, params: AdamParams, after: Callable[[], Awaitable[None]] | None) -> OptimUpdate:
+    async def _optim_step(
+        self, params: AdamParams, after: Callable[[], Awaitable[None]] | None, completes: bool
+    ) -> OptimUpdate:
         if after is not None:
             await after()
-        updates: list[OptimUpdate] = await self._all("optim_step", self.mesh.optim_step.call(params))
+        updates: list[OptimUpdate] = await self._all("optim_step", self.mesh.optim_step.call(params, completes))
         update = same_on_all_ranks("optim_step", [replace(update, busy_s=0.0) for update in updates])
+        self.version = update.version
         return replace(update, busy_s=fmean(update.busy_s for update in updates))
 
     async def measure_correction(self, microbatch: MicroBatch, *, proximal_version: int | None = None) -> LossSums:
@@ -157,6 +161,14 @@ class TrainerMesh:
         """Compute log-probabilities with the weights of the live version or a kept one, and store them on the ranks."""
         await self._all("compute_logprobs", self.mesh.compute_logprobs.call(microbatch, at_version))
 
+    async def hold_rollouts(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Let each rank fetch its rollouts of all passes over a batch before the first optimizer step."""
+        await self._all("hold_rollouts", self.mesh.hold_rollouts.call(microbatches))
+
+    async def share_logprobs(self, version: int) -> None:
+        """Give the log-probabilities that `compute_logprobs` stored for a version to all ranks."""
+        await self._all("share_logprobs", self.mesh.share_logprobs.call(version))
+
     async def keep_weights(self) -> int:
         """Keep a copy of the current weights; return their version."""
         versions: list[int] = await self._all("keep_weights", self.mesh.keep_weights.call())
@@ -167,16 +179,22 @@ class TrainerMesh:
         await self._all("drop_weights", self.mesh.drop_weights.call(version))
 
     async def run_data(
-        self, data: Sequence[Datum], loss_fn: str | None, loss_fn_config: Mapping[str, float], *, backward: bool
+        self, data: Sequence[Datum], loss_fn: str | Plugin | None, loss_fn_config: Mapping[str, Any], *, backward: bool
     ) -> ForwardBackwardOutput:
         """Run the caller's data under a loss, or without one for log-probabilities alone; `backward` adds the gradient."""
         call = self.mesh.run_data.call(data, loss_fn, loss_fn_config, backward=backward)
-        return merge_outputs(len(data), await self._all("run_data", call))
+        return merge_outputs(len(data), await self._all("run_data", call, pace=_pace_of("run_data", data)))
 
     async def compute_data_logprobs(self, data: Sequence[Datum], *, at_version: int) -> ForwardBackwardOutput:
         """Return log-probabilities of the caller's data with the weights of the live version or a kept one."""
         call = self.mesh.compute_data_logprobs.call(data, at_version)
-        return merge_outputs(len(data), await self._all("compute_data_logprobs", call))
+        return merge_outputs(
+            len(data), await self._all("compute_data_logprobs", call, pace=_pace_of("compute_data_logprobs", data))
+        )
+
+    async def use_shard(self, number: int, shard: Any) -> None:
+        """Let all ranks fetch from a new storage shard."""
+        await self._all("use_shard", self.mesh.use_shard.call(number, shard))
 
     async def zero_grad(self) -> None:
         """Discard the gradient accumulated so far."""
@@ -189,169 +207,57 @@ class TrainerMesh:
     async def start_over(self) -> None:
         """Reset optimizer state and version; keep the weights."""
         await self._all("start_over", self.mesh.start_over.call())
+        self.version = 0
 
-    async def save_checkpoint(self, step: int) -> None:
-        """Write model, optimizer and version."""
-        await self._all("save_checkpoint", self.mesh.save_checkpoint.call(step))
+    async def save_checkpoint(self, step: int, published: int | None = None) -> None:
+        """Write model, optimizer and version; `published` is a kept version to write the weights of, too."""
+        await self._all("save_checkpoint", self.mesh.save_checkpoint.call(step, published), pace=_DISK)
+
+    async def finish_checkpoint(self, step: int) -> dict[str, str]:
+        """Wait until the files of a checkpoint are on disk; return their digests."""
+        replies: list[Digests] = await self._all("finish_checkpoint", self.mesh.finish_checkpoint.call(step), pace=_DISK)
+        return {name: digest for reply in replies for name, digest in reply.items()}
+
+    async def load_published(self, step: int, version: int) -> None:
+        """Load and keep the weights that a checkpoint has of the version published last; `load_checkpoint` comes later."""
+        await self._all("load_published", self.mesh.load_published.call(step, version), pace=_DISK)
 
     async def load_checkpoint(self, step: int) -> int:
         """Restore a checkpoint; return its version."""
-        versions: list[int] = await self._all("load_checkpoint", self.mesh.load_checkpoint.call(step))
-        return same_on_all_ranks("load_checkpoint", versions)
+        versions: list[int] = await self._all("load_checkpoint", self.mesh.load_checkpoint.call(step), pace=_DISK)
+        self.version = same_on_all_ranks("load_checkpoint", versions)
+        return self.version
 
     async def save_state(self, folder: Path) -> None:
         """Write model, optimizer and version to a folder of their own."""
-        await self._all("save_state", self.mesh.save_state.call(folder))
+        replies: list[Digests] = await self._all("save_state", self.mesh.save_state.call(folder), pace=_DISK)
+        digests = {name: digest for reply in replies for name, digest in reply.items()}
+        await asyncio.to_thread(commit_folder, folder, digests)
 
-    async def load_state(self, folder: Path, *, with_optimizer: bool) -> int:
-        """Restore a state written by `save_state`; return its version."""
-        call = self.mesh.load_state.call(folder, with_optimizer=with_optimizer)
-        versions: list[int] = await self._all("load_state", call)
-        return same_on_all_ranks("load_state", versions)
+    async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int = 0) -> int:
+        """Restore a state written by `save_state`; return its version, or `at_least` if that is higher.
+
+        Raises:
+            DamagedError: The state is incomplete, or a file has other bytes than were written.
+        """
+        try:
+            await asyncio.to_thread(check_folder, folder, needs=(".metadata",))
+        except DamagedError as error:
+            raise DamagedError(f"load_state: {error} (got {folder}). Give a path from save_state.") from None
+        call = self.mesh.load_state.call(folder, with_optimizer=with_optimizer, at_least=at_least)
+        versions: list[int] = await self._all("load_state", call, pace=_DISK)
+        self.version = same_on_all_ranks("load_state", versions)
+        return self.version
 
     async def export_model(self, target: Path) -> None:
         """Write the policy as a Hugging Face directory."""
-        await self._all("export_model", self.mesh.export_model.call(target))
+        await self._all("export_model", self.mesh.export_model.call(target), pace=_DISK)
 
     async def close(self) -> None:
         """Leave the process group."""
         await self._all("close", self.mesh.close.call(), self.timeouts.close_s / 4)
 
-    async def _all(self, name: str, call: Awaitable[Any], timeout_s: float | None = None) -> list[Any]:
+    async def _all(self, name: str, call: Awaitable[Any], timeout_s: float | None = None, pace: Pace = _PACE) -> list[Any]:
         """Await a request to all ranks; return their replies by rank."""
-        replies = await self.supervisor.ask(f"trainer.{name}", call, timeout_s or self.timeouts.step_s)
+        replies = await self.supervisor.ask(f"trainer.{name}", call, timeout_s or self.timeouts.step_s, pace)
         return [reply for _, reply in replies.items()]
-
-
-@dataclass(frozen=True)
-class GeneratorMeshes:
-    """All generator replicas, each a mesh of its tensor-parallel ranks."""
-
-    meshes: tuple[Any, ...]
-    supervisor: Supervisor
-    timeouts: TimeoutsConfig
-
-    @cached_property
-    def actors(self) -> tuple[Any, ...]:
-        """Rank 0 of each replica, which serves the replica's requests."""
-        return tuple(mesh.slice(procs=0) for mesh in self.meshes)
-
-    async def start(self) -> None:
-        """Load vLLM and build the engines; from then on, a rank that cannot follow its rank 0 ends the run."""
-        await self._each("generator.start", [mesh.start.call() for mesh in self.meshes], self.timeouts.start_s)
-        for replica, mesh in enumerate(self.meshes):
-            for rank in range(1, mesh.size()):
-                follower = mesh.slice(procs=rank)
-                self.supervisor.guard(f"rank {rank} of generator_{replica}", follower.follow.call_one())
-
-    async def expect_weights(self, version: int) -> None:
-        """Make every replica hold new requests until it has pulled a version."""
-        calls = [actor.expect_weights.call_one(version) for actor in self.actors]
-        await self._each("generator.expect_weights", calls, self.timeouts.sync_s)
-
-    async def pull_weights(self, replica: int, commit: Commit) -> None:
-        """Load a committed version on all ranks of one replica."""
-        call = self.meshes[replica].pull_weights.call(commit)
-        await self.supervisor.ask(f"generator_{replica}.pull_weights", call, self.timeouts.sync_s)
-
-    def take_stats(self) -> "asyncio.Task[GenerationStats]":
-        """Request the work of all replicas since the last call."""
-        return start_request(self._take_stats(), "take_stats")
-
-    async def _take_stats(self) -> GenerationStats:
-        stats = await self._each("generator.stats", [actor.stats.call_one() for actor in self.actors], self.timeouts.step_s)
-        return GenerationStats(
-            num_tokens=sum(stat.num_tokens for stat in stats),
-            busy_s=sum(stat.busy_s for stat in stats),
-            wall_s=sum(stat.wall_s for stat in stats),
-            num_replicas=len(stats),
-        )
-
-    async def close(self) -> None:
-        """Stop the engines."""
-        await self._each("generator.close", [mesh.close.call() for mesh in self.meshes], self.timeouts.close_s / 4)
-
-    async def _each(self, name: str, calls: Sequence[Awaitable[T]], timeout_s: float) -> list[T]:
-        return await self.supervisor.ask(name, asyncio.gather(*map(resolve, calls)), timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutMesh:
-    """All rollout workers."""
-
-    mesh: Any
-    supervisor: Supervisor
-    timeouts: TimeoutsConfig
-
-    async def start(self) -> None:
-        """Load prompts, tokenizer and scoring processes."""
-        await self.supervisor.ask("rollout.start", self.mesh.start.call(), self.timeouts.start_s)
-
-    async def run(self) -> None:
-        """Start rolling out."""
-        await self.supervisor.ask("rollout.run", self.mesh.run.call(), self.timeouts.step_s)
-
-    async def evaluate(self, num_prompts: int) -> EvaluationResult:
-        """Sample greedy completions of held-out prompts on the first worker, and score them."""
-        call = self.mesh.slice(procs=0).evaluate.call_one(num_prompts)
-        result: EvaluationResult = await self.supervisor.ask("rollout.evaluate", call, self.timeouts.step_s)
-        return result
-
-    async def demonstrate(self, handle: GroupHandle) -> GroupRecord:
-        """Store the next batch of demonstrations in a shard, from the first worker."""
-        call = self.mesh.slice(procs=0).demonstrate.call_one(handle)
-        record: GroupRecord = await self.supervisor.ask("rollout.demonstrate", call, self.timeouts.step_s)
-        return record
-
-    async def close(self) -> None:
-        """Stop the rollout loops and the scoring processes."""
-        await self.supervisor.ask("rollout.close", self.mesh.close.call(), self.timeouts.close_s / 4)
-
-
-@dataclass(slots=True)
-class BufferClient:
-    """The replay buffer, with at most one batch requested ahead of time."""
-
-    actor: Any
-    supervisor: Supervisor
-    timeouts: TimeoutsConfig
-    starvation_timeout_s: float
-    groups_per_step: int
-    _requested: "asyncio.Task[Batch] | None" = None
-
-    def prefetch(self) -> None:
-        """Request the next batch, so that it is sent as soon as it is complete; `take_batch` waits for it."""
-        if self._requested is None:
-            request = self.actor.take_batch.call_one(self.groups_per_step)
-            self._requested = start_request(resolve(request), "next batch")
-
-    async def take_batch(self) -> Batch:
-        """Return the next batch; the deadline starts now. If this wait is interrupted or times out, the request stays.
-
-        Raises:
-            StarvationError: no batch with a signal was complete in time; a later call waits for it again.
-            RolloutError: a rollout worker failed.
-        """
-        self.prefetch()
-        assert self._requested is not None
-        try:
-            batch = await self.supervisor.ask("buffer.take_batch", asyncio.shield(self._requested), self.starvation_timeout_s)
-        except DeadlineError:
-            call = self.actor.why_starved.call_one(self.groups_per_step, self.starvation_timeout_s)
-            raise StarvationError(await self.supervisor.ask("buffer.why_starved", call, self.timeouts.close_s)) from None
-        self._requested = None
-        return batch
-
-    async def wait_until_full(self) -> None:
-        """Wait until every slot holds a finished group, as before a measurement; at most as long as for a batch."""
-        call = self.actor.wait_until_full.call_one()
-        await self.supervisor.ask("buffer.wait_until_full", call, self.starvation_timeout_s)
-
-    async def release(self, handles: Table) -> None:
-        """Free the slots of a batch, given as a table of handles."""
-        await self.supervisor.ask("buffer.release", self.actor.release.call_one(handles), self.timeouts.step_s)
-
-    def close(self) -> None:
-        """Cancel the request for the next batch."""
-        if self._requested is not None:
-            self._requested.cancel()

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from titanrl.algorithms.loss_weights import correction_totals
-from titanrl.config.sections import AlgorithmConfig
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.operations import CheckpointConfig
 from titanrl.launch.meshes import TrainerMesh, merge_losses
 from titanrl.tables import MicroBatch
-
-REFERENCE = 0
-"""Version of the reference policy: the weights the run began with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,29 +23,52 @@ class PastVersions:
 class PastPolicies:
     """Computes log-probabilities under past weights before the loss needs them."""
 
-    def __init__(self, trainer: TrainerMesh, algorithm: AlgorithmConfig) -> None:
+    def __init__(
+        self,
+        trainer: TrainerMesh,
+        algorithm: AlgorithmConfig,
+        checkpoint: CheckpointConfig,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+    ) -> None:
         """Keep nothing yet; `start` keeps the reference."""
-        self._trainer, self._algorithm = trainer, algorithm
+        self._trainer, self._algorithm, self._epochs = trainer, algorithm, epochs
+        self._several = epochs * num_minibatches > 1
+        self._is_ratio_start = algorithm.proximal == "interval_start"
+        saves_between = checkpoint.every_steps > 0 or checkpoint.on_interrupt
+        self._keeps_published = algorithm.updates_per_publish > 1 and (self._is_ratio_start or saves_between)
         self._proximal: int | None = None  # the version kept as proximal policy
+        self._published: int | None = None  # the version whose publication started the interval
+
+    @property
+    def kept(self) -> int | None:
+        """Version kept as the one published last; None before the first step, or if nothing needs it."""
+        return self._proximal
 
     async def start(self) -> None:
-        """Keep the current weights as the reference policy, if the loss has a divergence from it."""
-        if self._algorithm.kl.coef:
+        """Keep the current weights as the reference policy, if the loss has a divergence from them."""
+        if self._algorithm.kl.coef and self._algorithm.kl.reference == "initial":
             await self._trainer.keep_weights()
+
+    def resume(self, published: int) -> None:
+        """Note that the trainer has loaded and kept the version published last, in the middle of an interval."""
+        self._proximal = self._published = published
 
     async def compute(self, microbatches: Sequence[MicroBatch], *, version: int, published: int) -> PastVersions:
         """Compute the log-probabilities that the loss over these micro-batches compares with.
 
         Args:
-            microbatches: the step's.
+            microbatches: the step's; if it takes several optimizer steps, those of its first epoch, before the first one.
             version: version of the current weights.
             published: version published last, where the current interval of `updates_per_publish` steps starts.
         """
-        proximal = await self._interval_start(microbatches, version, published)
+        proximal = await self._proximal_version(microbatches, version, published)
         if not self._algorithm.kl.coef:
             return PastVersions(proximal=proximal)
-        await self._compute(microbatches, REFERENCE)
-        return PastVersions(proximal=proximal, reference=REFERENCE)
+        reference = self._algorithm.kl.reference_version
+        await self._compute(microbatches, reference)
+        return PastVersions(proximal=proximal, reference=reference)
 
     async def with_correction_totals(self, microbatches: Sequence[MicroBatch], past: PastVersions) -> Sequence[MicroBatch]:
         """Add the totals of the off-policy correction over the whole step, if the configuration needs them."""
@@ -58,23 +79,29 @@ class PastPolicies:
         totals = correction_totals(merge_losses(sums).sums)
         return [replace(microbatch, correction=totals) for microbatch in microbatches]
 
-    async def _interval_start(self, microbatches: Sequence[MicroBatch], version: int, published: int) -> int | None:
-        """Compute with the weights published last, if the ratio starts from them.
+    async def _proximal_version(self, microbatches: Sequence[MicroBatch], version: int, published: int) -> int | None:
+        """Compute with the weights that the ratio starts from, if they are not the current ones at every optimizer step.
 
-        The first step after a publication needs no pass, because these are its current weights. It keeps them for the next.
+        The first step after a publication needs no pass for `interval_start`, because these are its current weights. It keeps
+        them for the next steps, and for a checkpoint between them; without such checkpoints, only the ratio needs them. With
+        several optimizer steps on a batch the later ones have other weights, so its first step needs the pass, too.
         """
-        if self._algorithm.proximal != "interval_start" or self._algorithm.updates_per_publish == 1:
+        if published != self._published:
+            self._published, outdated = published, self._proximal
+            self._proximal = await self._trainer.keep_weights() if self._keeps_published else None
+            is_reference = outdated == self._algorithm.kl.reference_version and self._algorithm.kl.coef > 0
+            if outdated is not None and outdated != self._proximal and not is_reference:
+                await self._trainer.drop_weights(outdated)
+        start = version
+        if self._is_ratio_start and self._proximal is not None:
+            start = self._proximal
+        if self._algorithm.proximal == "sampler" or (start == version and not self._several):
             return None
-        if version > published:
-            await self._compute(microbatches, published)
-            return published
-        await self._trainer.keep_weights()
-        outdated, self._proximal = self._proximal, published
-        is_reference = outdated == REFERENCE and self._algorithm.kl.coef > 0
-        if outdated is not None and outdated != published and not is_reference:
-            await self._trainer.drop_weights(outdated)
-        return None
+        await self._compute(microbatches, start)
+        return start
 
     async def _compute(self, microbatches: Sequence[MicroBatch], version: int) -> None:
         for microbatch in microbatches:
             await self._trainer.compute_logprobs(microbatch, at_version=version)
+        if self._epochs > 1 and len(microbatches[0].rows) > 1:
+            await self._trainer.share_logprobs(version)

@@ -2,13 +2,18 @@
 
 import hashlib
 import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanrl.config.schema import Config
 
-RECIPE_REVISION = 1
+RECIPE_REVISION = 2
 """Number of times the recipe or the demonstrations changed; cached models of other revisions are not used."""
+_END_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +36,57 @@ def prepare_starting_model(config: Config) -> StartingModel:
     if config.model.path is not None:
         initial = config.model.path.resolve()
     else:
-        from titanrl.data.recipe import create_model
+        from titanrl.models.recipe import create_model
 
-        initial = cached("initial", config.cache_dir, config.model.recipe.model_dump(), config.seed)
-        create_model(initial, config.model.recipe, config.seed)
+        made: dict[str, object] = config.model.recipe.model_dump(exclude_none=True)
+        if config.model.family is not None:
+            made["family"] = config.model.family
+        initial = cached("initial", config.cache_dir, made, config.seed)
+        create_model(initial, config.model.recipe, config.seed, config.model.family)
     if config.warm_start is None:
         return StartingModel(initial, initial)
     settings: dict[str, object] = {
         "warm_start": config.warm_start.model_dump(),
-        "data": config.data.model_dump(mode="json"),
-        "from": str(initial),
+        "data": config.data.model_dump(mode="json", exclude={"rewards", "path"}),  # demonstrations use neither
+        "from": initial.name if config.model.path is None else fingerprint(initial),
     }
     # The row layout changes the order of sums, so a base is reused only with the same trainer section.
     settings["trainer"] = config.trainer.model_dump()
     return StartingModel(initial, cached("base", config.cache_dir, settings, config.seed))
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Return a digest of a model directory that is the same wherever it lies. Of large files, it covers both ends."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in model_dir.iterdir() if path.is_file()):
+        digest.update(json.dumps([path.name, path.stat().st_size]).encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_END_BYTES))
+            if path.stat().st_size > 2 * _END_BYTES:
+                file.seek(-_END_BYTES, os.SEEK_END)
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+@contextmanager
+def new_base(model: StartingModel) -> Iterator[Path]:
+    """Let the body make the base in a folder of this process; then move it into its place.
+
+    Of several processes that make it at the same time, the first one to finish provides it.
+
+    Yields:
+        Path that does not exist yet.
+    """
+    base = model.base
+    base.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{base.name}-", dir=base.parent) as scratch:
+        made = Path(scratch) / base.name
+        yield made
+        try:
+            made.rename(base)
+        except OSError:  # another process was faster
+            if not model.is_ready:
+                raise
 
 
 def cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) -> Path:

@@ -2,29 +2,51 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
-from collections.abc import Awaitable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import monarch.actor
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError
 
-from titanrl.actors import resolve
+from titanrl.actors import ActorError, SupervisionError, resolve
+from titanrl.errors import FaultError, TitanRLError
+from titanrl.launch.deadlines import Pace
+from titanrl.launch.stacks import Process
+from titanrl.launch.stalls import Stall, StallError, Watchdog, suspects, works_on
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 PROCESS_FAILED = "the process this actor was running on failed"
 """Text of torchmonarch's fault report when a process has ended."""
+TICK_S = 1.0
+"""Seconds between two looks at the states of the processes."""
+LATE_S = 3.0
+"""Delay of a look that shows that this process was suspended, or in a debugger; a busy machine causes shorter ones."""
+PROGRESS_S = PROBE_S = 10.0
+"""Limits for the questions whether work goes on, and whether a process answers at all."""
+LAST = "the limit of the configuration"
+"""Reason of a stall that ends a wait whatever `faults.on_stall` is."""
+_PACE = Pace()
+_OF_EVERY_PROCESS = ("setup", "logger", "loopback")
+"""Actors that torchmonarch or the fleet has in each process."""
 
 
-class DeadlineError(Exception):
+class DeadlineError(TitanRLError):
     """A request was not completed in time; the text names it."""
 
 
-class ActorDiedError(Exception):
+class ActorDiedError(FaultError):
     """A process or actor of the run died; the text names it and gives the cause."""
+
+
+class PartDiedError(ActorDiedError):
+    """A part of the run died that is replaced while the run goes on; the text names it and gives the cause."""
 
 
 class OnEvent(Protocol):
@@ -34,133 +56,384 @@ class OnEvent(Protocol):
         """Record one event."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaceable:
+    """Processes that are replaced together, instead of ending the run, when one of them ends or hangs."""
+
+    on_end: Callable[[str], None]
+    """Called with the cause, perhaps more than once."""
+    probe: Callable[[], Awaitable[object]]
+    """Request that all of them answer at once unless one hangs."""
+
+
 class Supervisor:
-    """Awaits requests to actors. The death of any process of the run ends every wait with `ActorDiedError`.
+    """Awaits requests to actors. The death of any process ends every wait with `ActorDiedError`, a stall with `StallError`.
 
     By default, torchmonarch reacts to an unhandled fault by interrupting the controller's main thread. A supervisor replaces
-    that hook for the rest of the process's life. `SupervisionError` is a private name of torchmonarch, used in this module
-    only.
+    that hook for the rest of the process's life.
     """
 
-    def __init__(self, on_event: OnEvent | None = None) -> None:
+    def __init__(self, on_event: OnEvent | None = None, watchdog: Watchdog | None = None) -> None:
         """Install the fault hook for the running event loop.
 
         Args:
-            on_event: called with `fault` (`cause`) and `stall` (`waiting_for`, `seconds`).
+            on_event: called with `fault` (`cause`) and `stall` (`actor`, `endpoint`, `ranks`, `seconds`, `file`).
+            watchdog: learns deadlines and reports stalls; without it, requests have only the deadline of their caller.
         """
         self._loop = asyncio.get_running_loop()
         self._on_event = on_event
-        self._pidfds: dict[int, str] = {}
+        self._watchdog = watchdog
+        self._pidfds: dict[int, Process] = {}
+        self._ends: dict[int, asyncio.Event] = {}  # by pidfd
+        self._replaceable: dict[str, Replaceable] = {}  # by role
+        self._remote: dict[str, Process] = {}
         self._all_ended = asyncio.Event()
-        self._death: asyncio.Future[str] = self._loop.create_future()
-        self._guards: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[TitanRLError] = self._loop.create_future()
+        self._guards: dict[asyncio.Task[None], str] = {}  # roles
+        self._requests: dict[asyncio.Future[Any], str] = {}
+        self._stopped: dict[Process, _Stopped] = {}
+        self._reports: set[asyncio.Task[None]] = set()
+        self._reporting = asyncio.Lock()
+        self._reported: dict[tuple[Process, ...], _Report] = {}
         self._closing = False
-        self._has_remote_processes = False
+        self._num_continued = 0
         monarch.actor.unhandled_fault_hook = self._on_fault
+        if threading.current_thread() is threading.main_thread():
+            self._loop.add_signal_handler(signal.SIGCONT, self._on_continue)
+        self._tick(self._loop.time())
 
     @property
-    def saw_death(self) -> bool:
-        """True if a process or actor of the run has died unexpectedly."""
-        return self._death.done()
+    def failure(self) -> TitanRLError | None:
+        """Error that has ended every wait, such as the death of a process or a stall; None if there was none."""
+        return self._failure.result() if self._failure.done() else None
 
-    async def ask(self, name: str, call: Awaitable[T], timeout_s: float) -> T:
+    async def ask(
+        self,
+        name: str,
+        call: Awaitable[T],
+        timeout_s: float,
+        pace: Pace = _PACE,
+        lost: "asyncio.Future[str] | None" = None,
+    ) -> T:
         """Return the reply to a request; raise an exception of the actor as the actor raised it.
+
+        Args:
+            name: actor and endpoint, such as `trainer.optim_step`.
+            call: the request.
+            timeout_s: longest wait.
+            pace: parameters of the shorter deadline that a watchdog learns.
+            lost: for a request to a part that can be replaced: done, with the cause, when the part has died.
 
         Raises:
             DeadlineError: no reply within `timeout_s`.
+            PartDiedError: `lost` was done first.
+            StallError: no reply within the learned deadline, or a process was stopped in the meantime.
             ActorDiedError: a process of the run died in the meantime.
         """
-        task = asyncio.ensure_future(resolve(call))
+        task, started = asyncio.ensure_future(resolve(call)), time.perf_counter()
+        self._requests[task] = name
         try:
-            waiting: set[asyncio.Future[Any]] = {task, self._death}
-            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._death.done():
-                raise ActorDiedError(f"{self._death.result()} (while waiting for: {name})")
-            if task.done():
-                return _result_of(task)
-            self._report("stall", waiting_for=name, seconds=timeout_s)
-            raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
+            if self._watchdog is None or self._closing:
+                if not await self._is_done(task, name, timeout_s, lost):
+                    self._record_stall(Stall(request=name, seconds=timeout_s), None)
+                    raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
+            else:
+                await self._until_done(self._watchdog, task, name, timeout_s, pace, lost)
+                self._watchdog.note_reply(name, pace, started)
+            return _result_of(task)
         finally:
+            del self._requests[task]
             task.cancel()
+
+    async def _is_done(
+        self, task: "asyncio.Future[Any]", name: str, timeout_s: float, lost: "asyncio.Future[str] | None"
+    ) -> bool:
+        """Wait for a reply; return False if there is none in time. Raise if the run has failed, or the part is lost."""
+        waiting: set[asyncio.Future[Any]] = {task, self._failure} if lost is None else {task, self._failure, lost}
+        done, num_continued = set[asyncio.Future[Any]](), -1
+        while not done and num_continued != self._num_continued:  # time that this process was suspended does not count
+            num_continued = self._num_continued
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._failure.done():
+            error = self._failure.result()
+            text = str(error) if name in str(error) else f"{error} (while waiting for: {name})"
+            raise type(error)(text, error.part) if isinstance(error, FaultError) else type(error)(text)
+        if lost is not None and lost.done() and not task.done():
+            raise PartDiedError(f"{lost.result()} (while waiting for: {name})")
+        return bool(done)
+
+    async def _until_done(
+        self,
+        watchdog: Watchdog,
+        task: "asyncio.Future[Any]",
+        name: str,
+        timeout_s: float,
+        pace: Pace,
+        lost: "asyncio.Future[str] | None",
+    ) -> None:
+        """Wait for a reply under the learned deadline, and handle the stalls."""
+        limit_s, waited_s, seen = watchdog.limit(name, pace, timeout_s), 0.0, None
+        while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), lost):
+            waited_s = min(timeout_s, waited_s + limit_s)
+            before, seen = seen, await _progress(pace)
+            if waited_s >= timeout_s and seen != before:
+                self._record_stall(Stall(request=name, seconds=timeout_s), None)
+                raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
+            involved = suspects(name, [*self._pidfds.values(), *self._remote.values()])
+            # A stopped process is reported by `_look_at_states`; one in a debugger is no stall.
+            excused = seen != before or self._stopped or any(process.is_debugged() for process in involved)
+            if excused and waited_s < timeout_s:
+                continue
+            reason = LAST if waited_s >= timeout_s else watchdog.known(name, pace)
+            stall = Stall(request=name, seconds=waited_s, suspects=involved, reason=reason)
+            report = await self._report_stall(watchdog, stall, limit_s / 2)
+            if task.done():
+                logger.info("reply to %s after all", name)
+            elif waited_s >= timeout_s:
+                raise DeadlineError(f"{stall}; stacks: {report.file}")
+            else:
+                await self._act_on_stall(watchdog, stall, report)
+                limit_s *= 2
 
     def watch(self, name: str, pid: int) -> None:
         """Watch a process of this machine through a pidfd, which reports its end at once, however it ends.
 
         torchmonarch alone takes seconds. Sometimes it reports only that a message could not be delivered, after 30 s.
+        A second call for a process does nothing.
         """
+        process = Process(name=name, pid=pid)
+        if process in self._pidfds.values():
+            return
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._note_death(f"{name} (process {pid}) has ended")
+            self._note_end(process.role, f"{process} has ended")
             return
-        self._pidfds[pidfd] = f"{name} (process {pid})"
+        self._pidfds[pidfd] = process
+        self._ends[pidfd] = asyncio.Event()
         self._all_ended.clear()
         self._loop.add_reader(pidfd, self._on_end, pidfd)
 
-    def trust_reports(self) -> None:
-        """Use torchmonarch's reports of ended processes, because some run on other machines."""
-        self._has_remote_processes = True
+    def note_remote(self, name: str, pid: int, host: str) -> None:
+        """Note a process of another machine. Its end is known from torchmonarch's reports only."""
+        self._remote[name] = Process(name=name, pid=pid, host=host)
 
-    def guard(self, name: str, call: Awaitable[None]) -> None:
-        """Treat failure of this long-running call as the actor's death."""
+    def replace(self, role: str, replaceable: Replaceable) -> None:
+        """Let the processes of a role be replaced, instead of ending the run, when one of them ends or hangs."""
+        self._replaceable[role] = replaceable
+
+    async def kill(self, role: str) -> None:
+        """Kill the processes of a role on this machine, and wait until they have ended."""
+        doomed = [pidfd for pidfd, process in self._pidfds.items() if process.role == role]
+        _send(signal.SIGKILL, doomed)
+        await asyncio.gather(*(self._ends[pidfd].wait() for pidfd in doomed))
+        self._remote = {name: process for name, process in self._remote.items() if process.role != role}
+
+    def guard(self, role: str, name: str, call: Awaitable[None]) -> None:
+        """Treat failure of this long-running call as the death of the role."""
         task = asyncio.create_task(resolve(call), name=name)
-        self._guards.add(task)
+        self._guards[task] = role
         task.add_done_callback(self._on_guard_end)
 
     def expect_deaths(self) -> None:
         """Ignore deaths from now on, because processes are being stopped.
 
         The hook stays installed: torchmonarch reports faults even after the last process has ended, and its default hook would
-        interrupt the program.
+        interrupt the program. Processes that a signal has stopped continue, because they cannot end otherwise.
         """
         self._closing = True
+        _send(signal.SIGCONT, self._pidfds)
 
     async def reap(self, timeout_s: float) -> list[str]:
         """Wait until every watched process has ended; kill the others after `timeout_s`, and return their names."""
         if self._pidfds:
             with contextlib.suppress(TimeoutError):  # the rest is killed below
                 await asyncio.wait_for(self._all_ended.wait(), timeout_s)
-        killed = list(self._pidfds.values())
-        for pidfd in self._pidfds:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        killed = [str(process) for process in self._pidfds.values()]
+        _send(signal.SIGKILL, self._pidfds)
         if killed:
             await self._all_ended.wait()
+        if not self._failure.done():  # a request that is still pending gets no reply any more
+            self._failure.set_result(ActorDiedError("the session was closed", "session"))
         return killed
+
+    def _on_continue(self) -> None:
+        """Give every pending request its whole time again: this process was stopped (Ctrl-Z) and continues (`fg`)."""
+        self._num_continued += 1
+        self._stopped.clear()  # the others may continue a moment later
+
+    def _tick(self, due: float) -> None:
+        """Look at the processes, and do it again every second. A look that comes late shows a breakpoint in this process."""
+        if self._closing:
+            return
+        now = self._loop.time()
+        if now - due > LATE_S:
+            self._on_continue()
+        if self._watchdog is not None:
+            self._look_at_states(self._watchdog, now)
+        self._loop.call_at(now + TICK_S, self._tick, now + TICK_S)
+
+    def _look_at_states(self, watchdog: Watchdog, now: float) -> None:
+        """Report the processes that a signal stopped so long ago that it is a stall."""
+        known, self._stopped = self._stopped, {}
+        for process in self._pidfds.values():
+            if process.is_stopped():
+                stopped = known.get(process) or _Stopped(since=now, limit_s=watchdog.config.min_stall_s)
+                self._stopped[process] = stopped
+                if now - stopped.since >= stopped.limit_s:
+                    stopped.limit_s *= 2
+                    report = asyncio.create_task(self._report_stopped(watchdog, process, now - stopped.since))
+                    self._reports.add(report)
+                    report.add_done_callback(self._reports.discard)
+
+    async def _report_stopped(self, watchdog: Watchdog, process: Process, seconds: float) -> None:
+        names = list(self._requests.values())
+        request = next(iter([name for name in names if works_on(process, name)] or names), "")
+        stall = Stall(request=request, seconds=seconds, suspects=(process,), are_stopped=True)
+        report = await self._report_stall(watchdog, stall, interval_s=0.0)
+        if process.is_stopped():
+            await self._act_on_stall(watchdog, stall, report)
+
+    async def _report_stall(self, watchdog: Watchdog, stall: Stall, interval_s: float) -> "_Report":
+        """Write the stacks of a stall and record its event, unless the same processes were reported in the last `interval_s`.
+
+        Requests that wait for each other stall together.
+        """
+        after = self._loop.time() - interval_s
+        async with self._reporting:
+            report = self._reported.get(stall.suspects)
+            if report is not None and report.time > after:
+                return report
+            try:
+                file = str(await watchdog.write(stall))
+            except OSError as error:  # of a full disk, which does not hide the stall
+                file = f"not written ({error})"
+            report = _Report(text=f"{stall}; stacks: {file}", file=file, time=self._loop.time())
+            self._reported[stall.suspects] = report
+            self._record_stall(stall, file)
+            return report
+
+    async def _act_on_stall(self, watchdog: Watchdog, stall: Stall, report: "_Report") -> None:
+        """Replace the parts that hang, end every wait, or tell the user that the run waits on."""
+        if watchdog.config.on_stall == "wait":
+            if not report.is_shown:
+                report.is_shown = True
+                watchdog.warn(f"{report.text}; waiting on (faults.on_stall)")
+            return
+        hung = await self._hung_roles(stall) if watchdog.config.on_stall == "respawn" else set()
+        if not hung:
+            self.fail(StallError(report.text, stall.actor))
+        for role in hung:
+            self._note_end(role, report.text)
+
+    async def _hung_roles(self, stall: Stall) -> set[str]:
+        """Return the roles that hang, if all of them can be replaced; else none."""
+        roles = {process.role for process in stall.suspects}
+        if stall.are_stopped:
+            return roles & self._replaceable.keys()
+        probes = {role: self._replaceable[role].probe for role in roles & self._replaceable.keys()}
+        answers = await asyncio.gather(*(_answers(probe()) for probe in probes.values()))
+        return {role for role, answer in zip(probes, answers, strict=True) if not answer}
 
     def _on_end(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
-        name = self._pidfds.pop(pidfd)
+        process = self._pidfds.pop(pidfd)
+        self._ends.pop(pidfd).set()
         os.close(pidfd)
         if not self._pidfds:
             self._all_ended.set()
-        self._note_death(f"{name} has ended")
+        self._note_end(process.role, f"{process} has ended")
 
     def _on_guard_end(self, task: "asyncio.Task[None]") -> None:
-        self._guards.discard(task)
+        role = self._guards.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             cause = error.exception if isinstance(error, ActorError) else error
-            self._note_death(f"{task.get_name()} failed: {_one_line(cause)}")
+            self._note_end(role, f"{task.get_name()} failed: {_one_line(cause)}")
 
     def _on_fault(self, failure: Any) -> None:
         """Handle torchmonarch's fault report, which it delivers on a thread of its own.
 
         It reports the end of a process after ten seconds, so the process may have belonged to an earlier run. The pidfds report
-        those of this run on this machine.
+        those of this run on this machine. Each process also has actors of torchmonarch itself, which belong to no role.
         """
-        report = " ".join(failure.report().split())
-        if self._closing or (PROCESS_FAILED in report and not self._has_remote_processes):
+        report, role = " ".join(failure.report().split()), str(failure.mesh_name).rpartition("-")[0]
+        if self._closing or (PROCESS_FAILED in report and (not self._remote or role in _OF_EVERY_PROCESS)):
             return
-        self._loop.call_soon_threadsafe(self._note_death, f"{failure.mesh_name} failed: {_one_line(report)}")
+        self._loop.call_soon_threadsafe(self._note_end, role, f"{failure.mesh_name} failed: {_one_line(report)}")
 
-    def _note_death(self, cause: str) -> None:
-        if not self._closing and not self._death.done():
-            self._death.set_result(cause)
-            self._report("fault", cause=cause)
+    def _note_end(self, role: str, cause: str) -> None:
+        """Replace a part that has ended; end the run if it cannot be replaced."""
+        if self._closing or self._failure.done():
+            return
+        if role in self._replaceable:
+            self._replaceable[role].on_end(cause)
+        else:
+            self.fail(ActorDiedError(cause, role))
+            self.record("fault", cause=cause)
 
-    def _report(self, kind: str, **fields: Any) -> None:
+    def fail(self, error: TitanRLError) -> None:
+        """End every wait with an error."""
+        if not self._closing and not self._failure.done():
+            self._failure.set_result(error)
+
+    def _record_stall(self, stall: Stall, file: str | None) -> None:
+        ranks = [process.name for process in stall.suspects]
+        seconds = round(stall.seconds, 3)
+        self.record("stall", actor=stall.actor, endpoint=stall.endpoint, ranks=ranks, seconds=seconds, file=file)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Record an event."""
         if self._on_event is not None:
             self._on_event(kind, **fields)
+
+
+@dataclass(slots=True)
+class _Stopped:
+    """A process that a signal has stopped."""
+
+    since: float
+    """Time on the loop's clock at which that was seen."""
+    limit_s: float
+    """Seconds after which it is reported; doubled by each report."""
+
+
+@dataclass(slots=True)
+class _Report:
+    """A stall that was reported."""
+
+    text: str
+    """The stall as one line, with the file of its stacks."""
+    file: str
+    """Path of that file."""
+    time: float
+    """Time on the loop's clock."""
+    is_shown: bool = False
+    """True if the user has been warned."""
+
+
+def _send(number: signal.Signals, pidfds: Iterable[int]) -> None:
+    for pidfd in pidfds:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop has not seen that yet
+            signal.pidfd_send_signal(pidfd, number)
+
+
+async def _progress(pace: Pace) -> object:
+    """Return how far the work is; None if that is not known."""
+    if pace.progress is None:
+        return None
+    with contextlib.suppress(TimeoutError, SupervisionError):
+        return await asyncio.wait_for(resolve(pace.progress()), PROGRESS_S)
+    return None
+
+
+async def _answers(probe: Awaitable[object]) -> bool:
+    """Return whether a process answers in time; one that has ended does not."""
+    try:
+        await asyncio.wait_for(resolve(probe), PROBE_S)
+    except (TimeoutError, ActorError, SupervisionError):
+        return False
+    return True
 
 
 def _result_of(task: "asyncio.Task[T]") -> T:

@@ -8,61 +8,82 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from titanrl.config.objective import AVERAGE
+from titanrl.datums import Datum, ForwardBackwardOutput
+from titanrl.errors import TitanRLError
 from titanrl.launch.meshes import TrainerMesh
-from titanrl.types import AdamParams, Datum, FloatArray, ForwardBackwardOutput, OptimUpdate
+from titanrl.launch.sampling import Sampler, SamplingClient
+from titanrl.plugins import Plugin, plugin_of
+from titanrl.types import AdamParams, FloatArray, OptimUpdate
+from titanrl.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from titanrl.algorithms.contracts import PolicyLoss
+
     CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
+    LossFunction = str | PolicyLoss | CustomLoss
 
 T = TypeVar("T")
 
 
-class PoisonedError(Exception):
-    """An earlier request failed, so gradients may be incomplete; see `TrainingClient.recover`."""
+class PoisonedError(TitanRLError):
+    """An earlier request failed, so gradients may be incomplete; see `TrainingClient.zero_grad`."""
 
 
 class TrainingClient:
-    """Forward and backward passes, optimizer steps and saved states, in the order of their requests.
+    """Forward and backward passes, optimizer steps, saved states and publications, in the order of their requests.
 
     Example:
         loss = client.forward_backward(data, "ppo")
-        update = client.optim_step(AdamParams(learning_rate=1e-4, ...))
+        update = client.optim_step(AdamParams(learning_rate=1e-4))
         print((await loss).metrics["loss:sum"], (await update).version)
     """
 
-    def __init__(self, trainer: TrainerMesh, state_dir: Path) -> None:
+    def __init__(
+        self, trainer: TrainerMesh, folder: Path, weights: WeightSync | None = None, sampler: Sampler | None = None
+    ) -> None:
         """Use a trainer that has loaded its model.
 
         Args:
             trainer: the mesh.
-            state_dir: absolute path under which `save_state` makes its folders.
+            folder: absolute path under which `save_state` and `export` make their folders.
+            weights: way of the weights to the generators; None without generators.
+            sampler: access to the generators that receive the weights.
         """
         self._trainer = trainer
-        self._state_dir = state_dir
+        self._folder = folder
+        self._weights, self._sampler = weights, sampler
         self._last: asyncio.Task[Any] | None = None
         self._failure: BaseException | None = None
 
+    @property
+    def version(self) -> int:
+        """Version of the weights: the number of optimizer steps taken."""
+        return self._trainer.version
+
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+        self, data: Sequence[Datum], loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
         """Compute the loss and its metrics without a gradient."""
-        return self._submit(lambda: self._trainer.run_data(data, loss_fn, loss_fn_config or {}, backward=False))
+        return self._submit(lambda: self._trainer.run_data(data, _named_loss(loss_fn), loss_fn_config or {}, backward=False))
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+        self, data: Sequence[Datum], loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
         """Add up the gradient of the loss, summed over all tokens of the data, for the next optimizer step.
 
         Args:
             data: sequences; the result does not depend on packing or on the number of ranks.
-            loss_fn: `cross_entropy`, `ppo`, or `package.module:function` of a loss that the trainer can import.
+            loss_fn: `cross_entropy`, a loss of `algorithm.loss`, or a function of the user or its import path: a policy loss
+                declared with `titanrl.policy_loss`, else a function of data and log-probabilities as in
+                `forward_backward_custom`, called on every trainer rank for its share of the data.
             loss_fn_config: options of the loss.
         """
-        return self._submit(lambda: self._trainer.run_data(data, loss_fn, loss_fn_config or {}, backward=True))
+        return self._submit(lambda: self._trainer.run_data(data, _named_loss(loss_fn), loss_fn_config or {}, backward=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: "CustomLoss") -> asyncio.Task[ForwardBackwardOutput]:
         """Add up the gradient of a loss that the caller computes from the log-probabilities of all data.
@@ -72,13 +93,22 @@ class TrainingClient:
         """
         return self._submit(lambda: self._custom(data, loss))
 
-    def compute_logprobs(self, data: Sequence[Datum], at_version: int | None = None) -> asyncio.Task[list[FloatArray]]:
-        """Compute log-probabilities of the targets, one array per datum; `at_version` selects weights that were kept."""
+    def compute_logprobs(
+        self, data: Sequence[Datum], at_version: int | Literal["ema"] | None = None
+    ) -> asyncio.Task[list[FloatArray]]:
+        """Compute log-probabilities of the targets, one array per datum.
+
+        Args:
+            data: sequences.
+            at_version: version that `keep_weights` has kept, or `ema` for the moving average that `algorithm.ema_decay` keeps;
+                None uses the current weights.
+        """
         return self._submit(lambda: self._logprobs(data, at_version))
 
     def optim_step(self, adam_params: AdamParams) -> asyncio.Task[OptimUpdate]:
         """Take an optimizer step with the accumulated gradient and clear it; the options hold for this step only."""
-        return self._submit(lambda: self._trainer.optim_step(adam_params))
+        after = None if self._weights is None else self._weights.pushed  # the last push reads the weights
+        return self._submit(lambda: self._trainer.optim_step(adam_params, after))
 
     def keep_weights(self) -> asyncio.Task[int]:
         """Keep a copy of the current weights; the task returns their version."""
@@ -86,18 +116,36 @@ class TrainingClient:
 
     def save_state(self, name: str) -> asyncio.Task[Path]:
         """Write model and optimizer under a name; the task returns the path, which both ways to load take."""
-        return self._submit(lambda: self._save(self._state_dir / name))
+        return self._submit(lambda: self._written(self._trainer.save_state, self._folder / "states" / name))
 
     def load_state(self, path: Path) -> asyncio.Task[int]:
-        """Load the weights of a state and reset the optimizer; the task returns the version."""
-        return self._submit(lambda: self._trainer.load_state(path, with_optimizer=False))
+        """Load the weights of a state and reset the optimizer; the task returns the version.
+
+        The version is that of the state, but newer than every published one: a version never means two different weights.
+        """
+        return self._submit(lambda: self._load(path, with_optimizer=False))
 
     def load_state_with_optimizer(self, path: Path) -> asyncio.Task[int]:
-        """Load weights and optimizer of a state; the task returns the version."""
-        return self._submit(lambda: self._trainer.load_state(path, with_optimizer=True))
+        """Load weights and optimizer of a state; the task returns the version, as `load_state` does."""
+        return self._submit(lambda: self._load(path, with_optimizer=True))
 
-    def recover(self) -> asyncio.Task[None]:
-        """Discard the accumulated gradient after a failed request, and accept requests again."""
+    def export(self, name: str = "final") -> asyncio.Task[Path]:
+        """Write the policy as a Hugging Face directory, adapters merged; the task returns its path."""
+        return self._submit(lambda: self._written(self._trainer.export_model, self._folder / "checkpoints" / name))
+
+    def publish(self) -> asyncio.Task[SamplingClient]:
+        """Send the weights to the generators; the task returns a client that samples with exactly this version.
+
+        The weights are published after the running requests of clients pinned to older versions have finished. The task ends
+        when all generators use the new version.
+
+        Raises:
+            TitanRLError: The session has no generators.
+        """
+        return self._submit(self._publish)
+
+    def zero_grad(self) -> asyncio.Task[None]:
+        """Discard the accumulated gradient. After a failed request this makes the client accept requests again."""
         return self._submit(self._trainer.zero_grad, recovers=True)
 
     def _submit(self, request: Callable[[], Awaitable[T]], *, recovers: bool = False) -> asyncio.Task[T]:
@@ -111,7 +159,7 @@ class TrainingClient:
         if recovers:  # only now: requests made before it still fail
             self._failure = None
         if self._failure is not None:
-            raise PoisonedError(f"request cancelled: an earlier one failed ({self._failure!r}). Call recover() first.")
+            raise PoisonedError(f"request cancelled: an earlier one failed ({self._failure!r}). Call zero_grad() first.")
         try:
             return await request()
         except BaseException as error:  # a cancellation, too: the gradient may be incomplete
@@ -135,13 +183,41 @@ class TrainingClient:
         surrogate = output.metrics["loss:sum"]
         return replace(output, metrics={"loss:sum": value.item(), "surrogate_loss:sum": surrogate, **metrics})
 
-    async def _logprobs(self, data: Sequence[Datum], at_version: int | None) -> list[FloatArray]:
+    async def _logprobs(self, data: Sequence[Datum], at_version: int | Literal["ema"] | None) -> list[FloatArray]:
         if at_version is None:
             output = await self._trainer.run_data(data, None, {}, backward=False)
         else:
-            output = await self._trainer.compute_data_logprobs(data, at_version=at_version)
+            version = AVERAGE if at_version == "ema" else at_version
+            output = await self._trainer.compute_data_logprobs(data, at_version=version)
         return [values["logprobs"] for values in output.loss_fn_outputs]
 
-    async def _save(self, folder: Path) -> Path:
-        await self._trainer.save_state(folder)
+    async def _written(self, write: Callable[[Path], Awaitable[None]], folder: Path) -> Path:
+        await write(folder)
         return folder
+
+    async def _load(self, path: Path, *, with_optimizer: bool) -> int:
+        at_least = 0
+        if self._weights is not None:
+            await self._weights.pushed()  # a push reads the weights
+            at_least = max(self._weights.versions, default=-1) + 1
+        return await self._trainer.load_state(path, with_optimizer=with_optimizer, at_least=at_least)
+
+    async def _publish(self) -> SamplingClient:
+        if self._weights is None or self._sampler is None:
+            raise TitanRLError("publish: this session has no generators. Connect with sampling=True.")
+        version = self._trainer.version
+        await self._weights.pushed()
+        if self._weights.versions[-1:] != [version]:
+            await self._sampler.advance(version)
+            self._weights.publish(version, then=_nothing)
+        await self._weights.ready()
+        return SamplingClient(self._sampler, version)
+
+
+async def _nothing() -> None:
+    """Free no slots: a loop of the caller's own has none."""
+
+
+def _named_loss(loss: "LossFunction") -> str | Plugin:
+    """Return a built-in loss by name, and one of the user as an object that can be sent to the trainer."""
+    return plugin_of("loss_fn", loss) or str(loss)

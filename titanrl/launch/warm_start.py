@@ -1,56 +1,65 @@
-"""Supervised training before RL, on the same path as RL data: worker, shard, plan, trainer."""
+"""Supervised training before RL, on demonstrations generated for the task."""
 
 import asyncio
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import partial
 
-from titanrl.algorithms.batch_plan import plan_demonstrations
 from titanrl.algorithms.schedule import learning_rate
 from titanrl.config.schema import Config
 from titanrl.config.sections import WarmStartConfig
+from titanrl.data.demonstrations import Demonstration, chain_sum_demonstrations, joined, mean_loss_data
+from titanrl.data.streams import make_stream
+from titanrl.data.tokenizer import Tokenizer
+from titanrl.launch.training import TrainingClient
 from titanrl.metrics.console import Console
-from titanrl.types import AdamParams, GroupHandle, GroupRecord
-
-if TYPE_CHECKING:
-    from titanrl.launch.assembly import Parts
+from titanrl.rollout.renderers import PlainRenderer
+from titanrl.types import AdamParams, Prompt
 
 SHOW_EVERY_STEPS = 10
 
 
-async def warm_start(parts: "Parts", config: Config, settings: WarmStartConfig, target: Path, console: Console) -> None:
-    """Train on demonstrations, export the result to `target`, and reset the trainer to version 0 with these weights.
-
-    One batch is prepared and one is queued at the trainer while a third is trained on.
-    """
-    upcoming = asyncio.create_task(parts.workers.demonstrate(demonstration_handle(0)))
-    training: asyncio.Task[None] | None = None
-    for step in range(settings.num_steps):
-        record = await upcoming
-        if step + 1 < settings.num_steps:
-            upcoming = asyncio.create_task(parts.workers.demonstrate(demonstration_handle(step + 1)))
-        before, training = training, asyncio.create_task(_train(parts, config, settings, step, record, console))
-        if before is not None:
-            await before
-    if training is not None:
-        await training
-    await parts.trainer.export_model(target)
-    await parts.trainer.start_over()
+async def warm_start(
+    training: TrainingClient, config: Config, settings: WarmStartConfig, tokenizer: Tokenizer, console: Console
+) -> None:
+    """Train on demonstrations. One step is queued at the trainer while another one is computed."""
+    stream = make_stream(config.data, tokenizer, config.seed)
+    environment = config.data.environment
+    calls_tools = environment is not None and environment.function == "calculator"
+    demonstrate = partial(tool_demonstration, tokenizer) if calls_tools else None
+    steps: asyncio.Queue[None] = asyncio.Queue(maxsize=2)
+    async with asyncio.TaskGroup() as running:
+        for step, batch in enumerate(chain_sum_demonstrations(stream, tokenizer, settings, config.seed, demonstrate)):
+            await steps.put(None)
+            running.create_task(_train(training, settings, step, batch, steps, console))
 
 
 async def _train(
-    parts: "Parts", config: Config, settings: WarmStartConfig, step: int, record: GroupRecord, console: Console
+    training: TrainingClient,
+    settings: WarmStartConfig,
+    step: int,
+    batch: Sequence[Demonstration],
+    steps: "asyncio.Queue[None]",
+    console: Console,
 ) -> None:
-    """Take one optimizer step; the trainer serves its requests in the order they are made."""
-    microbatches = plan_demonstrations(
-        record,
-        row_tokens=config.trainer.row_tokens,
-        rows_per_microbatch=config.trainer.rows_per_microbatch,
-        dp_size=config.trainer.parallelism.dp_size,
-    )
-    passes = parts.trainer.forward_backward(microbatches, "cross_entropy")
-    losses, _ = await asyncio.gather(passes, parts.trainer.optim_step(adam_params(settings, step)))
+    """Take one optimizer step on the mean cross-entropy of the answers' tokens."""
+    passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
+    output, _ = await asyncio.gather(passes, training.optim_step(adam_params(settings, step)))
+    steps.get_nowait()
     if step % SHOW_EVERY_STEPS == 0 or step + 1 == settings.num_steps:
-        console.progress("warm start", step + 1, settings.num_steps, f"loss {losses.sums['loss/policy']:.3f}")
+        console.progress("warm start", step + 1, settings.num_steps, f"loss {output.metrics['loss:sum']:.3f}")
+
+
+def tool_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:
+    """Return a sum whose answer comes from a call of the calculator, unless the answer is short."""
+    renderer = PlainRenderer(tokenizer)
+    answer, stop = str(prompt.entry["answer"]), list(renderer.stop_ids[:1])
+    reply = [*tokenizer.encode(f"<answer>{answer}</answer>"), *stop]
+    if short:
+        return joined(prompt.token_ids, [(reply, True)])
+    expression = prompt.entry["metadata"]["expression"].replace(" ", "")
+    call = [*tokenizer.encode(f"<tool_call>{expression}</tool_call>"), *stop]
+    response = renderer.render([{"role": "tool", "content": answer}], ())
+    return joined(prompt.token_ids, [(call, True), (response, False), (reply, True)])
 
 
 def adam_params(settings: WarmStartConfig, step: int) -> AdamParams:
@@ -62,9 +71,4 @@ def adam_params(settings: WarmStartConfig, step: int) -> AdamParams:
         decay="linear",
         num_steps=settings.num_steps,
     )
-    return AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
-
-
-def demonstration_handle(step: int) -> GroupHandle:
-    """Return where to store the demonstrations of a step: outside the buffer's slots, in one of three places in turn."""
-    return GroupHandle(shard=0, slot=-1 - step % 3, serial=step)
+    return AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0)

@@ -17,11 +17,11 @@ def balance_line(rows: Rows) -> str:
     trainer, generators = ([value for _, value in series(steps, f"perf/{side}_idle_frac")] for side in ("trainer", "generator"))
     if not trainer or not generators:
         return ""
-    ages = [value for _, value in series(steps, "staleness/max")]
     idle = median(trainer), median(generators)
-    return (
-        f"trainer {idle[0]:.0%}, generators {idle[1]:.0%} of the time; {advice(*idle, synchronous=max(ages, default=0) == 0)}"
-    )
+    shares = f"trainer {idle[0]:.0%}, generators {idle[1]:.0%} of the time"
+    if not (ages := [value for _, value in series(steps, "staleness/max")]):  # a distillation is always synchronous
+        return shares
+    return f"{shares}; {advice(*idle, synchronous=max(ages) == 0)}"
 
 
 def advice(trainer_idle: float, generator_idle: float, *, synchronous: bool) -> str:

@@ -30,6 +30,10 @@ PLAIN_EVERY_S = 5.0
 """Seconds after which plain mode shows a step at the latest."""
 HEADER_EVERY_ROWS = 20
 """Rows of plain mode between two headers."""
+LOSS = "loss/train"
+"""Metric by which a step of a fine-tuning is recognized."""
+KL_TEACHER = "policy/kl_teacher"
+"""Metric by which a step of a distillation is recognized."""
 SPARKLINE_STEPS = 24
 """Steps in the sparkline."""
 
@@ -87,7 +91,7 @@ class Console:
         self._rows = 0
         # The live display reads these from its own thread, so they are replaced and never mutated.
         self._last: StepMetrics | None = None
-        self._rewards: tuple[float, ...] = ()
+        self._curve: tuple[float, ...] = ()  # rewards, or losses of a fine-tuning
         self._step_ends: tuple[tuple[float, int], ...] = ()
         self._evaluations: Mapping[str, tuple[float, float]] = {}
         self._live: Live | None = None
@@ -119,9 +123,9 @@ class Console:
     def step(self, metrics: StepMetrics) -> None:
         """Show the metrics of a finished step."""
         self._end_activity()
-        reward = metrics.values.get("reward/mean")
-        if reward is not None:
-            self._rewards = (*self._rewards, reward)[-SPARKLINE_STEPS:]
+        learned = metrics.values.get("reward/mean", metrics.values.get(LOSS))
+        if learned is not None:
+            self._curve = (*self._curve, learned)[-SPARKLINE_STEPS:]
         self._step_ends = (*self._step_ends, (self._clock(), metrics.step))[-50:]
         first = self._last is None
         self._last = metrics
@@ -135,6 +139,14 @@ class Console:
         self._evaluations = {**self._evaluations, task: (first, mean)}
         if self._mode == "plain":
             self._timed(f"held-out {task}: mean reward {mean:.3f} at version {version}")
+        self._start_live()
+
+    def heldout_loss(self, version: int, loss: float) -> None:
+        """Show the loss on held-out examples."""
+        first = self._evaluations.get("loss", (loss, loss))[0]
+        self._evaluations = {"loss": (first, loss)}
+        if self._mode == "plain":
+            self._timed(f"held-out loss {loss:.4f} at version {version}")
         self._start_live()
 
     def note(self, text: str) -> None:
@@ -214,16 +226,27 @@ class Console:
     def _cells(self, metrics: StepMetrics) -> dict[str, str]:
         """Return the cells of a row by column. The name of a column is as wide as its widest cell."""
         values = metrics.values
-        return {
-            "       step": f"{metrics.step}/{self._total_steps}",
+        step = {"       step": f"{metrics.step}/{self._total_steps}"}
+        if LOSS in values:
+            return step | {
+                "   loss": number(values[LOSS], ".4f"),
+                " mean10": number(self._recent_mean(), ".4f"),
+                "heldout": number(self._heldout(), ".4f"),
+                " epoch": number(values.get("data/epoch"), ".2f"),
+                "grad_norm": number(values.get("grad/norm"), ".3g"),
+                "learning_rate": number(values.get("optim/lr"), ".2e"),
+                "train_tok/s": _rate(values.get("perf/train_tokens_per_s")),
+                "step_s": number(_step_seconds(values), ".2f"),
+            }
+        return step | {
             "reward": number(values.get("reward/mean"), ".3f"),
-            "mean10": number(self._reward_mean(), ".3f"),
+            "mean10": number(self._recent_mean(), ".3f"),
             "heldout": number(self._heldout(), ".3f"),
             "length": number(values.get("tokens/response_len_mean"), ".1f"),
             "entropy": number(values.get("policy/entropy"), ".3f"),
             "grad_norm": number(values.get("grad/norm"), ".3g"),
             "mismatch": number(values.get("mismatch/logprob_abs_mean"), ".1e"),
-            "stale": number(values.get("staleness/max"), ".0f"),
+            **({"kl_teacher": number(values[KL_TEACHER], ".3f")} if KL_TEACHER in values else {"stale": _staleness(values)}),
             "gen_tok/s": _rate(values.get("perf/gen_tokens_per_s")),
             "train_tok/s": _rate(values.get("perf/train_tokens_per_s")),
             "step_s": number(_step_seconds(values), ".2f"),
@@ -276,27 +299,45 @@ class Console:
         return Group(*grids)
 
     def _learning(self, values: Mapping[str, float]) -> dict[str, str]:
+        name, spec = ("loss", ".4f") if LOSS in values else ("reward", ".3f")
         rows = {
-            "reward": number(values.get("reward/mean"), ".3f"),
-            "  mean of 10": number(self._reward_mean(), ".3f"),
-            "": sparkline(self._rewards, ascii_only=self._out.options.ascii_only),
+            name: number(values.get(LOSS, values.get("reward/mean")), spec),
+            "  mean of 10": number(self._recent_mean(), spec),
+            "": sparkline(self._curve, ascii_only=self._out.options.ascii_only),
         }
         for task, (first, last) in self._evaluations.items():
-            rows[f"held-out {task}"] = f"{first:.3f} -> {last:.3f}"
-        rows["response length"] = f"{number(values.get('tokens/response_len_mean'), '.1f')} tokens"
-        return rows
+            rows[f"held-out {task}"] = f"{first:{spec}} -> {last:{spec}}"
+        if LOSS in values:
+            return rows | {"epoch": number(values.get("data/epoch"), ".2f")}
+        return rows | {"response length": f"{number(values.get('tokens/response_len_mean'), '.1f')} tokens"}
 
     def _update(self, values: Mapping[str, float]) -> dict[str, str]:
+        if LOSS in values:
+            return {
+                "gradient norm": number(values.get("grad/norm"), ".3g"),
+                "learning rate": number(values.get("optim/lr"), ".2e"),
+                "tokens trained": _rate(values.get("tokens/trained")),
+            }
         return {
             "entropy": number(values.get("policy/entropy"), ".3f"),
             "gradient norm": number(values.get("grad/norm"), ".3g"),
             "mismatch": number(values.get("mismatch/logprob_abs_mean"), ".1e"),
             "mismatch max": number(values.get("mismatch/logprob_abs_max"), ".1e"),
-            "staleness max": number(values.get("staleness/max"), ".0f"),
+            **(
+                {"KL from teacher": number(values[KL_TEACHER], ".3f")}
+                if KL_TEACHER in values
+                else {"staleness max": _staleness(values)}
+            ),
         }
 
     def _speed(self, values: Mapping[str, float]) -> dict[str, str]:
         phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phase_seconds(values).items())
+        if LOSS in values:
+            return {
+                "trainer": f"{_rate(values.get('perf/train_tokens_per_s'))} tokens/s",
+                "step": f"{number(_step_seconds(values), '.2f')} s",
+                "phases": phases,
+            }
         return {
             "generator": f"{_rate(values.get('perf/gen_tokens_per_s'))} tokens/s",
             "trainer": f"{_rate(values.get('perf/train_tokens_per_s'))} tokens/s",
@@ -305,8 +346,8 @@ class Console:
             "phases": phases,
         }
 
-    def _reward_mean(self) -> float | None:
-        recent = self._rewards[-10:]
+    def _recent_mean(self) -> float | None:
+        recent = self._curve[-10:]
         return sum(recent) / len(recent) if recent else None
 
     def _heldout(self) -> float | None:
@@ -330,6 +371,10 @@ def _step_seconds(values: Mapping[str, float]) -> float | None:
 def _sync_seconds(values: Mapping[str, float]) -> float | None:
     parts = [values[name] for name in ("sync/push_s", "sync/pull_s") if name in values]
     return sum(parts) if parts else None
+
+
+def _staleness(values: Mapping[str, float]) -> str:
+    return number(values.get("staleness/max"), ".0f")
 
 
 def _rate(value: float | None) -> str:

@@ -156,6 +156,8 @@ def _stack(by_step: Mapping[float, Mapping[str, float]]) -> dict[str, Points]:
 _CHARTS: dict[str, Callable[[Rows], Drawing | None]] = {
     "Mean reward": _reward,
     "Held-out mean reward": _heldout,
+    "Loss, nats per token": _lines({"loss/train": "training", "loss/eval": "held-out"}, _first_to_last(".3f")),
+    "Divergence from the teacher, nats per token": _lines({"policy/kl_teacher": "divergence"}, _first_to_last(".3f")),
     "Response length, tokens": _lines(
         {"tokens/response_len_mean": "mean", "tokens/response_len_max": "max"}, _first_to_last(".1f")
     ),

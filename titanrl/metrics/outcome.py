@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanrl.files import COMMIT_FILE
 from titanrl.metrics.balance import balance_line
 from titanrl.metrics.report import write_report
 from titanrl.metrics.run_directory import read_metrics
@@ -64,14 +65,19 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
         sentence=sentence,
         report=report,
         exported=(run_dir / "checkpoints" / "final" / "config.json").exists(),
-        resumable=not is_finished and any((run_dir / "checkpoints").glob("step-*/controller.json")),
+        resumable=not is_finished and any((run_dir / "checkpoints").glob(f"step-*/{COMMIT_FILE}")),
         idle=idle,
         problems=tuple(problems),
     )
 
 
 def learned(rows: Rows) -> str:
-    """Return the first and the last mean reward, on held-out prompts and in training."""
+    """Return the first and the last mean reward, or loss, on held-out prompts and in training."""
+    if losses := series(rows, "loss/train"):
+        heldout = series(rows, "loss/eval")
+        changes = [f"on held-out examples {heldout[0][1]:.3f} -> {heldout[-1][1]:.3f}"] if heldout else []
+        changes.append("in training {:.3f} -> {:.3f} over {} steps".format(*first_and_last_five(losses), len(losses)))
+        return f"loss {', '.join(changes)}"
     changes = [
         f"on held-out {task} {points[0][1]:.3f} -> {points[-1][1]:.3f}"
         for task in heldout_tasks(rows)
@@ -83,8 +89,8 @@ def learned(rows: Rows) -> str:
     return f"mean reward {', '.join(changes)}" if changes else ""
 
 
-def last_lines(run_dir: Path, outcome: Outcome) -> list[str]:
-    """Return the lines that the console ends with."""
+def last_lines(run_dir: Path, outcome: Outcome, *, command: str = "titanrl train") -> list[str]:
+    """Return the lines that the console ends with; `command` continues the run."""
     where = relative(run_dir)
     lines = [outcome.sentence] if outcome.sentence else []
     lines += [f"problem  {problem}" for problem in outcome.problems]
@@ -96,7 +102,7 @@ def last_lines(run_dir: Path, outcome: Outcome) -> list[str]:
     if outcome.exported:
         lines += [f"model    {where}/checkpoints/final", f"chat     python -m titanrl.chat {where}"]
     if outcome.resumable:
-        lines.append(f"resume   python -m titanrl.grpo --resume {where}")
+        lines.append(f"resume   {command} --resume {where}")
     return lines
 
 

@@ -20,20 +20,35 @@ class Recorder:
         self.console.step(metrics)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Record an evaluation on held-out prompts."""
-        prefix = f"eval/{result.task}"
-        values = {f"{prefix}/mean": result.mean, f"{prefix}/response_len_mean": result.response_len_mean}
+        """Record an evaluation."""
+        values = evaluation_metrics(result)
         if result.num_errors:
-            values[f"{prefix}/error_frac"] = result.num_errors / result.num_prompts
             self.directory.event("scorer_error", step=step, count=result.num_errors, error=result.first_error)
         self._write(StepMetrics(step=step, version=result.version, values=values))
         self.console.evaluation(result.task, result.version, result.mean)
 
-    def close(self) -> None:
-        """Flush and close the trackers and the run directory; the console stays open."""
-        self._trackers.close()
+    def heldout_loss(self, metrics: StepMetrics) -> None:
+        """Record the loss on held-out examples, `loss/eval`."""
+        self._write(metrics)
+        self.console.heldout_loss(metrics.version, metrics.values["loss/eval"])
+
+    def close(self, *, resumes: bool = False) -> None:
+        """Flush and close the trackers and the run directory; the console stays open.
+
+        Args:
+            resumes: another recorder of the same run follows, which gets the user's finished trackers.
+        """
+        self._trackers.close(keep_given=resumes)
         self.directory.close()
 
     def _write(self, metrics: StepMetrics) -> None:
         self.directory.log(metrics)
         self._trackers.log(metrics.step, metrics.values)
+
+
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """Return the metrics of an evaluation, `eval/<set>/*`."""
+    values = {"mean": result.mean, "response_len_mean": result.response_len_mean, **result.statistics}
+    if result.num_errors:
+        values["error_frac"] = result.num_errors / (result.num_prompts * result.num_samples)
+    return {f"eval/{result.task}/{name}": value for name, value in values.items()}

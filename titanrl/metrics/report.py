@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from titanrl.metrics.run_directory import read_lines, read_metrics, replace_text
+from titanrl.files import replace_text
+from titanrl.metrics.run_directory import read_lines, read_metrics
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, phase_seconds, series
 from titanrl.metrics.text import count
 
@@ -61,6 +62,7 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
         charts=_for_script([curve.figure for curve in curves]),
         plotly=_packed_plotly() if curves else "",
         samples=_for_script(samples) if samples else "",
+        has_rollouts=not series(rows, "loss/train"),
         samples_note=f"{'All' if len(samples) == total else 'The first and the newest of'} {total} recorded groups.",
     )
     report = run_dir / "report.html"
@@ -91,6 +93,12 @@ def _figures(rows: Rows) -> list[Figure]:
             figures.append(
                 Figure(f"Held-out {task}", f"{before:.3f} \u2192 {after:.3f}", f"mean reward, steps {start} and {end}")
             )
+    if losses := series(rows, "loss/train"):
+        first, last = first_and_last_five(losses)
+        figures.append(Figure("Training loss", f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))
+    if losses := series(rows, "loss/eval"):
+        (start, before), (end, after) = losses[0], losses[-1]
+        figures.append(Figure("Held-out loss", f"{before:.3f} \u2192 {after:.3f}", f"nats per token, steps {start} and {end}"))
     if rows:
         figures.append(Figure("Steps", f"{rows[-1]['step']}", f"policy version {rows[-1]['version']}"))
     if seconds := [sum(phases.values()) for row in rows if (phases := phase_seconds(row))]:
@@ -133,7 +141,7 @@ def _sampled_groups(path: Path, advantages: Mapping[int, Sequence[float]]) -> tu
 
 
 def _group(row: Mapping[str, Any], advantages: Sequence[float]) -> dict[str, Any]:
-    """Return what the page shows of a group. `advantages` skip the completions whose scorer failed."""
+    """Return what the page shows of a group. `advantages` skip the completions whose reward failed."""
     rewards = [completion["reward"] for completion in row["completions"] if completion["reward"] is not None]
     # If their number differs, rollouts were left out of training, and which ones is not recorded.
     recorded = iter(advantages if len(advantages) == len(rewards) else ())

@@ -1,14 +1,19 @@
 """Files of a run directory: writing them and reading them back."""
 
+import errno
+import itertools
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from titanrl.files import naming, replace_lines, replace_text, sync_file
 from titanrl.types import StepMetrics
 
 
@@ -19,13 +24,28 @@ class RunDirectory:
     workers append to `rollouts.jsonl` (`append_line`). Every process writes to `logs/`, the trainer to `checkpoints/`.
     """
 
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume_step: int | None = None,
+        resume_index: int = 0,
+        resume_in_flight: Collection[int] = (),
+        resume_published: int = 0,
+        resume_rates: int = 0,
+        warn: Callable[[str], None] = print,
+    ) -> None:
         """Create the folders and open `metrics.jsonl`.
 
         Args:
             path: The run's own folder.
             resume_step: Step the run resumes from; lines of later steps are dropped, so that curves do not double.
                 None starts a new run.
+            resume_index: First prompt of the resumed run; groups from there on are dropped, because they are sampled again.
+            resume_in_flight: Earlier prompts that are sampled again, too.
+            resume_published: Version that the resumed run publishes first; events of publications from there on are dropped.
+            resume_rates: Changes of the learning rate that the resumed run has; events of later ones are dropped.
+            warn: Called with a sentence about lines that cannot be read, which a resumed run drops, too.
 
         Raises:
             ValueError: The folder of a new run holds another run, or the folder to resume does not exist.
@@ -43,8 +63,17 @@ class RunDirectory:
             self.events.unlink(missing_ok=True)
             self.advantages.unlink(missing_ok=True)
         else:
-            _drop_steps_after(self.metrics, resume_step)
-            _drop_steps_after(self.advantages, resume_step)
+            rules: dict[Path, Callable[[Mapping[str, Any]], bool | None]] = {
+                self.metrics: partial(_is_below, "step", resume_step + 1, ()),
+                self.advantages: partial(_is_below, "step", resume_step + 1, ()),
+                self.rollouts: partial(_is_below, "index", resume_index, frozenset(resume_in_flight)),
+                self.events: partial(_is_event_before, resume_step, resume_published, resume_rates),
+            }
+            for file, keeps in rules.items():
+                if num_odd := _keep_rows(file, keeps):
+                    warn(f"{file}: dropped {num_odd} lines that cannot be read")
+            self._keep_last_rollouts()
+        self._has_replaced = False
         self._metrics_file = self.metrics.open("a", encoding="utf-8", buffering=1)
 
     @property
@@ -82,14 +111,33 @@ class RunDirectory:
         """Checkpoints, and the exported model."""
         return self.path / "checkpoints"
 
+    def has_event(self, kind: str, **fields: Any) -> bool:
+        """Return True if there is an event with these fields."""
+        wanted = {"kind": kind, **fields}
+        rows = read_lines(self.events) if self.events.exists() else ()
+        return any(all(row.get(key) == value for key, value in wanted.items()) for row in rows)
+
+    def drop_rollouts(self, indices: Collection[int]) -> None:
+        """Drop the groups of some prompts from `rollouts.jsonl`, before the rollout workers write to it."""
+        if indices:
+            _keep_rows(self.rollouts, partial(_is_below, "index", sys.maxsize, frozenset(indices)))
+
+    def flush_to_disk(self) -> None:
+        """Wait until all lines written so far are on disk, so that they outlast a power failure like the next checkpoint."""
+        for file in (self.metrics, self.advantages, self.rollouts, self.events):
+            sync_file(file)
+
     def write_config(self, text: str) -> None:
         """Write `config.yaml`."""
-        replace_text(self.config, text)
+        replace_text(self.config, text, durable=True)
 
     def log(self, metrics: StepMetrics) -> None:
         """Append one line to `metrics.jsonl`: `step`, `version`, `time` (unix seconds), then the values."""
         head = {"step": metrics.step, "version": metrics.version, "time": time.time()}
-        self._metrics_file.write(_encode({**head, **metrics.values}) + "\n")
+        with naming(self.metrics):
+            self._metrics_file.write(_encode({**head, **metrics.values}) + "\n")
+        if os.fstat(self._metrics_file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "deleted while the run was writing to it", str(self.metrics))
 
     def log_advantages(self, step: int, groups: Iterable[tuple[int, int, Sequence[float]]]) -> None:
         """Append one line per group to `advantages.jsonl`: `step`, `index`, `version` and `advantages`.
@@ -97,22 +145,33 @@ class RunDirectory:
         Args:
             step: Step that trained on the groups.
             groups: Of each group, `index` and `version` as in its line in `rollouts.jsonl`, and the advantages of its
-                completions, without those whose scorer failed.
+                completions, without those whose reward failed.
         """
         lines = [
             _encode({"step": step, "index": index, "version": version, "advantages": advantages}) + "\n"
             for index, version, advantages in groups
         ]
-        with self.advantages.open("a", encoding="utf-8") as file:
+        with naming(self.advantages), self.advantages.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to `events.jsonl`: `time` (unix seconds), `kind`, then the fields."""
         append_line(self.events, {"time": time.time(), "kind": kind, **fields})
+        self._has_replaced |= kind == "respawn"
+
+    def _keep_last_rollouts(self) -> None:
+        """Drop the first lines of groups that were sampled again, because a process of the run has died."""
+        if self.rollouts.exists():
+            last = {row.get("index"): number for number, row in enumerate(read_lines(self.rollouts))}
+            numbers = itertools.count()
+            _keep_rows(self.rollouts, lambda row: last[row.get("index")] == next(numbers))
 
     def close(self) -> None:
-        """Close `metrics.jsonl`."""
-        self._metrics_file.close()
+        """Close `metrics.jsonl`, after the rollout workers."""
+        if self._has_replaced:
+            self._keep_last_rollouts()
+        with naming(self.metrics):
+            self._metrics_file.close()
 
     def __enter__(self) -> Self:
         """Return the directory itself; leaving the context closes the files."""
@@ -127,17 +186,18 @@ def append_line(path: Path, obj: Mapping[str, Any]) -> None:
     """Append `obj` as one JSON line. Several processes can append to the same file.
 
     Raises:
-        OSError: The file system wrote only a part of the line.
+        OSError: The line was not written, or only a part of it; the error names the file.
     """
     line = (_encode(obj) + "\n").encode()
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        # One write to an O_APPEND file is atomic, so lines of several processes do not mix.
-        written = os.write(file, line)
-    finally:
-        os.close(file)
+    with naming(path):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            # One write to an O_APPEND file is atomic, so lines of several processes do not mix.
+            written = os.write(file, line)
+        finally:
+            os.close(file)
     if written != len(line):
-        raise OSError(f"{path}: only {written} of {len(line)} bytes were appended. Check that the disk is not full.")
+        raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were appended", str(path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -163,13 +223,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old text or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def _check_holds_no_run(path: Path) -> None:
     metrics = path / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size > 0:
@@ -179,9 +232,50 @@ def _check_holds_no_run(path: Path) -> None:
         )
 
 
-def _drop_steps_after(path: Path, step: int) -> None:
-    rows = read_metrics(path) if path.exists() else []
-    replace_text(path, "".join(_encode(row) + "\n" for row in rows if row["step"] <= step))
+def _is_below(key: str, end: int, others: Collection[int], row: Mapping[str, Any]) -> bool | None:
+    """Return True if the number under `key` is below `end` and none of the `others`, and None if there is no number."""
+    number = row.get(key)
+    return number < end and number not in others if isinstance(number, int) else None
+
+
+def _is_event_before(resume_step: int, resume_published: int, resume_rates: int, row: Mapping[str, Any]) -> bool | None:
+    """Return True for an event that a resume does not repeat, and None if it is none. Starts and faults are kept."""
+    match row:
+        case {"kind": "start" | "resume" | "restart"}:
+            return True
+        case {"kind": "publication", "version": int(version)}:
+            return version < resume_published
+        case {"kind": "learning_rate", "number": int(number)}:  # can follow the checkpoint of its step
+            return number <= resume_rates
+        case {"kind": str(), "step": int(step)}:
+            return step <= resume_step
+        case {"kind": str()}:
+            return True
+    return None
+
+
+def _keep_rows(path: Path, keeps: Callable[[Mapping[str, Any]], bool | None]) -> int:
+    """Drop the lines of a file that are not to be kept, and those that cannot be read; count the latter.
+
+    The lines that stay are not changed. The file may be larger than memory.
+    """
+    if not path.exists():
+        return 0
+    num_odd = 0
+
+    def kept() -> Iterator[str]:
+        nonlocal num_odd
+        with path.open("rb") as file:
+            for line in file:
+                row = _decode(line)
+                is_kept = None if row is None else keeps(row)
+                if is_kept is None:
+                    num_odd += bool(line.strip())
+                elif is_kept:
+                    yield line.decode().rstrip("\n") + "\n"
+
+    replace_lines(path, kept())
+    return num_odd
 
 
 def _encode(obj: Mapping[str, Any]) -> str:
@@ -202,7 +296,7 @@ def _finite(value: Any) -> Any:
 def _decode(line: bytes) -> dict[str, Any] | None:
     """Decode the object of a line; return None for an incomplete line."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None

@@ -1,6 +1,8 @@
 """Metrics of a step, from the reports of trainer, generators and buffer. docs/metrics.md lists names and units."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from titanrl.tables import RecordTable
 from titanrl.types import GenerationStats, LossSums, OptimUpdate
@@ -10,24 +12,32 @@ LAG = "lag/"
 
 
 def rollout_metrics(
-    records: RecordTable, *, num_tried: int, num_without_signal: int, num_tried_rollouts: int, num_errors: int
+    records: RecordTable,
+    *,
+    num_tried: int,
+    num_without_signal: int,
+    num_tried_rollouts: int,
+    num_errors: int,
+    of_turns: bool = False,
 ) -> dict[str, float]:
-    """Return the metrics of the rollouts: rewards, lengths, groups without signal, scorer errors.
+    """Return the metrics of the rollouts: rewards, lengths, groups without signal, failed rewards.
 
     Args:
         records: Groups of the batch.
         num_tried: Groups of the batch and groups discarded since the previous one.
         num_without_signal: Tried groups whose rewards are all equal.
-        num_tried_rollouts: Rollouts of the tried groups, those with a scorer error included.
-        num_errors: Rollouts of the tried groups whose scorer failed.
+        num_tried_rollouts: Rollouts of the tried groups, those without a reward included.
+        num_errors: Rollouts of the tried groups whose reward failed.
+        of_turns: True if an environment adds tokens between those that the policy samples.
     """
     groups, num_rollouts = records.groups, len(records.rewards)
-    response_lens = records.lengths - groups["prompt_len"][records.group_of]
+    after_prompt = records.lengths[records.segment_starts] - groups["prompt_len"][records.group_of]
+    response_lens = records.num_sampled_by_rollout if of_turns else after_prompt
     nonfinite, sampled = int(groups["num_nonfinite"].sum()), int(records.num_sampled.sum())
     return {
         "reward/mean": mean(records.rewards.tolist()),
         "reward/error_frac": num_errors / max(num_tried_rollouts, 1),
-        **{f"reward/{part}": mean(values.tolist()) for part, values in records.reward_parts.items()},
+        **{f"reward/{part}": mean(values[~np.isnan(values)].tolist()) for part, values in records.reward_parts.items()},
         "group/zero_variance_frac": num_without_signal / num_tried,
         "tokens/prompt_len_mean": mean(groups["prompt_len"].tolist()),
         "tokens/prompt_len_max": float(groups["prompt_len"].max()),
@@ -38,6 +48,21 @@ def rollout_metrics(
         "tokens/nonfinite_frac": nonfinite / max(nonfinite + sampled, 1),
         "group/generate_s_mean": mean(groups["generate_s"].tolist()),
         "group/score_s_mean": mean(groups["score_s"].tolist()),
+    }
+
+
+def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Return the metrics of episodes in an environment, from their counts; none without an environment."""
+    if not counts:
+        return {}
+    num_episodes = max(counts["episodes"], 1)
+    return {
+        "episode/count": float(counts["episodes"]),
+        "episode/turns_mean": counts["turns"] / num_episodes,
+        "episode/malformed_calls_mean": counts["malformed_calls"] / num_episodes,
+        "episode/environment_error_frac": counts["environment_error"] / num_episodes,
+        "episode/timeout_frac": counts["timeout"] / num_episodes,
+        "episode/reward_error_frac": counts["reward_error"] / num_episodes,
     }
 
 
@@ -62,9 +87,13 @@ def staleness_metrics(losses: LossSums) -> dict[str, float]:
     return values
 
 
-def buffer_metrics(*, num_in_flight: int, num_ready: int, num_held: int, num_tried: int) -> dict[str, float]:
-    """Return the state of the buffer when the batch was taken, in groups."""
+def buffer_metrics(
+    *, num_in_flight: int, num_ready: int, num_held: int, num_tried: int, num_bytes: int, num_spilled_bytes: int
+) -> dict[str, float]:
+    """Return the state of the buffer when the batch was taken: groups, and bytes of their tokens in all storage shards."""
     return {
+        "buffer/bytes": float(num_bytes),
+        "buffer/spilled_bytes": float(num_spilled_bytes),
         "buffer/inflight": float(num_in_flight),
         "buffer/ready": float(num_ready),
         "buffer/waiting": float(num_held),
@@ -72,20 +101,61 @@ def buffer_metrics(*, num_in_flight: int, num_ready: int, num_held: int, num_tri
     }
 
 
-def loss_metrics(losses: LossSums) -> dict[str, float]:
-    """Turn sums over ranks and micro-batches into metrics. Loss terms are complete; other sums become means over tokens."""
+def replay_metrics(replayed: RecordTable, *, version: int, num_stored: int, num_evicted: int) -> dict[str, float]:
+    """Return the metrics of the replayed groups of a batch.
+
+    Args:
+        replayed: Records of the groups, with their importance weights.
+        version: Version of the weights that the batch trains.
+        num_stored: Groups that are kept for replay.
+        num_evicted: Groups that are not kept any more since the run began, because newer ones needed their place.
+    """
+    groups = replayed.groups
+    values = {"replay/groups": len(groups), "replay/stored": num_stored, "replay/evicted": num_evicted}
+    metrics = {name: float(value) for name, value in values.items()}
+    if len(groups):
+        ages = version - groups["min_version"]
+        metrics |= {"replay/age_mean": float(ages.mean()), "replay/age_max": float(ages.max())}
+        metrics["replay/reward_mean"] = mean(replayed.rewards.tolist())
+        metrics["replay/weight_mean"] = float(groups["weight"].mean())
+    return metrics
+
+
+def loss_metrics(losses: LossSums, num_updates: int = 1) -> dict[str, float]:
+    """Turn sums over ranks and micro-batches into metrics.
+
+    Loss terms are complete for an optimizer step, and become means over `num_updates`; other sums become means over tokens.
+    """
     sums = {name: value for name, value in losses.sums.items() if not name.startswith(LAG)}
     num_tokens = max(sums.pop("num_tokens"), 1.0)
-    values = {name: value if name.startswith("loss/") else value / num_tokens for name, value in sums.items()}
+    values = {name: value / (num_updates if name.startswith("loss/") else num_tokens) for name, value in sums.items()}
     if "correction_weight" in values:
         weight, weight_squared = values.pop("correction_weight"), values.pop("correction_weight_squared")
         values["correction/ess"] = weight**2 / weight_squared if weight_squared else 0.0
     return {**values, **losses.maxima}
 
 
-def optimizer_metrics(update: OptimUpdate, learning_rate: float) -> dict[str, float]:
-    """Return the metrics of an optimizer step."""
-    return {"grad/norm": update.grad_norm, "optim/lr": learning_rate, "optim/skipped": float(update.skipped)}
+def supervised_metrics(*, loss: float, trained_tokens: int, num_tokens: int, epoch: float) -> dict[str, float]:
+    """Return the metrics of a batch of examples.
+
+    Args:
+        loss: Mean cross-entropy of the tokens to train on.
+        trained_tokens: Tokens to train on.
+        num_tokens: Tokens of the examples.
+        epoch: Number of times that the examples have been trained on, this batch included.
+    """
+    values = {"tokens/trained": trained_tokens, "tokens/examples": num_tokens}
+    return {"loss/train": loss, "data/epoch": epoch, **{name: float(value) for name, value in values.items()}}
+
+
+def optimizer_metrics(updates: Sequence[OptimUpdate], learning_rate: float) -> dict[str, float]:
+    """Return the metrics of the optimizer steps on a batch."""
+    return {
+        "grad/norm": mean([update.grad_norm for update in updates]),
+        "optim/lr": learning_rate,
+        "optim/steps": float(len(updates)),
+        "optim/skipped": mean([float(update.skipped) for update in updates]),
+    }
 
 
 def speed_metrics(*, trained_tokens: int, generated: GenerationStats, trainer_busy_s: float, step_s: float) -> dict[str, float]:

@@ -1,38 +1,75 @@
-"""Experiment trackers that receive a copy of `metrics.jsonl`: TensorBoard, Weights & Biases, trackio."""
+"""Experiment trackers that receive a copy of `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or the user's own.
+
+A tracker of the user is a class or function with the arguments of `TrackerFactory`, or a finished object. An entry in
+`titanrl.config.registry.TRACKERS` registers a built-in one.
+"""
 
 import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
-from titanrl.config.choices import TrackerName
-from titanrl.metrics.run_directory import replace_text
+from titanrl.config.registry import TRACKERS
+from titanrl.files import replace_text
+from titanrl.loading import import_object
+from titanrl.plugins import Plugins, check_call
 
 PROJECT = "titanrl"
 """Project that W&B and trackio file runs under."""
 FLUSH_S = 1.0
 """Seconds after which a metric is on disk, so that a killed run loses little."""
 
-_MODULES: Mapping[TrackerName, str] = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+EXPECTED = "class MyTracker: def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None)"
+LOG_EXPECTED = "def log(self, step: int, values: Mapping[str, float]) -> None"
+CLOSE_EXPECTED = "def close(self) -> None"
 
 
 class Tracker(Protocol):
-    """A destination for metrics."""
+    """A destination for metrics, in the controller. If it raises, it is dropped with a warning and the run goes on.
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    Example:
+        class Lines:
+            def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+                self.file = (run_dir / "lines.txt").open("a")
+
+            def log(self, step: int, values: Mapping[str, float]) -> None:
+                print(step, values, file=self.file)
+
+            def close(self) -> None:
+                self.file.close()
+    """
+
+    def log(self, step: int, values: Mapping[str, float], /) -> None:
         """Record metrics of one step. A step can be logged more than once, each time with other metrics."""
 
     def close(self) -> None:
         """Write buffered metrics and finish the run."""
 
 
+class TrackerFactory(Protocol):
+    """A class or function that starts a tracker."""
+
+    def __call__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None, /) -> Tracker:
+        """Start a tracker.
+
+        Args:
+            run_dir: The run's own folder; its name is the run's name.
+            config: The configuration as plain values.
+            resume_step: Step that the run resumes from, None for a new run.
+        """
+        ...
+
+
 class TensorBoardTracker:
     """Event files under `<run_dir>/tensorboard`."""
 
+    module: ClassVar[str] = "torch.utils.tensorboard"
+
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         """Open an event file; hide what an earlier attempt logged after `resume_step`."""
-        module = _import("tensorboard")
+        module = importlib.import_module(self.module)
         purge_step = None if resume_step is None else resume_step + 1
         folder = str(run_dir / "tensorboard")
         self._writer = module.SummaryWriter(log_dir=folder, purge_step=purge_step, flush_secs=FLUSH_S)
@@ -56,18 +93,18 @@ class RunTracker:
     that step.
     """
 
-    def __init__(
-        self, package: Literal["wandb", "trackio"], run_dir: Path, config: Mapping[str, Any], resume_step: int | None
-    ) -> None:
+    module: ClassVar[str]
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         """Start a run named after the run directory, or continue the one that this directory belongs to."""
-        module = _import(package)
-        self._state_file = run_dir / f"{package}.json"
+        module = importlib.import_module(self.module)
+        self._state_file = run_dir / f"{self.module}.json"
         is_known = resume_step is not None and self._state_file.exists()
         state: dict[str, Any] = {"id": None, "step": -1}
         if is_known:
             state = json.loads(self._state_file.read_text(encoding="utf-8"))
         self._first_step, self._step = state["step"] + 1, state["step"]
-        self._is_wandb = package == "wandb"
+        self._is_wandb = self.module == "wandb"
         options: dict[str, Any] = {"project": PROJECT, "name": run_dir.name, "config": dict(config)}
         if self._is_wandb:
             # wandb would otherwise capture the live display, which garbles both.
@@ -100,20 +137,35 @@ class RunTracker:
         replace_text(self._state_file, json.dumps({"id": self._run.id, "step": step}))
 
 
+class WandbTracker(RunTracker):
+    """A run of Weights & Biases."""
+
+    module = "wandb"
+
+
+class TrackioTracker(RunTracker):
+    """A run of trackio."""
+
+    module = "trackio"
+
+
 class Trackers:
     """All trackers of a run. One that raises is dropped with a warning; the run goes on."""
 
-    def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
-        """Forward to `trackers`, given by name."""
+    def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], given: Collection[str] = ()) -> None:
+        """Forward to `trackers`, given by name; the user has made those in `given`."""
         self._trackers = dict(trackers)
         self._warn = warn
+        self._given = frozenset(given)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record metrics of one step in every tracker."""
         self._each(lambda tracker: tracker.log(step, values))
 
-    def close(self) -> None:
-        """Finish every tracker."""
+    def close(self, *, keep_given: bool = False) -> None:
+        """Finish every tracker; `keep_given` leaves those alone that the user has made."""
+        if keep_given:
+            self._trackers = {name: tracker for name, tracker in self._trackers.items() if name not in self._given}
         self._each(lambda tracker: tracker.close())
         self._trackers.clear()
 
@@ -127,47 +179,87 @@ class Trackers:
 
 
 def make_trackers(
-    names: Iterable[TrackerName],
+    names: Iterable[str],
     run_dir: Path,
     config: Mapping[str, Any],
     *,
     warn: Callable[[str], None],
     resume_step: int | None = None,
+    plugins: Plugins | None = None,
 ) -> Trackers:
     """Start the trackers of `logging.loggers`.
 
     Args:
-        names: Trackers to start.
+        names: Names of built-in trackers, and import paths.
         run_dir: The run's own folder; its name is the run's name.
         config: The configuration as plain values, recorded with the run.
         warn: Called with a sentence about a tracker that was dropped.
         resume_step: Step the run resumes from, None for a new run.
+        plugins: The user's objects; those under `logging.loggers` take the place of their import paths.
 
     Raises:
-        ValueError: A tracker's package is not installed.
+        ValueError: A tracker's package is not installed, or a tracker of the user lacks a method.
     """
     trackers: dict[str, Tracker] = {}
-    for name in names:
-        _import(name)
-        try:
-            if name == "tensorboard":
-                trackers[name] = TensorBoardTracker(run_dir, config, resume_step)
-            else:
-                trackers[name] = RunTracker(name, run_dir, config, resume_step)
-        except Exception as error:  # such as an account or a server that cannot be reached
-            warn(_dropped(name, error))
-    return Trackers(trackers, warn)
+    given: set[str] = set()
+    for i, name in enumerate(names):
+        key = f"logging.loggers.{i}"
+        plugin = None if plugins is None else plugins.get(key)
+        made = plugin.load() if plugin is not None else _built_in(name)
+        unique = name if name not in trackers else f"{name} ({i})"
+        if _is_factory(made):
+            try:
+                made = made(run_dir, config, resume_step)
+            except Exception as error:  # such as an account or a server that cannot be reached
+                warn(_dropped(name, error))
+                continue
+        else:
+            given.add(unique)
+        if plugin is not None:
+            _check_methods(made, key, name)
+        trackers[unique] = made
+    return Trackers(trackers, warn, given)
+
+
+def check_tracker(candidate: Any, *, key: str, name: str) -> None:
+    """Check that an object is a tracker, or starts one.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if _is_factory(candidate):
+        check_call(candidate, TrackerFactory.__call__, key=key, name=name, expected=EXPECTED)
+    if isinstance(candidate, type) or not _is_factory(candidate):
+        _check_methods(candidate, key, name)
+
+
+def _is_factory(candidate: Any) -> bool:
+    """Return True for a class, and for a callable that is not a tracker itself."""
+    return isinstance(candidate, type) or (callable(candidate) and not hasattr(candidate, "log"))
+
+
+def _check_methods(tracker: Any, key: str, name: str) -> None:
+    for method, protocol, expected in (("log", Tracker.log, LOG_EXPECTED), ("close", Tracker.close, CLOSE_EXPECTED)):
+        if not callable(getattr(tracker, method, None)):
+            raise ValueError(f"{key}: the tracker has no method {method} (got {name}). Write it as `{expected}`.")
+        function = getattr(tracker, method)
+        is_bound = not isinstance(tracker, type)
+        check_call(
+            function if is_bound else partial(function, None), protocol, key=key, name=f"{name}.{method}", expected=expected
+        )
 
 
 def _dropped(name: str, error: Exception) -> str:
     return f"logging.loggers: {name} failed and receives no more metrics ({type(error).__name__}: {error})"
 
 
-def _import(name: TrackerName) -> Any:
+def _built_in(name: str) -> Any:
+    tracker = import_object(TRACKERS[name], key="logging.loggers")
     try:
-        return importlib.import_module(_MODULES[name])
+        importlib.import_module(tracker.module)
     except ImportError as error:
         raise ValueError(
             f"logging.loggers: the package of {name} cannot be imported ({error}). "
             f"Run `pip install {name}`, or remove {name} from the list."
         ) from error
+    return tracker

@@ -1,1 +1,1 @@
-"""Policy models: torchtitan's Qwen3, built from a Hugging Face directory for both trainer and generator."""
+"""Model families: Hugging Face directories, built by torchtitan for both trainer and generator, and their checks."""

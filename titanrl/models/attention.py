@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torchtitan.models.common.attention import create_attention_mask
+from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from torchtitan.protocols.module import Module
+
+from titanrl.device import Device
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function of row, head, query index and key index, which broadcast; returns True where the query attends to the key."""
@@ -91,3 +93,8 @@ class PackedAttention(Module):
             q_BNLH, k_BNLH, v_BNLH, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
         )
         return out_BNLH.transpose(1, 2)
+
+
+def attention_for(device: Device) -> Module.Config:
+    """Return the attention for training on packed rows on a device."""
+    return FlexAttention.Config() if device.attention == "flex" else PackedAttention.Config()

@@ -1,86 +1,82 @@
-"""`config.json` of a Hugging Face model directory, read and checked without importing torch, torchtitan or vLLM."""
+"""Options of a `config.json` that torchtitan's dense decoder block implements, and the `config.json` of a tiny model."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from titanrl.config.choices import DeviceKind, Dtype
+from titanrl.config.sections import RecipeConfig
+from titanrl.config.shapes import RECIPE_VOCAB_SIZE
+from titanrl.models.family import HFConfig
 
-CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of an attention head that vLLM 0.32.0 has a CPU kernel for."""
-CPU_BLOCK_TOKENS = 32
-"""Tokens in one block of the KV cache on CPU: the smallest size vLLM accepts, so that short prompts share blocks."""
-
-
-def read_hf_config(model_dir: Path) -> dict[str, Any]:
-    """Return the directory's `config.json` after checking that torchtitan's Qwen3 computes this model exactly.
-
-    Raises:
-        ValueError: The architecture or one of its options is not supported.
-    """
-    path = model_dir / "config.json"
-    config: dict[str, Any] = {"head_dim": 128, "tie_word_embeddings": False} | json.loads(path.read_text(encoding="utf-8"))
-    if problems := torchtitan_problems(config):
-        raise ValueError(f"{path}: {problems[0]}")
-    return config
+ROPE_TYPES = ("default", "llama3")
+ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
+"""Required parameters of the rope type `llama3`."""
 
 
-def torchtitan_problems(hf_config: Mapping[str, Any]) -> list[str]:
-    """Return one message for each option of a `config.json` that torchtitan's dense Qwen3 does not implement."""
-    layer_types = set(hf_config.get("layer_types") or [])
-    unsupported = {
-        "model_type": hf_config.get("model_type") != "qwen3",
-        "rope_scaling": (hf_config.get("rope_scaling") or {}).get("rope_type", "default") != "default",
-        "rope_parameters": (hf_config.get("rope_parameters") or {}).get("rope_type", "default") != "default",
-        "attention_bias": bool(hf_config.get("attention_bias")),
-        "use_sliding_window": bool(hf_config.get("use_sliding_window")),
-        "layer_types": not layer_types <= {"full_attention"},
-        "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
-        "quantization_config": hf_config.get("quantization_config") is not None,
-    }
-    return [
-        f"{key}: not supported (got {hf_config.get(key)!r}). Use a dense Qwen3 checkpoint without it."
-        for key, is_unsupported in unsupported.items()
-        if is_unsupported
-    ]
-
-
-def vllm_problems(
-    hf_config: Mapping[str, Any],
-    *,
-    device: DeviceKind,
-    dtype: Dtype,
-    tp: int,
-    kv_cache_bytes: int,
-    max_len: int,
-) -> list[str]:
-    """Return one message for each reason why vLLM cannot serve a model; empty if it can. Only CPU has such limits.
-
-    Args:
-        hf_config: Contents of `config.json`; `head_dim` defaults to 128, as in transformers.
-        device: Kind of device the generators run on.
-        dtype: `generator.dtype`.
-        tp: `generator.tp`.
-        kv_cache_bytes: `generator.kv_cache_bytes`, shared by the ranks of a replica.
-        max_len: Longest prompt plus completion, in tokens.
-    """
-    if device != "cpu":
-        return []
+def option_problems(hf: HFConfig, supported: Mapping[str, Any]) -> list[str]:
+    """Return one message for each option of a config.json with another value than the supported one."""
     problems = []
-    head_dim = hf_config.get("head_dim", 128)
-    if head_dim not in CPU_HEAD_DIMS:
-        supported = ", ".join(map(str, CPU_HEAD_DIMS))
+    for key, value in supported.items():
+        if hf.get(key) not in (value, None):
+            fix = f"with {value}" if value else "without it"
+            problems.append(f"{key}: not supported (got {hf[key]!r}). Use a checkpoint {fix}.")
+    layer_types = set(hf.get("layer_types") or [])
+    if not layer_types <= {"full_attention"}:
+        problems.append(f"layer_types: not supported (got {sorted(layer_types)}). Use a checkpoint with full attention only.")
+    window, positions = hf.get("sliding_window"), hf["max_position_embeddings"]
+    if "use_sliding_window" not in hf and isinstance(window, int) and window < positions:
         problems.append(
-            f"head_dim: vLLM has no CPU attention kernel for this head size (got {head_dim}). Use a model with {supported}."
-        )
-    bytes_per_number = {"float32": 4, "bfloat16": 2}[dtype]
-    numbers_per_token = 2 * hf_config["num_hidden_layers"] * (hf_config["num_key_value_heads"] // tp) * head_dim
-    num_blocks = -(-max_len // CPU_BLOCK_TOKENS) + 1  # vLLM reserves one block
-    needed_bytes = tp * num_blocks * CPU_BLOCK_TOKENS * numbers_per_token * bytes_per_number
-    if kv_cache_bytes < needed_bytes:
-        problems.append(
-            f"generator.kv_cache_bytes: too small for one sequence of {max_len} tokens (got {kv_cache_bytes}). "
-            f"Set it to at least {needed_bytes}."
+            f"sliding_window: must be null, or at least the model's {positions} positions (got {window}). Use a checkpoint "
+            "without a sliding window, or lower max_position_embeddings in config.json to it."
         )
     return problems
+
+
+def rope_problems(hf: HFConfig) -> list[str]:
+    """Return one message for each property of the rotary embedding that is not implemented."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    if not isinstance(hf.get(key) or {}, Mapping):
+        return [f"{key}: must be an object (got {hf[key]!r}). Correct config.json."]
+    rope = rope_parameters(hf)
+    if rope["rope_type"] not in ROPE_TYPES:
+        return [f"{key}: not supported (got rope_type {rope['rope_type']!r}). Use a checkpoint with {' or '.join(ROPE_TYPES)}."]
+    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
+        return ["partial_rotary_factor: not supported (got a value other than 1). Use a checkpoint that rotates whole heads."]
+    if rope["rope_type"] == "llama3":
+        missing = [name for name in ROPE_FACTORS if not isinstance(rope.get(name), int | float)]
+        if missing:
+            return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope}). Complete config.json."]
+    return []
+
+
+def rope_parameters(hf: HFConfig) -> dict[str, Any]:
+    """Return the parameters of the rotary embedding as transformers reads them, from the old keys and from the new one."""
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = hf.get("rope_theta") or 10_000.0
+    rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    return rope
+
+
+def recipe_config(recipe: RecipeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes and options of a tiny model with tied embeddings, as keys of config.json."""
+    return {
+        "vocab_size": RECIPE_VOCAB_SIZE,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "head_dim": recipe.head_dim,
+        "hidden_act": "silu",
+        **options,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": recipe.max_positions,
+        "initializer_range": recipe.init_std,
+        "rms_norm_eps": 1e-6,
+        # transformers 5 writes rope_parameters instead, but reads this key too.
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "dtype": "float32",
+    }

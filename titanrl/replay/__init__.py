@@ -1,1 +1,22 @@
-"""Replay buffer: slots that bound staleness, records of finished groups, and storage shards that hold their tokens."""
+"""Replay: the run's buffer of slots, records and storage shards, and prioritized buffers that are usable alone."""
+
+from titanrl.replay.batches import EmptyReplayError, ReplayBatch, ReplayClosedError, ReplayFullError, ReplayOptions, ReplayStats
+from titanrl.replay.owner import Shard
+from titanrl.replay.prefetch import Prefetch
+from titanrl.replay.prioritized import PrioritizedReplay
+from titanrl.replay.shared import SharedReplay, Work, serve_shard
+
+__all__ = [
+    "EmptyReplayError",
+    "Prefetch",
+    "PrioritizedReplay",
+    "ReplayBatch",
+    "ReplayClosedError",
+    "ReplayFullError",
+    "ReplayOptions",
+    "ReplayStats",
+    "Shard",
+    "SharedReplay",
+    "Work",
+    "serve_shard",
+]

@@ -4,124 +4,115 @@ A slot is reserved when a prompt is admitted. It is freed only after the generat
 group. With B slots, P groups between two publications and a window of W, no token is trained on more than (B + W - 2) // P
 publications after it was sampled; docs/async.md proves it. The buffer never discards a group because of its age, so long
 completions are as likely to be trained on as short ones.
+
+With a memory, a group that was trained on moves there when its slot is released, and the slot is replaced by another one. The
+groups that a batch replays are in addition to the new ones, so none of the above depends on them.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import isnan
 
-from titanrl.tables import PackedRecord, RecordTable, Table, pack_record
+from titanrl.replay.batch import Batch, Replayed, Reservation
+from titanrl.replay.failures import RolloutError, ScorerError, scorer_failed, why_starved
+from titanrl.replay.memory import ReplayMemory
+from titanrl.replay.payloads import ShardUsage
+from titanrl.replay.saved import (
+    BufferState,
+    DropReason,
+    Finished,
+    Freshness,
+    LastBatch,
+    Restored,
+    TrainedBatch,
+    handles_of,
+    moved_batch,
+    split_by_freshness,
+)
+from titanrl.replay.slots import Slots
+from titanrl.tables import DoubleArray, RecordTable, Table, pack_record
 from titanrl.types import GroupHandle, GroupRecord
-
-
-class StarvationError(Exception):
-    """No batch with a signal was complete in time; the text names the cause and what to change."""
-
-
-class RolloutError(Exception):
-    """A rollout worker failed; the text is the worker's exception."""
-
-
-class ScorerError(RolloutError):
-    """The scorer failed on every completion; the text has its first exception."""
-
-
-def scorer_failed(tried: str, error: str) -> ScorerError:
-    """Return the exception for a scorer that failed on everything that was tried."""
-    return ScorerError(
-        f"data.scorer: the scorer failed on {tried} (first error: {error}). Correct the scorer; if it lacks time or memory, "
-        "raise sandbox.timeout_s or sandbox.memory_bytes."
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """A reserved slot for one group."""
-
-    index: int
-    """Position of its prompt in the stream."""
-    handle: GroupHandle
-    """Slot and storage shard of its payload."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """A finished group that waits for a batch, packed when it is committed so that taking a batch is fast."""
-
-    record: GroupRecord
-    packed: PackedRecord
-    has_signal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The groups of one optimizer step, in prompt order."""
-
-    records: RecordTable
-    """Records of the groups. With `dynamic_sampling` all of them have a signal."""
-    num_tried: int
-    """Groups of the batch, plus groups discarded since the previous batch."""
-    num_without_signal: int
-    """Tried groups whose rewards were all equal. A group without any reward does not count."""
-    next_index: int
-    """First position of the prompt stream that no batch has passed; a resumed run starts here."""
-    num_in_flight: int
-    """Groups being generated or scored when the batch was taken."""
-    num_ready: int
-    """Finished groups that remain for a later batch."""
-    num_held: int
-    """Slots of earlier batches that are not freed yet, because the generators have not pulled the weights."""
-    num_tried_rollouts: int
-    """Rollouts of the tried groups, including those whose scorer failed."""
-    num_errors: int
-    """Rollouts of the tried groups whose scorer failed. They were left out of their groups."""
-    first_error: str
-    """Error of the first of these rollouts; empty if there is none."""
 
 
 class GroupBuffer:
     """Slots and records of groups. All methods run on one event loop."""
 
     def __init__(
-        self, *, num_slots: int, num_shards: int, dynamic_sampling: bool, window: int = 1, first_index: int = 0
+        self,
+        *,
+        num_slots: int,
+        dynamic_sampling: bool,
+        window: int = 1,
+        first_index: int = 0,
+        memory: ReplayMemory | None = None,
     ) -> None:
         """Start empty.
 
         Args:
             num_slots: Limit of groups that are in flight, finished or not yet released.
-            num_shards: Storage shards that payloads are spread over.
             dynamic_sampling: Discard a group without signal and free its slot at once, so that another prompt replaces it.
             window: Limit of how far a batch may leave prompt order: at most `window - 1` younger groups overtake a group in
                 flight. 1 keeps the order of prompts.
             first_index: First position of the prompt stream; greater than 0 after a resume.
+            memory: Groups to replay; None stores none.
         """
-        self._free = deque(range(num_slots))
-        self._reserved: dict[int, tuple[int, int, int]] = {}  # by slot: shard, slot, serial
-        self._serials = [0] * num_slots
-        self._num_shards = num_shards
+        self._num_slots = num_slots
+        self._slots = Slots(num_slots, 0 if memory is None else memory.capacity)
+        self._usage: dict[int, ShardUsage] = {}  # by shard
+        self._memory = memory
+        self._taken: dict[int, Finished] = {}  # groups of unreleased batches by slot
+        self._last = LastBatch()
         self._dynamic_sampling = dynamic_sampling
         self._window = window
         self._next_index = first_index
+        self._again: deque[int] = deque()  # earlier positions to reserve first, because they are sampled again, ascending
         self._in_flight: dict[int, GroupHandle] = {}  # by prompt index, oldest first
-        self._ready: dict[int, _Finished] = {}
+        self._ready: dict[int, Finished] = {}
         self._overtakers: set[int] = set()  # taken while an older group was in flight
-        self._discarded: list[_Finished] = []  # since the last batch; without signal or without any reward
+        self._discarded: list[Finished] = []  # since the last batch
+        self._drops: Counter[DropReason] = Counter()  # of the discarded groups
         self._has_scored = False  # True after the first group with a reward
+        self._oldest_version = -1  # groups with an older token are discarded
+        self._abandoned: set[GroupHandle] = set()  # groups whose commit is ignored
+        self._lost: set[GroupHandle] = set()  # groups of unreleased batches whose tokens are gone
+        self._ended: dict[int, int] = {}  # by shard: its last worker that has ended
         self._failure: str | None = None
         self._changed = asyncio.Condition()
 
-    async def reserve(self, limit: int) -> list[Reservation]:
-        """Wait until a slot is free, then reserve up to `limit` slots."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._free)
-            return [self._reserve() for _ in range(min(limit, len(self._free)))]
+    async def reserve(self, limit: int, shard: int = 0, worker: int = 0) -> list[Reservation]:
+        """Wait until a slot is free, then reserve up to `limit` slots for groups whose payloads a shard will hold.
 
-    async def commit(self, records: Sequence[GroupRecord]) -> None:
-        """Add finished groups."""
+        `worker` counts the workers that the shard has had. One that has ended meanwhile gets no slots.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._slots.room() or self.has_ended(shard, worker))
+            room = 0 if self.has_ended(shard, worker) else self._slots.room()
+            return [self._reserve(shard) for _ in range(min(limit, room))]
+
+    async def reserve_round(self, num_shards: int) -> list[Reservation]:
+        """Wait until a slot is free, then reserve all free slots, in equal parts for the payloads of each shard."""
+        async with self._changed:
+            await self._changed.wait_for(self._slots.room)
+            room = self._slots.room()
+            return [self._reserve(place * num_shards // room) for place in range(room)]
+
+    def has_ended(self, shard: int, worker: int) -> bool:
+        """Return True if `lose_shard` was called for this worker of a shard, or a later one."""
+        return worker <= self._ended.get(shard, -1)
+
+    def take_dropped(self, shard: int) -> list[GroupHandle]:
+        """Return the groups of a shard whose slots were freed since the last call, so that it deletes their payloads."""
+        return self._slots.take_dropped(shard)
+
+    async def commit(self, records: Sequence[GroupRecord], usage: ShardUsage | None = None) -> None:
+        """Add finished groups of one shard, and note its size."""
         async with self._changed:
             for record in records:
                 self._add(record)
+                if usage is not None:
+                    self._usage[record.handle.shard] = usage
             self._changed.notify_all()
 
     async def fail(self, error: str) -> None:
@@ -148,69 +139,258 @@ class GroupBuffer:
             raise RolloutError(self._failure)
         return self._take(picked)
 
+    def replay(self, version: int, beta: float) -> Replayed:
+        """Draw groups of the memory for a batch; see `ReplayMemory.draw`."""
+        assert self._memory is not None, "there is no memory"
+        drawn = RecordTable.join(self._memory.draw(version, beta))
+        return Replayed(drawn, num_stored=len(self._memory), num_evicted=self._memory.num_evicted)
+
     async def wait_until_full(self) -> None:
         """Wait until every slot holds a finished group, taken or not. The rollout workers are idle then."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not (self._free or self._in_flight) or self._failure is not None)
+            await self._changed.wait_for(lambda: not (self._slots.room() or self._in_flight) or self._failure is not None)
 
     def why_starved(self, num_groups: int, waited_s: float) -> str:
         """Explain why no batch of `num_groups` groups was complete after `waited_s` seconds."""
         tried = [group.record for group in (*self._ready.values(), *self._discarded)]
-        in_flight = f"groups in flight: {len(self._in_flight)}"
-        if self._in_flight:
-            in_flight += f", the oldest for prompt {next(iter(self._in_flight))}"
-        if not tried:
-            return (
-                f"rollout.starvation_timeout_s: no group finished in {waited_s:g} s; {in_flight}. "
-                "See logs/rollout_0.log and logs/generator_0_0.log, or raise the timeout."
-            )
-        with_signal = sum(record.has_payload for record in tried)
-        equal = Counter(record.rewards[0] for record in tried if record.rewards and not record.has_payload)
-        reasons = [f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3)]
-        if unscored := [record for record in tried if not record.rewards]:
-            reasons.append(f"{len(unscored)} whose scorer always failed ({unscored[0].first_error}; see data.scorer)")
-        others = ", ".join(reasons) or "none"
-        return (
-            f"rollout.starvation_timeout_s: no batch of {num_groups} groups with a signal in {waited_s:g} s. "
-            f"{len(tried)} groups finished, {with_signal} with a signal; the others: {others}; {in_flight}. "
-            "If rewards are all low, the task is too hard for the policy: use warm_start, an easier data.task_config or "
-            "a larger rollout.group_size. If they are all high, the task is solved."
-        )
+        return why_starved(tried, list(self._in_flight), num_groups, waited_s)
 
-    async def release(self, handles: Table) -> None:
-        """Free the slots of groups that were trained on, given as a table of `HANDLE`."""
+    async def release(self, handles: Table, priorities: DoubleArray | None = None) -> None:
+        """Free the slots of groups that were trained on, or move the groups to the memory.
+
+        Args:
+            handles: Groups of batches, as a table of `HANDLE`.
+            priorities: Priority of each group for replay, NaN for one that has none; None if they were not trained on and must
+                not be replayed again.
+        """
         async with self._changed:
-            for handle in handles.tolist():
-                self._free_slot(handle)
+            self._release(handles, priorities)
             self._changed.notify_all()
 
-    def _reserve(self) -> Reservation:
-        slot, index = self._free.popleft(), self._next_index
-        self._next_index += 1
-        self._serials[slot] += 1
-        handle = GroupHandle(shard=slot % self._num_shards, slot=slot, serial=self._serials[slot])
-        self._reserved[slot] = (handle.shard, slot, handle.serial)
-        self._in_flight[index] = handle
+    async def lose_shard(self, shard: int, worker: int = 0) -> list[int]:
+        """Sample again what a shard held or was to hold, because its process and the worker in it have ended.
+
+        Groups of batches stay, because the trainer may have their tokens already; if not, `give_back` samples them again.
+
+        Returns:
+            Positions that will be sampled again, ascending.
+        """
+        async with self._changed:
+            self._ended[shard] = worker
+            in_flight = [index for index, handle in self._in_flight.items() if handle.shard == shard]
+            held = [index for index, group in self._ready.items() if _tokens_are_in(shard, group)]
+            self._sample_again([*in_flight, *held])
+            self._lost |= {group.record.handle for group in self._taken.values() if _tokens_are_in(shard, group)}
+            self._slots.take_dropped(shard)
+            self._usage.pop(shard, None)
+            if self._memory is not None:
+                for handle in self._memory.lose_shard(shard):
+                    self._slots.recycle(handle)
+            self._changed.notify_all()
+        return sorted([*in_flight, *held])
+
+    async def give_back(self, handles: Table) -> list[int]:
+        """Take back the groups of a batch that cannot be trained on; the ones whose tokens are lost are sampled again.
+
+        Returns:
+            Positions that will be sampled again, ascending.
+        """
+        async with self._changed:
+            lost = self._take_back(handles)
+            self._sample_again(lost)
+            self._changed.notify_all()
+        return sorted(lost)
+
+    async def rewind(self, handles: Table | None = None) -> list[int]:
+        """Sample again everything after the last batch that was trained on. The rounds are then those that a run without a
+        fault has, so its numbers repeat.
+
+        Args:
+            handles: Groups of a batch that cannot be trained on.
+
+        Returns:
+            Positions that will be sampled again, ascending.
+        """
+        async with self._changed:
+            lost = [] if handles is None else self._take_back(handles)
+            discarded = [group.record.index for group in self._discarded]
+            again = sorted([*self._in_flight, *self._ready, *lost, *discarded])
+            self._discarded, self._drops = [], Counter()
+            self._sample_again(again)
+            self._changed.notify_all()
+        return again
+
+    def state(self, trained: Sequence[TrainedBatch] = (), from_index: int | None = None) -> BufferState:
+        """Return the state that a resumed run continues with.
+
+        Args:
+            trained: Batches trained on since the last publication.
+            from_index: Sample everything from this position on again, instead of continuing with the finished groups.
+        """
+        memory = None if self._memory is None else self._memory.state_dict()
+        if from_index is not None:
+            return BufferState(next_index=from_index, drops={}, has_scored=self._has_scored, memory=memory)
+        used = {handle for handles, _ in trained for handle in handles_of(handles)}
+        held = [group for group in self._taken.values() if group.record.handle in used]
+        waiting = [group for group in self._taken.values() if group.record.handle not in used]
+        last = self._last if waiting else LastBatch()
+        indices = {group.record.index for group in waiting}
+        lost = [group.record.index for group in waiting if group.record.handle in self._lost]
+        ready = [*self._ready.values(), *(group for group in waiting if group.record.handle not in self._lost)]
+        return BufferState(
+            next_index=self._next_index,
+            in_flight=(*self._in_flight, *lost, *self._again),
+            ready=tuple(sorted(ready, key=lambda group: group.record.index)),
+            held=tuple(group.without_tokens() if group.record.handle in self._lost else group for group in held),
+            trained=tuple(trained),
+            overtakers=frozenset(index for index in self._overtakers - indices if index > self._oldest_unfinished),
+            discarded=(*last.discarded, *self._discarded),
+            drops=dict(Counter(last.drops or {}) + self._drops),
+            has_scored=self._has_scored,
+            memory=memory,
+        )
+
+    def restore(self, state: BufferState, freshness: Freshness, num_shards: int) -> Restored:
+        """Continue with a state, before the first reservation."""
+        kept, again = split_by_freshness(state, freshness, self._num_slots)
+        has_memory = self._memory is not None and state.memory is not None
+        held = state.held if has_memory else [group.without_tokens() for group in state.held]
+        moves = {group.record.handle: self._slots.reserve(group.record.handle.shard % num_shards) for group in (*kept, *held)}
+        with_tokens = [group.record.handle for group in (*kept, *held) if group.record.has_payload]
+        if self._memory is not None and state.memory is not None:
+            stored = state.memory["groups"][-self._memory.capacity :]
+            moves |= {group.handle: self._slots.claim(group.handle.shard % num_shards) for group in stored}
+            moved = [replace(each, handle=moves[each.handle], record=each.record.at(moves[each.handle])) for each in stored]
+            self._memory.load_state_dict({**state.memory, "groups": moved})
+            with_tokens += [group.handle for group in stored]
+        trained = [moved_batch(batch, moves) for batch in state.trained]
+        if self._memory is not None:
+            self._memory.begin_use(handle for handles, _ in trained for handle in handles_of(handles))
+        self._next_index, self._again, self._has_scored = state.next_index, deque(again), state.has_scored
+        self._ready = {group.record.index: group.at(moves[group.record.handle]) for group in kept}
+        self._taken = {moves[group.record.handle].slot: group.at(moves[group.record.handle]) for group in held}
+        self._overtakers, self._discarded, self._drops = set(state.overtakers), list(state.discarded), Counter(state.drops)
+        return Restored(
+            moves=[(handle, moves[handle]) for handle in with_tokens],
+            trained=trained,
+            num_ready=len(kept),
+            num_in_flight=len(state.in_flight),
+            too_old=tuple(sorted(set(again) - set(state.in_flight))),
+        )
+
+    async def discard(self, handles: Table, before_version: int) -> None:
+        """Free the slots of groups that will not be trained on because they are too old.
+
+        Args:
+            handles: Groups of a batch, as a table of `HANDLE`.
+            before_version: Groups with a token older than this version are discarded, too, now and when they finish.
+        """
+        async with self._changed:
+            self._oldest_version = before_version
+            self._release(handles, None)
+            for index in [index for index, group in self._ready.items() if self._is_too_old(group.record)]:
+                self._discard(self._ready.pop(index), "too old")
+            self._changed.notify_all()
+
+    def _is_too_old(self, record: GroupRecord) -> bool:
+        return bool(record.rewards) and record.min_version < self._oldest_version
+
+    @property
+    def _oldest_unfinished(self) -> int:
+        return min([*self._in_flight, self._again[0] if self._again else self._next_index])
+
+    def _reserve(self, shard: int) -> Reservation:
+        if self._again:
+            index = self._again.popleft()
+        else:
+            index = self._next_index
+            self._next_index += 1
+        handle = self._in_flight[index] = self._slots.reserve(shard)
         return Reservation(index, handle)
 
-    def _free_slot(self, handle: tuple[int, int, int]) -> None:
-        assert self._reserved.pop(handle[1], None) == handle, "slot freed twice, or after it was reserved again"
-        self._free.append(handle[1])
+    def _sample_again(self, indices: Iterable[int]) -> None:
+        """Free the slots of positions in flight or ready, and reserve them again before any later one."""
+        for index in indices:
+            if index in self._in_flight:
+                handle = self._in_flight.pop(index)
+                self._abandoned.add(handle)
+                self._free(handle)
+            elif index in self._ready:
+                self._free(self._ready.pop(index).record.handle)
+        self._again = deque(sorted({*self._again, *indices}))
+
+    def _take_back(self, handles: Table) -> list[int]:
+        """Make the groups of a batch ready again; return the positions of those whose tokens are lost, which are not."""
+        lost = []
+        for handle in handles_of(handles):
+            if self._memory is not None and handle in self._memory:
+                self._memory.release(handle, None)
+                continue
+            group = self._taken.pop(handle.slot)
+            self._overtakers.discard(group.record.index)
+            if handle in self._lost:
+                lost.append(group.record.index)
+                self._free(handle)
+            else:
+                self._ready[group.record.index] = group
+        self._discarded = [*self._last.discarded, *self._discarded]
+        self._drops = Counter(self._last.drops or {}) + self._drops
+        self._last = LastBatch()
+        return lost
+
+    def _release(self, handles: Table, priorities: DoubleArray | None) -> None:
+        keys = handles_of(handles)
+        pairs = [] if priorities is None else zip(keys, priorities.tolist(), strict=True)
+        values = {handle: priority for handle, priority in pairs if not isnan(priority)}
+        if self._memory is None:
+            for handle in keys:
+                self._taken.pop(handle.slot, None)
+                self._free(handle)
+            return
+        trained = []
+        for handle in keys:
+            if handle in self._memory:
+                self._memory.release(handle, values.get(handle))
+                continue
+            group = self._taken.pop(handle.slot)
+            if handle in values and group.record.has_payload and handle not in self._lost:
+                self._slots.leave(handle)
+                trained.append(group.stored(values[handle]))
+            else:
+                self._free(handle)
+        for handle in self._memory.add(trained):
+            self._slots.recycle(handle)
+
+    def _free(self, handle: GroupHandle) -> None:
+        self._slots.free(handle)
+        self._lost.discard(handle)
 
     def _add(self, record: GroupRecord) -> None:
-        if self._in_flight.pop(record.index, None) != record.handle:
+        if record.handle in self._abandoned:  # sent before its worker knew
+            self._abandoned.remove(record.handle)
+            self._slots.drop(record.handle)
+            return
+        if self._in_flight.get(record.index) != record.handle:
             raise RuntimeError(f"group {record.index} was committed without a reservation, or twice")
+        del self._in_flight[record.index]
         self._has_scored |= bool(record.rewards)
-        group = _Finished(record, pack_record(record), record.has_signal)
-        if not record.rewards or (self._dynamic_sampling and not record.has_payload):
-            self._discard(group)
+        group = Finished(record, pack_record(record), record.has_signal)
+        if not record.rewards:
+            self._discard(group, "no reward")
+        elif record.is_filtered:
+            self._discard(group, "filtered")
+        elif self._is_too_old(record):
+            self._discard(group, "too old")
+        elif self._dynamic_sampling and not record.has_payload:
+            self._discard(group, "no signal")
         else:
             self._ready[record.index] = group
 
-    def _discard(self, group: _Finished) -> None:
+    def _discard(self, group: Finished, reason: DropReason) -> None:
         """Free the slot of a group that will not be trained on, so that another prompt replaces it."""
         self._discarded.append(group)
-        self._free_slot(self._reserved[group.record.handle.slot])
+        self._drops[reason] += 1
+        self._free(group.record.handle)
 
     def _scorer_error(self) -> ScorerError:
         records = [group.record for group in self._discarded]
@@ -223,26 +403,28 @@ class GroupBuffer:
         A complete batch without any signal is discarded, because there is nothing to train on.
         """
         while len(self._ready) >= num_groups:
-            oldest_in_flight = next(iter(self._in_flight), self._next_index)
+            oldest_in_flight = self._oldest_unfinished
             self._overtakers = {index for index in self._overtakers if index > oldest_in_flight}
             ready = sorted(self._ready)
             in_order = [index for index in ready if index < oldest_in_flight]
-            overtaking = ready[len(in_order) :][: self._window - 1 - len(self._overtakers)]
+            overtaking = ready[len(in_order) :][: max(0, self._window - 1 - len(self._overtakers))]
             picked = [*in_order, *overtaking][:num_groups]
             if len(picked) < num_groups or any(self._ready[index].record.has_payload for index in picked):
                 return picked
             for index in picked:
-                self._discard(self._ready.pop(index))
+                self._discard(self._ready.pop(index), "no signal")
             self._changed.notify_all()
         return []
 
     def _take(self, picked: Sequence[int]) -> Batch:
-        oldest_in_flight = next(iter(self._in_flight), self._next_index)
+        oldest_in_flight = self._oldest_unfinished
         self._overtakers |= {index for index in picked if index > oldest_in_flight}
         groups = [self._ready.pop(index) for index in picked]
+        self._taken |= {group.record.handle.slot: group for group in groups}
+        self._last = LastBatch(self._discarded, self._drops)
         tried = [*groups, *self._discarded]
         failed = [group.record for group in tried if group.record.num_errors]
-        self._discarded = []
+        drops, self._discarded, self._drops = self._drops, [], Counter()
         return Batch(
             records=RecordTable.join([group.packed for group in groups]),
             num_tried=len(tried),
@@ -250,8 +432,19 @@ class GroupBuffer:
             next_index=min([oldest_in_flight, *self._ready]),
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),
-            num_held=len(self._reserved) - len(self._in_flight) - len(self._ready) - len(groups),
+            num_held=self._slots.num_reserved - len(self._in_flight) - len(self._ready) - len(groups),
             num_tried_rollouts=sum(len(group.record.rewards) + group.record.num_errors for group in tried),
+            num_tried_tokens=sum(group.record.num_generated for group in tried),
             num_errors=sum(record.num_errors for record in failed),
             first_error=min(failed, key=lambda record: record.index).first_error if failed else "",
+            drops=dict(drops),
+            counts=sum((Counter(group.record.counts) for group in tried), Counter[str]()),
+            usage=ShardUsage(
+                num_bytes=sum(usage.num_bytes for usage in self._usage.values()),
+                num_spilled_bytes=sum(usage.num_spilled_bytes for usage in self._usage.values()),
+            ),
         )
+
+
+def _tokens_are_in(shard: int, group: Finished) -> bool:
+    return group.record.has_payload and group.record.handle.shard == shard

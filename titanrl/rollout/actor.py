@@ -3,37 +3,53 @@
 import asyncio
 import traceback
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
-from titanrl.actors import Actor, concurrent_endpoint, endpoint
+from titanrl.actors import Actor, ActorError, concurrent_endpoint, endpoint, is_stop
 from titanrl.config.schema import Config
 from titanrl.loading import loading
 from titanrl.metrics.run_directory import append_line
-from titanrl.replay.buffer import Reservation, scorer_failed
-from titanrl.rollout.group import fit_to_rows, greedy_request, record_of, roll_out, sampling_requests
+from titanrl.plugins import Plugins, loaded
+from titanrl.replay.batch import Reservation
+from titanrl.rollout.filters import keeps
+from titanrl.rollout.group import (
+    fit_to_rows,
+    num_generated,
+    parts_differ,
+    record_of,
+    roll_out,
+    sampling_requests,
+    without_truncated,
+)
 from titanrl.rollout.outbox import Outbox
-from titanrl.rollout.pool import GeneratorPool
-from titanrl.types import Completion, EvaluationResult, Group, GroupHandle, GroupRecord, Prompt, Rollout
+from titanrl.rollout.pool import GeneratorPool, InRound
+from titanrl.rollout.readable import readable_completion, readable_group
+from titanrl.types import Completion, EvaluationResult, Group, GroupRecord
 
 if TYPE_CHECKING:
-    from titanrl.data.demonstrations import Demonstration
+    from titanrl.rollout.episodes import Episodes
 
 T = TypeVar("T")
 
-EVALUATION_BATCH = 128
-"""Held-out prompts in flight at once."""
+RUN = "roll out"
+"""Name of the task that rolls out until the worker closes."""
+ROUND, EVALUATION = "round", "evaluation"
+"""Names of the tasks that `abandon_round` cancels."""
+IN_BACKGROUND = "evaluation in the background"
+"""Name of the task that `abandon_evaluation` cancels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
     """Arguments of a rollout worker."""
 
+    number: int
+    """Number of the worker, and of its shard."""
+    life: int
+    """Number of workers that had this number, this one included."""
     config: Config
     """Configuration of the run."""
     model_dir: Path
@@ -42,10 +58,12 @@ class WorkerSetup:
     """Run directory; sampled rollouts are written to `rollouts.jsonl` in it."""
     buffer: Any
     """Replay buffer, an actor."""
-    shards: Any
-    """Storage shards, an actor mesh."""
+    shard: Any
+    """Storage shard, an actor in the worker's process."""
     generators: tuple[Any, ...]
     """Generator actors, one per replica."""
+    plugins: Plugins = field(default_factory=dict)
+    """The user's objects in place of built-in ones."""
 
 
 class RolloutWorker(Actor):
@@ -57,77 +75,93 @@ class RolloutWorker(Actor):
         self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs)
         self._tasks: set[asyncio.Task[Any]] = set()
         config = setup.config
-        # Dynamic sampling frees slots as soon as groups finish, so groups must not wait for older ones.
-        in_order = config.window_groups == 1 and not config.rollout.dynamic_sampling
-        self._outbox = Outbox(setup.shards, in_order=in_order)
+        # Dynamic sampling and a filter free slots as soon as groups finish, so groups must not wait for older ones.
+        drops_groups = config.rollout.dynamic_sampling or config.rollout.group_filter is not None
+        in_order = config.window_groups == 1 and not drops_groups
+        self._outbox = Outbox(setup.shard, in_order=in_order)
         # In synchronous training, rollouts and evaluations never overlap. Otherwise they would change each other's decoding
-        # batches, and a run would not be reproducible.
+        # batches, and a run would not be reproducible. A round needs all workers, so it waits while this one evaluates.
         self._turn = asyncio.Lock()
+        self._episodes: Episodes | None = None
 
     @endpoint
     async def start(self) -> None:
-        """Load tokenizer and prompts, and start the scoring processes."""
+        """Load tokenizer, prompts and rewards, and start the scoring processes."""
         with loading():
             from titanrl.data.streams import make_stream
             from titanrl.data.tokenizer import load_tokenizer
-            from titanrl.sandbox.pool import ScoringPool
-            from titanrl.sandbox.scores import scorer_spec
+            from titanrl.rollout.evaluating import EvaluationSets
+            from titanrl.rollout.scoring import Scoring
 
         config = self._setup.config
-        self._scoring = ScoringPool(scorer_spec(config.data), config.sandbox)
+        self._scoring = Scoring(config, self._setup.plugins)
         await self._scoring.start()
+        self._filter = loaded(self._setup.plugins, "rollout.group_filter")
         self._tokenizer = load_tokenizer(self._setup.model_dir)
-        self._stream = make_stream(config.data, self._tokenizer, config.seed)
-        self._demonstrations: Iterator[list[Demonstration]] | None = None
+        self._stream = make_stream(config.data, self._tokenizer, config.seed, self._setup.plugins)
+        if config.data.environment is not None:
+            from titanrl.rollout.episodes import start_episodes
+
+            log = self._setup.run_dir / "logs" / f"environments_{self._setup.number}.log"
+            self._episodes = await start_episodes(config, self._tokenizer, self._scoring.score, self._setup.plugins, log)
+        self._sets = EvaluationSets(config, self._tokenizer, self._setup.plugins, self._stream, self._scoring, self._episodes)
 
     @endpoint
     async def run(self) -> None:
-        """Start to roll out in the background. A failure is reported to the buffer, which raises it in the controller."""
-        self._start_task(self._run_and_report_failure(), "roll out")
+        """Start to roll out in the background. A failure is reported to the buffer, which raises it in the controller.
+
+        A second call has no effect: a worker that is replaced while the run begins is started by its replacement, too.
+        """
+        if not any(task.get_name() == RUN for task in self._tasks):
+            self._start_task(self._run_and_report_failure(), RUN)
 
     @concurrent_endpoint
-    async def evaluate(self, num_prompts: int) -> EvaluationResult:
-        """Answer held-out prompts greedily. `close` cancels the evaluation.
+    async def use_generator(self, replica: int, actor: Any | None) -> None:
+        """Use the replacement of a generator replica, or none while there is none."""
+        self._pool.use(replica, actor)
+
+    @concurrent_endpoint
+    async def abandon_round(self) -> None:
+        """Cancel this worker's part of a round and an evaluation, because a worker or generator has ended."""
+        abandoned = [task for task in self._tasks if task.get_name() in (ROUND, EVALUATION)]
+        for task in abandoned:
+            task.cancel()
+        await asyncio.gather(*abandoned, return_exceptions=True)
+        self._outbox.reset()
+
+    @concurrent_endpoint
+    async def probe(self) -> None:
+        """Return, which shows that the event loop runs."""
+
+    @concurrent_endpoint
+    async def evaluate(self, name: str, evaluator: Any | None = None) -> EvaluationResult:
+        """Sample completions of an evaluation set, and score them. `close` cancels the evaluation.
+
+        Args:
+            name: Evaluation set.
+            evaluator: Generator to use instead of those of the rollouts.
 
         Raises:
             ScorerError: The scorer failed on every completion.
         """
-        return await self._start_task(self._evaluate(num_prompts), "evaluate")
+        if evaluator is None:
+            return await self._start_task(self._evaluate(name), EVALUATION)
+        pool = GeneratorPool((evaluator,), self._setup.config.generator.max_num_seqs)
+        return await self._start_task(self._sets.evaluate(self._sets.named(name), pool.generate), IN_BACKGROUND)
 
-    async def _evaluate(self, num_prompts: int) -> EvaluationResult:
-        prompts = self._stream.heldout(num_prompts)
+    @concurrent_endpoint
+    async def abandon_evaluation(self) -> None:
+        """Cancel an evaluation in the background, because its generator has ended."""
+        abandoned = [task for task in self._tasks if task.get_name() == IN_BACKGROUND]
+        for task in abandoned:
+            task.cancel()
+        await asyncio.gather(*abandoned, return_exceptions=True)
+
+    async def _evaluate(self, name: str) -> EvaluationResult:
+        # Other workers' groups of the last round may still be decoding.
+        generate = partial(self._pool.generate, when_drained=self._setup.config.max_staleness == 0)
         async with self._turn:  # never held by rollouts in asynchronous training
-            groups = [
-                group
-                for start in range(0, num_prompts, EVALUATION_BATCH)
-                for group in await asyncio.gather(*map(self._answer, prompts[start : start + EVALUATION_BATCH]))
-            ]
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        errors = [failure.error for group in groups for failure in group.failures]
-        if not rollouts:
-            raise scorer_failed(f"all {num_prompts} completions of the evaluation", errors[0])
-        return EvaluationResult(
-            task=self._setup.config.data.task,
-            version=int(min(rollout.versions.max() for rollout in rollouts)),
-            mean=float(np.mean([rollout.reward for rollout in rollouts])),
-            num_prompts=num_prompts,
-            response_len_mean=float(np.mean([rollout.mask.sum() for rollout in rollouts])),
-            num_errors=len(errors),
-            first_error=errors[0] if errors else "",
-        )
-
-    @endpoint
-    async def demonstrate(self, handle: GroupHandle) -> GroupRecord:
-        """Store the next batch of demonstrations in the shard of `handle`; return its record."""
-        if self._demonstrations is None:
-            from titanrl.data.demonstrations import chain_sum_demonstrations
-
-            config = self._setup.config
-            assert config.warm_start is not None
-            self._demonstrations = chain_sum_demonstrations(self._stream, self._tokenizer, config.warm_start, config.seed)
-        batch = next(self._demonstrations)
-        await self._outbox.store(handle, tuple(map(rollout_of_demonstration, batch)))
-        return record_of_demonstrations(batch, handle, self._setup.config.data.task)
+            return await self._sets.evaluate(self._sets.named(name), generate)
 
     @endpoint
     async def close(self) -> None:
@@ -135,7 +169,10 @@ class RolloutWorker(Actor):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sets.close()
         await self._scoring.close()
+        if self._episodes is not None:
+            await self._episodes.environments.close()
 
     def _start_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a background task that `close` cancels."""
@@ -145,46 +182,88 @@ class RolloutWorker(Actor):
         return task
 
     async def _run(self) -> None:
-        """Reserve slots and roll groups out until cancelled.
-
-        In synchronous training the next groups start when all groups of a round are finished, which makes a run reproducible.
-        Otherwise a group starts as soon as the buffer has a free slot and a generator has room.
-        """
+        """Reserve slots and roll groups out until cancelled; a group starts when a slot is free and a generator has room."""
         config = self._setup.config
         share = -(-config.num_slots // config.rollout.num_workers)
-        synchronous = config.max_staleness == 0
         async with asyncio.TaskGroup() as groups:
             while True:
-                limit = share if synchronous else min(share, await self._pool.room(config.rollout.num_requests))
-                reservations = await self._setup.buffer.reserve.call_one(limit)
-                async with self._turn if synchronous else nullcontext():
-                    rolling = [groups.create_task(self._roll_out(reservation)) for reservation in reservations]
-                    if synchronous:
-                        await asyncio.gather(*rolling)
+                limit = min(share, await self._pool.room(config.rollout.num_requests))
+                reservations, dropped = await self._setup.buffer.reserve.call_one(limit, self._setup.number, self._setup.life)
+                self._outbox.drop(dropped)
+                for reservation in reservations:
+                    groups.create_task(self._roll_out(reservation))
 
-    async def _roll_out(self, reservation: Reservation) -> None:
+    async def _run_in_rounds(self) -> None:
+        """Run rounds until cancelled, for synchronous training.
+
+        A round starts when every worker has finished its groups of the one before, and has all free slots. Its groups join the
+        generators' batches together, so the batches do not depend on the number of workers and on which of them is faster.
+        """
+        setup = self._setup
+        while True:
+            call = setup.buffer.reserve_round.call_one(setup.number, setup.config.rollout.num_workers, setup.life)
+            try:
+                reservations, dropped = await call
+            except ActorError as error:
+                if is_stop(error):  # a worker or generator has ended, and the rounds begin again
+                    continue
+                raise
+            self._outbox.drop(dropped)
+            round_ = self._start_task(self._run_round(reservations), ROUND)
+            await asyncio.wait({round_})
+            if not round_.cancelled():
+                round_.result()
+
+    async def _run_round(self, reservations: Sequence[Reservation]) -> None:
+        indices = [reservation.index for reservation in reservations]
+        async with self._turn, asyncio.TaskGroup() as groups:
+            for reservation in reservations:
+                if reservation.handle.shard == self._setup.number:
+                    groups.create_task(self._roll_out(reservation, InRound(reservation.index, indices)))
+
+    async def _roll_out(self, reservation: Reservation, place: InRound | None = None) -> None:
         """Generate, score and commit one group."""
         config = self._setup.config
         self._outbox.begin(reservation.index)
         prompt = self._stream[reservation.index]
         requests = sampling_requests(prompt, config.rollout, config.seed)
         with self._pool.session() as session:
-            generate = partial(session.generate, num_kept=config.rollout.group_size)
-            group = await roll_out(prompt, requests, generate, self._scoring.score, self._tokenizer.decode)
-        trained, num_overlong = fit_to_rows(group, config.trainer)
-        has_payload = group.has_signal or (config.trains_on_equal_rewards and bool(group.rollouts))
-        record = record_of(trained, reservation.handle, has_payload=has_payload, num_overlong=num_overlong)
-        await self._outbox.deliver(record, trained.rollouts)
+            if self._episodes is None:
+                generate = partial(session.generate, num_kept=config.rollout.group_size, place=place)
+                group = await roll_out(prompt, requests, generate, self._scoring.score, self._tokenizer.decode)
+            else:
+                group = await self._episodes.roll_out(
+                    prompt, partial(session.generate, place=place), in_round=place is not None
+                )
+        counted = without_truncated(group) if config.algorithm.mask_truncated else group
+        trained, num_overlong = fit_to_rows(counted, config.trainer)
+        is_filtered = bool(group.rollouts) and not self._keeps(group)
+        differs = config.algorithm.advantage_traits.compares_parts and parts_differ(group, config.data)
+        has_signal = group.has_signal or differs or (config.trains_on_equal_rewards and bool(group.rollouts))
+        has_tokens = any(segment.mask.any() for rollout in trained.rollouts for segment in rollout.segments)
+        record = record_of(
+            trained,
+            reservation.handle,
+            has_payload=has_signal and has_tokens and not is_filtered,
+            num_overlong=num_overlong,
+            is_filtered=is_filtered,
+            parts_differ=differs,
+            num_generated=num_generated(group),
+        )
+        # Before the delivery: a checkpoint that has the group must not be newer than its line, which a kill could prevent.
         if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
             append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group, record))
+        await self._outbox.deliver(record, trained.rollouts)
 
-    async def _answer(self, prompt: Prompt) -> Group:
-        requests = [greedy_request(prompt, self._setup.config.rollout.max_new_tokens)]
-        return await roll_out(prompt, requests, self._pool.generate, self._scoring.score, self._tokenizer.decode)
+    def _keeps(self, group: Group) -> bool:
+        """Return False for a group that `rollout.group_filter` rejects."""
+        if self._filter is None:
+            return True
+        return keeps(self._filter, group, self._tokenizer.decode, str(self._setup.config.rollout.group_filter))
 
     async def _run_and_report_failure(self) -> None:
         try:
-            await self._run()
+            await (self._run() if self._setup.config.max_staleness else self._run_in_rounds())
         except* Exception as errors:  # the edge of a background task: any failure must reach the controller
             first = next(leaves(errors))
             await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(first)).strip())
@@ -193,45 +272,29 @@ class RolloutWorker(Actor):
     def _readable(self, group: Group, record: GroupRecord) -> dict[str, Any]:
         """Convert a group to a line of `rollouts.jsonl`.
 
-        The completions with a reward come first, in the order of the group's record. Those whose scorer failed come last. The
+        The completions with a reward come first, in the order of the group's record. Those whose reward failed come last. The
         version is the record's, so that `index` and `version` identify the group's line in `advantages.jsonl`.
         """
-        version = record.max_version if group.rollouts else int(group.failures[0].completion.versions.max())
+        failed = [int(version) for failure in group.failures for version in failure.completion.versions]
+        version = record.max_version if group.rollouts else max(failed, default=-1)
         completions = [
-            {**self._readable_completion(sampled_part(rollout)), "reward": rollout.reward} for rollout in group.rollouts
+            {
+                **self._readable_completion(rollout.sampled),
+                "reward": rollout.reward,
+                "reward_parts": rollout.reward_parts,
+            }
+            for rollout in group.rollouts
         ]
+        for completion, messages in zip(completions, group.conversations, strict=False):
+            completion["messages"] = messages
         completions += [
             {**self._readable_completion(failure.completion), "reward": None, "error": failure.error}
             for failure in group.failures
         ]
-        return {
-            "version": version,
-            "index": group.prompt.index,
-            "task": group.prompt.task,
-            "prompt": group.prompt.text,
-            "answer": group.prompt.entry.get("answer"),
-            "completions": completions,
-        }
+        return readable_group(group.prompt, version, completions)
 
     def _readable_completion(self, completion: Completion) -> dict[str, Any]:
-        token_ids = completion.token_ids.tolist()
-        return {
-            "text": self._tokenizer.decode(token_ids),
-            "num_tokens": len(token_ids),
-            "finish_reason": completion.finish_reason,
-            "tokens": [self._tokenizer.token_text(token_id) for token_id in token_ids],
-            "logprobs": [round(float(logprob), 4) for logprob in completion.logprobs],
-        }
-
-
-def sampled_part(rollout: Rollout) -> Completion:
-    """Return the tokens of a rollout that the policy sampled."""
-    return Completion(
-        token_ids=rollout.token_ids[rollout.mask],
-        logprobs=rollout.logprobs[rollout.mask],
-        versions=rollout.versions[rollout.mask],
-        finish_reason=rollout.finish_reason,
-    )
+        return readable_completion(self._tokenizer, completion.token_ids, completion.logprobs, completion.finish_reason)
 
 
 def leaves(errors: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
@@ -241,39 +304,3 @@ def leaves(errors: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
             yield from leaves(error)
         else:
             yield error
-
-
-def rollout_of_demonstration(demonstration: "Demonstration") -> Rollout:
-    """Convert a demonstration to a training sequence. No policy sampled it: log-probabilities are 0 and versions -1."""
-    length = len(demonstration.token_ids)
-    return Rollout(
-        token_ids=demonstration.token_ids,
-        mask=demonstration.mask,
-        logprobs=np.zeros(length, np.float32),
-        versions=np.full(length, -1, np.int64),
-        reward=0.0,
-        reward_parts={},
-        finish_reason="stop",
-    )
-
-
-def record_of_demonstrations(batch: Sequence["Demonstration"], handle: GroupHandle, task: str) -> GroupRecord:
-    """Summarize a batch of demonstrations for the controller, as one group."""
-    return GroupRecord(
-        index=0,
-        task=task,
-        handle=handle,
-        has_payload=True,
-        rewards=(0.0,) * len(batch),
-        reward_parts={},
-        prompt_len=0,
-        lengths=tuple(len(demonstration.token_ids) for demonstration in batch),
-        num_sampled=tuple(int(demonstration.mask.sum()) for demonstration in batch),
-        num_truncated=0,
-        num_overlong=0,
-        num_nonfinite=0,
-        min_version=-1,
-        max_version=-1,
-        generate_s=0.0,
-        score_s=0.0,
-    )

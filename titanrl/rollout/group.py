@@ -1,16 +1,18 @@
 """One group: a prompt, its completions and their rewards. This module knows no actors, only a `generate` and a `score` call."""
 
 import hashlib
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.sandbox.scores import Score
+from titanrl.rewards import Answers, Scored
 from titanrl.types import (
     Completion,
     GenerationRequest,
@@ -21,12 +23,13 @@ from titanrl.types import (
     Rollout,
     SamplingParams,
     ScorerFailure,
+    Segment,
 )
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 """Function from requests to their completions, in the same order."""
-ScoreAnswers = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], Awaitable[list[Score]]]
-"""Function from pairs of completion text and prompt entry to their scores, in the same order."""
+ScoreAnswers = Callable[[Answers], Awaitable[list[Scored]]]
+"""Function from the answers to a prompt to their rewards, in the same order."""
 Decode = Callable[[Sequence[int]], str]
 """Function from token ids to their text."""
 
@@ -34,17 +37,22 @@ Decode = Callable[[Sequence[int]], str]
 async def roll_out(
     prompt: Prompt, requests: Sequence[GenerationRequest], generate: Generate, score: ScoreAnswers, decode: Decode
 ) -> Group:
-    """Sample completions of a prompt and score them. Completions whose scorer failed become `failures`, not rollouts."""
+    """Sample completions of a prompt and score them. Completions whose reward failed become `failures`, not rollouts."""
     started = time.perf_counter()
     completions = await generate(requests)
     generated = time.perf_counter()
-    texts = [decode(completion.token_ids.tolist()) for completion in completions]
-    pairs = list(zip(completions, await score([(text, prompt.entry) for text in texts]), strict=True))
-    scored = [(completion, score.parts) for completion, score in pairs if score.status == "ok"]
-    failed = [(completion, score.detail) for completion, score in pairs if score.status != "ok"]
+    answers = Answers(
+        entry=prompt.entry,
+        completions=tuple(decode(completion.token_ids.tolist()) for completion in completions),
+        num_tokens=tuple(len(completion.token_ids) for completion in completions),
+        finish_reasons=tuple(completion.finish_reason for completion in completions),
+    )
+    pairs = list(zip(completions, await score(answers), strict=True))
+    scored = [(completion, score) for completion, score in pairs if score.reward is not None]
+    failed = [(completion, score.error) for completion, score in pairs if score.reward is None]
     return Group(
         prompt=prompt,
-        rollouts=rollouts_of(prompt, [completion for completion, _ in scored], [parts for _, parts in scored]),
+        rollouts=rollouts_of(prompt, [completion for completion, _ in scored], [score for _, score in scored]),
         generate_s=generated - started,
         score_s=time.perf_counter() - generated,
         failures=tuple(ScorerFailure(completion=completion, error=error) for completion, error in failed),
@@ -82,8 +90,8 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def rollouts_of(prompt: Prompt, completions: Sequence[Completion], parts: Sequence[Mapping[str, float]]) -> tuple[Rollout, ...]:
-    """Join the prompt and each completion to a training sequence. The sequences are slices of arrays of the whole group."""
+def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Sequence[Scored]) -> tuple[Rollout, ...]:
+    """Join the prompt and each completion to a rollout of one segment. The segments are slices of arrays of the whole group."""
     if not completions:
         return ()
     num_prompt = len(prompt.token_ids)
@@ -98,16 +106,21 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], parts: Sequen
     sampled = np.ones(max(lengths), np.bool_)
     mask = after_prompt(np.zeros(num_prompt, np.bool_), (sampled[:length] for length in lengths))
     rollouts, end = [], 0
-    for completion, length, part in zip(completions, lengths, parts, strict=True):
+    for completion, length, scored in zip(completions, lengths, scores, strict=True):
+        assert scored.reward is not None
         sequence = slice(end, end := end + num_prompt + length)
         rollouts.append(
             Rollout(
-                token_ids=token_ids[sequence],
-                mask=mask[sequence],
-                logprobs=logprobs[sequence],
-                versions=versions[sequence],
-                reward=float(sum(part.values())),
-                reward_parts=dict(part),
+                segments=(
+                    Segment(
+                        token_ids=token_ids[sequence],
+                        mask=mask[sequence],
+                        logprobs=logprobs[sequence],
+                        versions=versions[sequence],
+                    ),
+                ),
+                reward=scored.reward,
+                reward_parts=scored.parts,
                 finish_reason=completion.finish_reason,
             )
         )
@@ -115,33 +128,63 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], parts: Sequen
 
 
 def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
-    """Apply `trainer.overlong` to rollouts that are longer than a row; return the group and the number of such rollouts.
+    """Apply `trainer.overlong` to segments that are longer than a row; return the group and the number of rollouts with one.
 
-    `truncate` cuts the end off. `skip` also masks every token. `error` changes nothing, so packing fails.
+    `truncate` cuts the end of the segment off. `skip` also masks every token of it. `error` changes nothing, so packing fails.
     """
     limit = config.row_tokens
-    is_overlong = [len(rollout.token_ids) > limit for rollout in group.rollouts]
+    is_overlong = [any(len(segment.token_ids) > limit for segment in rollout.segments) for rollout in group.rollouts]
     if config.overlong == "error" or not any(is_overlong):
         return group, 0
-    rollouts = tuple(
-        replace(
-            rollout,
-            token_ids=rollout.token_ids[:limit],
-            mask=rollout.mask[:limit] & (config.overlong == "truncate"),
-            logprobs=rollout.logprobs[:limit],
-            versions=rollout.versions[:limit],
+
+    def fitting(segment: Segment) -> Segment:
+        if len(segment.token_ids) <= limit:
+            return segment
+        return Segment(
+            token_ids=segment.token_ids[:limit],
+            mask=segment.mask[:limit] & (config.overlong == "truncate"),
+            logprobs=segment.logprobs[:limit],
+            versions=segment.versions[:limit],
         )
-        if overlong
-        else rollout
-        for rollout, overlong in zip(group.rollouts, is_overlong, strict=True)
-    )
+
+    rollouts = tuple(replace(rollout, segments=tuple(map(fitting, rollout.segments))) for rollout in group.rollouts)
     return replace(group, rollouts=rollouts), sum(is_overlong)
 
 
-def record_of(group: Group, handle: GroupHandle, *, has_payload: bool, num_overlong: int) -> GroupRecord:
+def without_truncated(group: Group) -> Group:
+    """Mask all tokens of rollouts that were cut at the length limit (`algorithm.mask_truncated`); they keep their rewards."""
+
+    def masked(rollout: Rollout) -> Rollout:
+        segments = tuple(replace(segment, mask=np.zeros_like(segment.mask)) for segment in rollout.segments)
+        return replace(rollout, segments=segments)
+
+    rollouts = tuple(masked(rollout) if rollout.finish_reason == "length" else rollout for rollout in group.rollouts)
+    return replace(group, rollouts=rollouts)
+
+
+def parts_differ(group: Group, data: DataConfig) -> bool:
+    """Return True if a part of the reward with a weight other than 0 has different values in a group."""
+    values: dict[str, set[float]] = {}
+    for rollout in group.rollouts:
+        for part, value in rollout.reward_parts.items():
+            values.setdefault(part, set()).add(value)
+    return any(len(different) > 1 and data.weight_of(part) != 0.0 for part, different in values.items())
+
+
+def record_of(
+    group: Group,
+    handle: GroupHandle,
+    *,
+    has_payload: bool,
+    num_overlong: int,
+    is_filtered: bool = False,
+    parts_differ: bool = False,
+    num_generated: int = 0,
+) -> GroupRecord:
     """Summarize a group for the controller: numbers only, no tokens."""
     rollouts = group.rollouts
-    num_sampled, num_nonfinite, min_version, max_version = _token_counts(rollouts)
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    num_sampled, num_nonfinite, min_version, max_version = _token_counts(segments)
     return GroupRecord(
         index=group.prompt.index,
         task=group.prompt.task,
@@ -149,11 +192,12 @@ def record_of(group: Group, handle: GroupHandle, *, has_payload: bool, num_overl
         has_payload=has_payload,
         rewards=tuple(rollout.reward for rollout in rollouts),
         reward_parts={
-            part: tuple(float(rollout.reward_parts[part]) for rollout in rollouts)
-            for part in (rollouts[0].reward_parts if rollouts else ())
+            part: tuple(rollout.reward_parts.get(part, math.nan) for rollout in rollouts)
+            for part in dict.fromkeys(part for rollout in rollouts for part in rollout.reward_parts)
         },
-        prompt_len=len(group.prompt.token_ids),
-        lengths=tuple(len(rollout.token_ids) for rollout in rollouts),
+        prompt_len=prompt_len(group),
+        num_segments=tuple(len(rollout.segments) for rollout in rollouts),
+        lengths=tuple(len(segment.token_ids) for segment in segments),
         num_sampled=num_sampled,
         num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
         num_overlong=num_overlong,
@@ -164,18 +208,40 @@ def record_of(group: Group, handle: GroupHandle, *, has_payload: bool, num_overl
         score_s=group.score_s,
         num_errors=len(group.failures),
         first_error=group.failures[0].error if group.failures else "",
+        is_filtered=is_filtered,
+        parts_differ=parts_differ,
+        num_generated=num_generated,
+        counts=group.counts,
     )
 
 
-def _token_counts(rollouts: Sequence[Rollout]) -> tuple[tuple[int, ...], int, int, int]:
-    """Return the tokens of each rollout that count in the loss, the nonfinite ones of all, and the first and last version."""
-    if not rollouts:
+def prompt_len(group: Group) -> int:
+    """Return the number of tokens with which the first segment of every rollout begins, none of them sampled."""
+    if group.prompt.token_ids:
+        return len(group.prompt.token_ids)
+    firsts = [rollout.segments[0] for rollout in group.rollouts]
+    limit = min((int(np.argmax(first.mask)) if first.mask.any() else len(first.mask) for first in firsts), default=0)
+    if not limit:
+        return 0
+    equal = np.all([first.token_ids[:limit] == firsts[0].token_ids[:limit] for first in firsts], axis=0)
+    return limit if equal.all() else int(np.argmin(equal))
+
+
+def num_generated(group: Group) -> int:
+    """Return the number of tokens that the generators sampled for a group, also for completions without a reward."""
+    sampled = sum(int(np.count_nonzero(segment.mask)) for rollout in group.rollouts for segment in rollout.segments)
+    return sampled + sum(len(failure.completion.token_ids) for failure in group.failures)
+
+
+def _token_counts(segments: Sequence[Segment]) -> tuple[tuple[int, ...], int, int, int]:
+    """Return the tokens of each segment that count in the loss, the nonfinite ones of all, and the first and last version."""
+    if not segments:
         return (), 0, -1, -1
-    ends = np.cumsum([len(rollout.token_ids) for rollout in rollouts])
-    mask = np.concatenate([rollout.mask for rollout in rollouts])
-    counts = mask & np.isfinite(np.concatenate([rollout.logprobs for rollout in rollouts]))
+    ends = np.cumsum([len(segment.token_ids) for segment in segments])
+    mask = np.concatenate([segment.mask for segment in segments])
+    counts = mask & np.isfinite(np.concatenate([segment.logprobs for segment in segments]))
     counts_until = np.cumsum(counts)[ends - 1]
-    versions = np.concatenate([rollout.versions for rollout in rollouts])
+    versions = np.concatenate([segment.versions for segment in segments])
     versions = versions[versions >= 0]
     num_nonfinite = int(np.count_nonzero(mask) - counts_until[-1])
     return tuple(np.diff(counts_until, prepend=0).tolist()), num_nonfinite, int(versions.min()), int(versions.max())

@@ -1,44 +1,35 @@
-"""Batched delivery of finished groups from a rollout worker to the storage shards, which commit them to the buffer."""
+"""Batched delivery of finished groups from a rollout worker to its storage shard, which commits them to the buffer."""
 
 import asyncio
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from titanrl.actors import resolve
-from titanrl.replay.actors import Shards, packed
+from titanrl.replay.actors import packed
 from titanrl.types import GroupHandle, GroupRecord, Rollout
 
 MAX_HELD = 8
 """Limit of finished groups that wait for an older one, so that a message does not grow with the batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Delivery:
-    """Payloads and records for one shard."""
-
-    payload: dict[GroupHandle, tuple[bytes, ...]] = field(default_factory=dict)
-    records: list[GroupRecord] = field(default_factory=list)
-
-
 class Outbox:
-    """Queue of finished groups for the storage shards.
+    """Queue of finished groups for the worker's storage shard.
 
     One delivery runs at a time. Groups that finish during it, or in the same tick of the event loop, share the next message,
     because a message costs about as much as many groups in it. Where batches keep the order of prompts, a group also waits for
     older groups of this worker, because no batch can contain it before them.
     """
 
-    def __init__(self, shards: Any, *, in_order: bool) -> None:
+    def __init__(self, shard: Any, *, in_order: bool) -> None:
         """Start empty.
 
         Args:
-            shards: Mesh of the storage shards.
+            shard: Actor of the worker's storage shard.
             in_order: True if batches keep the order of prompts.
         """
-        self._shards, self._in_order = Shards(shards), in_order
+        self._shard, self._in_order = shard, in_order
+        self._dropped: list[GroupHandle] = []
         self._unfinished: dict[int, None] = {}  # prompt indices, oldest first
         self._pending: list[tuple[GroupRecord, tuple[Rollout, ...]]] = []
         self._due = asyncio.Event()
@@ -49,6 +40,18 @@ class Outbox:
         """Register a group by the index of its prompt, before it is generated. Call this in the order of prompts."""
         self._unfinished[index] = None
 
+    def drop(self, handles: Sequence[GroupHandle]) -> None:
+        """Delete groups from the shard with the next delivery."""
+        self._dropped += handles
+
+    def reset(self) -> None:
+        """Forget the groups that were begun, because their round was abandoned."""
+        self._unfinished.clear()
+        if self._pending:
+            self._next.cancel()  # it waits to deliver them
+            self._pending = []
+        self._due.clear()
+
     async def deliver(self, record: GroupRecord, rollouts: tuple[Rollout, ...]) -> None:
         """Queue a finished group and wait until the buffer has its record."""
         self._unfinished.pop(record.index, None)
@@ -58,10 +61,6 @@ class Outbox:
         if self._is_due():
             self._due.set()
         await asyncio.shield(self._next)
-
-    async def store(self, handle: GroupHandle, rollouts: tuple[Rollout, ...]) -> None:
-        """Store a payload without a record in the buffer."""
-        await self._shards[handle.shard].put.call_one({handle: packed(rollouts)})
 
     async def _deliver_pending(self) -> None:
         async with self._delivering:
@@ -77,11 +76,6 @@ class Outbox:
         return not self._in_order or oldest < oldest_unfinished or len(self._pending) >= MAX_HELD
 
     async def _send(self, groups: Sequence[tuple[GroupRecord, tuple[Rollout, ...]]]) -> None:
-        by_shard: dict[int, _Delivery] = defaultdict(_Delivery)
-        for record, rollouts in groups:
-            delivery = by_shard[record.handle.shard]
-            delivery.records.append(record)
-            if record.has_payload:
-                delivery.payload[record.handle] = packed(rollouts)
-        calls = [self._shards[shard].put.call_one(delivery.payload, delivery.records) for shard, delivery in by_shard.items()]
-        await asyncio.gather(*map(resolve, calls))
+        payload = {record.handle: packed(rollouts) for record, rollouts in groups if record.has_payload}
+        dropped, self._dropped = self._dropped, []
+        await resolve(self._shard.put.call_one(payload, [record for record, _ in groups], dropped))

@@ -18,6 +18,8 @@ class Seat:
     """True if the replica admits new requests at once, according to its last reply."""
     failed: bool = False
     """True if the last call to the replica failed."""
+    is_up: bool = True
+    """False while the replica has ended and its replacement does not serve."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,9 +46,15 @@ class Router:
         """Iterate over all replicas, in order."""
         return iter(self._seats)
 
-    def assign(self, num_requests: int, session: SessionKey) -> Seat:
-        """Choose a replica for a group, the next turn of a session. A call of `finished` or `failed` must follow."""
-        usable = self.usable()
+    def assign(self, num_requests: int, session: SessionKey, fixed: int | None = None) -> Seat:
+        """Choose a replica that is up for a group, the next turn of a session. A call of `finished` or `failed` must follow.
+
+        Args:
+            num_requests: requests of the group.
+            session: the session.
+            fixed: number of the replica, if the caller has chosen it; None chooses the least loaded one.
+        """
+        usable = self.usable() if fixed is None else [self._seats[fixed]]
         if session.seat not in usable:
             self.leave(session)
             session.seat = min(usable, key=lambda seat: (seat.num_running, seat.num_sessions, seat.place))
@@ -55,9 +63,14 @@ class Router:
         return session.seat
 
     def usable(self) -> list[Seat]:
-        """Return the healthiest replicas; never empty."""
-        least = min(map(_trouble, self._seats))
-        return [seat for seat in self._seats if _trouble(seat) == least]
+        """Return the healthiest replicas; none if none is up."""
+        up = [seat for seat in self._seats if seat.is_up]
+        least = min(map(_trouble, up), default=0)
+        return [seat for seat in up if _trouble(seat) == least]
+
+    def set_up(self, seat: Seat, *, is_up: bool) -> None:
+        """Record that a replica has ended, or that its replacement serves. `failed` is called for every request it had."""
+        seat.is_up, seat.failed, seat.admits = is_up, False, True
 
     def finished(self, seat: Seat, num_requests: int, *, admits: bool) -> None:
         """Record that a replica finished a group, and whether it admits new requests."""

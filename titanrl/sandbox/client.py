@@ -8,12 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from titanrl.config.sections import SandboxConfig
+from titanrl.errors import TitanRLError
 from titanrl.sandbox.confine import SandboxUnavailable
-from titanrl.sandbox.scores import ScorerSpec
+from titanrl.sandbox.scores import RewardSpec
 from titanrl.sandbox.zygote import COUNT, END, READY, Order
 
 FORK_DEADLINE_S = 60.0
@@ -28,7 +29,7 @@ _INHERITED = {"PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH
 _PYCACHE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
 
 
-class SandboxDied(RuntimeError):
+class SandboxDied(TitanRLError):
     """The scoring processes died. Close the pool; it can be started again."""
 
 
@@ -113,11 +114,13 @@ class ScoringProcess:
 class ZygoteClient:
     """The pool's end of the socket to the zygote, and the idle scoring processes."""
 
-    def __init__(self, spec: ScorerSpec, config: SandboxConfig) -> None:
-        """Start the zygote, which then loads the scorer."""
+    def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig) -> None:
+        """Start the zygote, which then loads the rewards."""
         self.slots = asyncio.Semaphore(config.num_processes)
         """Limit of scoring processes in use at once."""
-        self._spec = spec
+        self.are_groups: tuple[bool, ...] = ()
+        """For each reward, True if it scores all completions of a prompt in one call; known after `load`."""
+        self._specs = specs
         self._num_ahead = config.num_processes
         self._groups_per_process = config.groups_per_process
         self._loop = asyncio.get_running_loop()
@@ -132,28 +135,27 @@ class ZygoteClient:
         self._stderr = os.memfd_create("zygote-stderr")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._popen = _start_zygote(theirs.fileno(), self._stderr)
+            self._popen = _start_zygote(theirs.fileno(), self._stderr, _order(specs, config))
         self._pidfd = os.pidfd_open(self._popen.pid)
-        self._control.send(pickle.dumps(_order(spec, config)))
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._on_control)
         self._loop.add_reader(self._pidfd, self._on_exit)
 
     async def load(self) -> None:
-        """Wait until the zygote has loaded the scorer, then request the first scoring processes.
+        """Wait until the zygote has loaded the rewards, then request the first scoring processes.
 
         Raises:
-            ValueError: The scorer does not load.
+            ValueError: A reward does not load.
             SandboxDied: Loading takes too long, or the zygote was killed.
         """
         await asyncio.wait([self._loaded, self._exited], timeout=_LOAD_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if self._loaded.done():
             return self._fork(self._num_ahead)
-        scorer = f"the scorer {self._spec.factory} with {dict(self._spec.kwargs)}"
+        rewards = f"data.rewards: {', '.join(spec.name for spec in self._specs)}"
         if self._failure is None:
-            raise SandboxDied(f"{scorer} did not load within {_LOAD_DEADLINE_S:g} s")
+            raise SandboxDied(f"{rewards} did not load within {_LOAD_DEADLINE_S:g} s")
         if self._popen.returncode > 0:  # the zygote itself ended, with a traceback
-            raise ValueError(f"{scorer} does not load: {self._stderr_tail()}")
+            raise ValueError(f"{rewards} cannot be loaded: {self._stderr_tail()}")
         raise self._failure
 
     async def take(self) -> ScoringProcess:
@@ -227,7 +229,9 @@ class ZygoteClient:
 
     def _receive(self) -> None:
         try:
-            message, descriptors, flags, _ = socket.recv_fds(self._control, len(READY), 2, socket.MSG_CMSG_CLOEXEC)
+            message, descriptors, flags, _ = socket.recv_fds(
+                self._control, len(READY) + len(self._specs), 2, socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionResetError:  # the zygote died with a request unread
             message, descriptors, flags = b"", [], 0
         if not message:
@@ -238,6 +242,7 @@ class ZygoteClient:
         elif descriptors:
             self._ahead.add(ScoringProcess(socket.socket(fileno=descriptors[0]), descriptors[1], self._on_ready))
         else:
+            self.are_groups = tuple(map(bool, message.removeprefix(READY)))
             self._loaded.set_result(None)
 
     def _on_ready(self, process: ScoringProcess, message: bytes) -> None:
@@ -279,29 +284,31 @@ class ZygoteClient:
         return f"{tail.splitlines()[-1]}\n{tail}" if tail else ""
 
 
-def _start_zygote(control_fd: int, stderr: int) -> "subprocess.Popen[bytes]":
+def _start_zygote(control_fd: int, stderr: int, order: Order) -> "subprocess.Popen[bytes]":
     """Start a new Python process that imports the same modules as this one and inherits no tokens or keys.
 
     The hash seed is fixed because reasoning-gym's word_ladder depends on it.
     """
     inherited = {name: value for name, value in os.environ.items() if name in _INHERITED | _PYCACHE}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
-    script = f"from titanrl.sandbox.zygote import main; main({control_fd}, {os.getpid()})"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", script],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        pass_fds=[control_fd],
-        env={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    with open(os.memfd_create("zygote-order"), "w+b") as stream:
+        pickle.dump(order, stream)
+        stream.seek(0)
+        script = f"from titanrl.sandbox.zygote import main; main({control_fd}, {os.getpid()}, {stream.fileno()})"
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=[control_fd, stream.fileno()],
+            env={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
 
 
-def _order(spec: ScorerSpec, config: SandboxConfig) -> Order:
+def _order(specs: Sequence[RewardSpec], config: SandboxConfig) -> Order:
     return Order(
-        factory=spec.factory,
-        kwargs=spec.kwargs,
+        rewards=tuple(specs),
         memory_bytes=config.memory_bytes,
         # A second line of defence: the wall-clock limit comes first.
         cpu_s=(math.ceil(config.timeout_s) + 1) * config.groups_per_process,

@@ -20,9 +20,12 @@ from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
+from titanrl.errors import TitanRLError
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_PTRACER = 0x59616D61
 _SECCOMP_MODE_FILTER = 2
 _SECCOMP_GET_ACTION_AVAIL = 2
 _RET_ALLOW = 0x7FFF0000
@@ -85,7 +88,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(TitanRLError):
     """This machine cannot confine a process; the message names the missing feature. There is no unconfined mode."""
 
 
@@ -112,6 +115,11 @@ def end_with_parent(parent_pid: int) -> None:
     _check(_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def allow_tracing(pid: int) -> None:
+    """Let a process and its children read the stacks of this one where Yama allows it to parents only (`ptrace_scope` 1)."""
+    _prctl(_PR_SET_PTRACER, pid)  # fails on kernels without Yama, which need no permission
 
 
 def python_paths() -> list[Path]:

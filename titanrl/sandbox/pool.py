@@ -1,8 +1,8 @@
 """A pool of confined, killable processes that score completions. `docs/sandbox.md` describes the threat model.
 
-The pool starts one zygote (`titanrl.sandbox.zygote`), which loads the scorer and forks the scoring processes ahead of time. By
-default each process scores one group and is then killed, so a completion that tampers with Python reaches only its own group.
-The pool never unpickles bytes from a scoring process.
+The pool starts one zygote (`titanrl.sandbox.zygote`), which loads the rewards and forks the scoring processes ahead of time. By
+default each process scores one group by one reward and is then killed, so a completion that tampers with Python reaches only
+that reward of its own group. The pool never unpickles bytes from a scoring process.
 """
 
 import asyncio
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from titanrl.config.sections import SandboxConfig
+from titanrl.rewards import Answers
 from titanrl.sandbox.client import FORK_DEADLINE_S, SandboxDied, ZygoteClient
 from titanrl.sandbox.confine import SandboxUnavailable, missing_features
-from titanrl.sandbox.scores import ProcessFailure, Score, ScorerSpec, parse_scores
-from titanrl.sandbox.zygote import END, STARTED, Answer
+from titanrl.sandbox.scores import ProcessFailure, RewardSpec, Score, parse_scores
+from titanrl.sandbox.zygote import END, STARTED, Request
 
 MAX_TEXT_CHARS = 1 << 20
-"""Longest text that a scorer gets. The front of a longer one is cut, since the answer is at the end."""
+"""Longest text that a reward gets. The front of a longer one is cut, since the answer is at the end."""
 
 _MAX_SHARES = 4
 """Largest divisor of the group's time limit when its answers are scored one by one."""
@@ -29,51 +30,59 @@ class ScoringPool:
     The pool belongs to the event loop that starts it, in any thread. Its processes end at the latest with that thread.
     """
 
-    def __init__(self, spec: ScorerSpec, config: SandboxConfig) -> None:
+    def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig) -> None:
         """Keep the settings; `start` starts the processes."""
-        self._spec = spec
+        self._specs = specs
         self._config = config
         self._zygote: ZygoteClient | None = None
+        self._are_groups: tuple[bool, ...] = ()
 
     async def start(self) -> None:
-        """Load the scorer, and verify with one process that the confinement works.
+        """Load the rewards, and verify with one process that the confinement works.
 
         Raises:
             SandboxUnavailable: This machine cannot confine a process.
-            ValueError: The scorer does not load.
+            ValueError: A reward does not load.
         """
         assert self._zygote is None, "the pool is started"
         if missing := missing_features():
             raise SandboxUnavailable(
-                "scorers may eval() what a model wrote, so they run in confined processes only, and this machine lacks "
+                "rewards may eval() what a model wrote, so they run in confined processes only, and this machine lacks "
                 f"{'; and '.join(missing)}. Use a machine that has it: there is no unconfined mode."
             )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.close)
-            self._zygote = ZygoteClient(self._spec, self._config)
+            self._zygote = ZygoteClient(self._specs, self._config)
             await self._zygote.load()
-            if isinstance(failure := await self._attempt([], FORK_DEADLINE_S), str):
+            self._are_groups = self._zygote.are_groups
+            nothing = Answers(entry={}, completions=(), num_tokens=(), finish_reasons=())
+            if isinstance(failure := await self._attempt(0, nothing, FORK_DEADLINE_S), str):
                 raise SandboxDied(f"the first scoring process could not reply: {failure}")
             stack.pop_all()
 
-    async def score(self, answers: Sequence[Answer]) -> list[Score]:
+    async def score(self, answers: Answers, *, reward: int = 0) -> list[Score]:
         """Score the answers to one prompt, in order. Wait while `num_processes` groups are being scored.
 
         If the group times out or crashes its process, score each answer in a process of its own, so that only the answer at
-        fault fails.
+        fault fails. A reward of the whole group cannot do that: all of its answers fail.
+
+        Args:
+            answers: Completions of one prompt.
+            reward: Index of the reward.
 
         Raises:
             SandboxDied: The scoring processes died.
         """
-        if not answers:
+        num = len(answers.completions)
+        if num == 0:
             return []
-        scores = await self._attempt(answers, self._config.timeout_s)
+        scores = await self._attempt(reward, answers, self._config.timeout_s)
         if not isinstance(scores, str):
             return scores
-        if scores == "timeout" and len(answers) == 1:
-            return [self._failed(scores)]
-        share_s = self._config.timeout_s / min(len(answers), _MAX_SHARES)
-        alone = await asyncio.gather(*(self._attempt([answer], share_s) for answer in answers))
+        if self._are_groups[reward] or (scores == "timeout" and num == 1):
+            return [self._failed(scores)] * num
+        share_s = self._config.timeout_s / min(num, _MAX_SHARES)
+        alone = await asyncio.gather(*(self._attempt(reward, answers.only(index), share_s) for index in range(num)))
         return [self._failed(scores) if isinstance(scores, str) else scores[0] for scores in alone]
 
     async def close(self) -> None:
@@ -85,9 +94,11 @@ class ScoringPool:
             zygote, self._zygote = self._zygote, None
             await zygote.stop()
 
-    async def _attempt(self, answers: Sequence[Answer], timeout_s: float) -> list[Score] | ProcessFailure:
+    async def _attempt(self, reward: int, answers: Answers, timeout_s: float) -> list[Score] | ProcessFailure:
         """Score the answers in one process, and kill that process unless it may serve another group."""
-        request = pickle.dumps([(text[-MAX_TEXT_CHARS:], entry) for text, entry in answers])
+        texts = tuple([text[-MAX_TEXT_CHARS:] for text in answers.completions])
+        request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons)
+        pickled = pickle.dumps(request)
         zygote = self._zygote
         if zygote is None:
             raise SandboxDied("the scoring pool is closed, or was never started")
@@ -96,12 +107,12 @@ class ScoringPool:
             while reply == b"":  # something else killed the process before it read the answers: retry
                 process = await zygote.take()
                 try:
-                    reply = await process.ask(request, timeout_s)
+                    reply = await process.ask(pickled, timeout_s)
                 finally:
                     zygote.give_back(process)
             if reply is None:
                 return "timeout"
-            scores = parse_scores(reply.removeprefix(STARTED).removesuffix(END), self._spec, len(answers))
+            scores = parse_scores(reply.removeprefix(STARTED).removesuffix(END), self._specs[reward], len(answers.completions))
             if scores is None:
                 await zygote.check()
                 return "crash"
@@ -109,6 +120,6 @@ class ScoringPool:
 
     def _failed(self, status: ProcessFailure) -> Score:
         limit = f"sandbox.timeout_s={self._config.timeout_s:g}, for a whole group"
-        timeout = f"timeout: the scorer did not return in time ({limit})"
+        timeout = f"timeout: the reward did not return in time ({limit})"
         crash = "crash: the scoring process exited, was killed by a signal, or sent an invalid reply"
         return Score(parts={}, status=status, detail=timeout if status == "timeout" else crash)

@@ -1,18 +1,17 @@
-"""The zygote: a small process without secrets that loads the scorer once and forks the scoring processes.
+"""The zygote: a small process without secrets that loads the rewards once and forks the scoring processes.
 
 `titanrl.sandbox.client` starts it as a new Python process that calls `main`, connected by a socket. The zygote reads an
-`Order`, builds the scorer and sends READY. Each later message requests a number of processes. For each one the zygote sends a
+`Order`, loads the rewards and sends READY. Each later message requests a number of processes. For each one the zygote sends a
 message with two descriptors: the socket to the process, and a pidfd to kill it. When the socket closes, the zygote kills and
 reaps its processes.
 
-A scoring process confines itself and sends READY. For each group it reads a pickled list of answers, sends STARTED, and writes
-one line with a JSON list of results. It exits after `groups_per_process` groups.
+A scoring process confines itself and sends READY. For each group it reads a pickled `Request`, sends STARTED, and writes one
+line with a JSON list of results. It exits after `groups_per_process` groups.
 """
 
 import gc
 import io
 import json
-import math
 import os
 import pickle
 import resource
@@ -20,22 +19,21 @@ import selectors
 import signal
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 from titanrl.loading import import_object
+from titanrl.rewards import Answers, BoundReward
 from titanrl.sandbox.confine import Confinement, end_with_parent, leaks, python_paths
-
-Answer = tuple[str, Mapping[str, Any]]
-"""Text of a completion, and the entry of its prompt: `question`, `answer`, `metadata`."""
-Scorer = Callable[[str, Mapping[str, Any]], Mapping[str, SupportsFloat]]
-"""Function from an answer to its reward by part."""
+from titanrl.sandbox.scores import RewardSpec
 
 READY = b"+"
-"""First byte from a confined scoring process, and the whole message of a zygote that has loaded its scorer."""
+"""First byte from a confined scoring process, and from a zygote that has loaded its rewards. The zygote's message continues
+with one byte per reward: 1 if it scores all completions of a prompt in one call."""
 STARTED = b"!"
 """First byte of the reply, sent when the answers arrive. A process that dies before was not killed by them."""
 END = b"\n"
@@ -43,19 +41,16 @@ END = b"\n"
 COUNT = struct.Struct("I")
 """Number of processes to fork."""
 
-_MAX_ORDER_BYTES = 1 << 20
 _MAX_DETAIL_CHARS = 200
 _MIN_HEADROOM_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The scorer to load, and the limits of the scoring processes."""
+    """The rewards to load, and the limits of the scoring processes."""
 
-    factory: str
-    """`module:function` that returns the scorer."""
-    kwargs: Mapping[str, Any]
-    """Arguments of the factory."""
+    rewards: tuple[RewardSpec, ...]
+    """Rewards."""
     memory_bytes: int
     """Address-space limit."""
     cpu_s: int
@@ -64,26 +59,47 @@ class Order:
     """Groups that a process scores before it exits."""
 
 
-def main(control_fd: int, parent_pid: int) -> None:
-    """Load the scorer, then fork on request until the socket `control_fd` closes or the process `parent_pid` exits."""
+Request = tuple[int, Mapping[str, Any], tuple[str, ...], tuple[int, ...], tuple[str, ...]]
+"""Index of a reward in the order, then the fields of `Answers`; a tuple is pickled faster than a dataclass."""
+
+
+def main(control_fd: int, parent_pid: int, order_fd: int) -> None:
+    """Load the rewards, then fork on request until the socket `control_fd` closes or the process `parent_pid` exits."""
     end_with_parent(parent_pid)
     control = socket.socket(fileno=control_fd)
-    order: Order = pickle.loads(control.recv(_MAX_ORDER_BYTES))
-    scorer: Scorer = import_object(order.factory, key="scorer")(**order.kwargs)
+    with open(order_fd, "rb") as stream:
+        order: Order = pickle.load(stream)
+    rewards = [_load(spec) for spec in order.rewards]
+    if any(spec.is_own for spec in order.rewards):
+        _network.watch()
     _check_memory(order.memory_bytes)
     confinement = Confinement(python_paths(), order.memory_bytes, order.cpu_s)
     gc.collect()
     gc.freeze()  # otherwise the collector of a forked process would touch, and so copy, every page
-    control.send(READY)
-    _Forker(control, scorer, confinement, order.groups_per_process).run()
+    control.send(READY + bytes(loaded.reward.is_group for loaded in rewards))
+    _Forker(control, rewards, confinement, order.groups_per_process).run()
+
+
+def _load(spec: RewardSpec) -> "_Loaded":
+    function = import_object(spec.factory, key=f"data.rewards.{spec.name}")(**spec.kwargs)
+    return _Loaded(reward=BoundReward(spec.name, function), is_own=spec.is_own, returns_text=spec.returns_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    reward: BoundReward
+    is_own: bool
+    returns_text: bool
 
 
 class _Forker:
     """Forks scoring processes on request and reaps them."""
 
-    def __init__(self, control: socket.socket, scorer: Scorer, confinement: Confinement, groups_per_process: int) -> None:
+    def __init__(
+        self, control: socket.socket, rewards: Sequence[_Loaded], confinement: Confinement, groups_per_process: int
+    ) -> None:
         self._control = control
-        self._scorer = scorer
+        self._rewards = rewards
         self._confinement = confinement
         self._groups_per_process = groups_per_process
         self._selector = selectors.DefaultSelector()
@@ -108,7 +124,7 @@ class _Forker:
         if pid == 0:
             try:
                 end_with_parent(zygote)
-                _serve(ours.fileno(), self._scorer, self._confinement, self._groups_per_process)
+                _serve(ours.fileno(), self._rewards, self._confinement, self._groups_per_process)
             finally:
                 os._exit(1)
         pidfd = os.pidfd_open(pid)
@@ -129,12 +145,12 @@ class _Forker:
             self._reap(pidfd)
 
 
-def _serve(channel: int, scorer: Scorer, confinement: Confinement, num_groups: int) -> None:
+def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, num_groups: int) -> None:
     """Confine this process, then score groups. After `apply`, code that a model wrote may control the process."""
     try:
         os.setsid()
         os.dup2(1, 2)  # both are /dev/null from here on
-        with suppress(PermissionError):  # optional: when memory runs out, the kernel should kill a scorer, not the trainer
+        with suppress(PermissionError):  # optional: when memory runs out, the kernel should kill a reward, not the trainer
             Path("/proc/self/oom_score_adj").write_text("1000")
         confinement.apply(keep=channel)
         failure = ", ".join(leaks())
@@ -148,36 +164,120 @@ def _serve(channel: int, scorer: Scorer, confinement: Confinement, num_groups: i
     for _ in range(num_groups):
         stream.peek(1)
         os.write(channel, STARTED)
-        answers: Sequence[Answer] = pickle.load(stream)
-        results = [_score(scorer, text, entry) for text, entry in answers]
+        request: Request = pickle.load(stream)
+        reward, entry, completions, num_tokens, finish_reasons = request
+        answers = Answers(entry=entry, completions=completions, num_tokens=num_tokens, finish_reasons=finish_reasons)
+        loaded = rewards[reward]
+        if loaded.reward.is_group:
+            results = _score_group(loaded, answers)
+        else:
+            results = [_score(loaded, answers, index) for index in range(len(answers.completions))]
         with open(channel, "wb", closefd=False) as reply:
             reply.write(json.dumps(results).encode() + END)
 
 
-def _score(scorer: Scorer, text: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Score one answer; return the exception's type and message if the scorer raises."""
+def _score(loaded: _Loaded, answers: Answers, index: int) -> dict[str, Any]:
+    """Score one answer; return the exception's type and message if the reward raises."""
+    reward = loaded.reward
+    if loaded.returns_text:
+        return _attempt(loaded, lambda: {"text": reward.call_one(answers, index)})
+    return _attempt(loaded, lambda: {"parts": reward.parts(_awaited(reward.call_one(answers, index)))})
+
+
+def _score_group(loaded: _Loaded, answers: Answers) -> list[dict[str, Any]]:
+    """Score all answers in one call. If it raises, all of them fail; if one of its values is invalid, that one."""
+    reward, num = loaded.reward, len(answers.completions)
+    if num == 0:
+        return []
+    returned = _attempt(loaded, lambda: {"values": reward.values(_awaited(reward.call_group(answers)), num)})
+    if "error" in returned:
+        return [returned] * num
+    return [_attempt(loaded, lambda value=value: {"parts": reward.parts(value)}) for value in returned["values"]]  # type: ignore[misc]
+
+
+def _attempt(loaded: _Loaded, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of a call, or the text of its exception."""
+    _network.forget()
     try:
-        return {"parts": {name: _finite(value) for name, value in scorer(text, entry).items()}}
-    except BaseException as error:  # also SystemExit: an answer may contain exit(), and a scorer may eval it
-        return {"error": f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]}
+        result = call()
+    except BaseException as error:  # also SystemExit: an answer may contain exit(), and a reward may eval it
+        text = f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]
+        needs = _needs(loaded.reward, error) if loaded.is_own else ""
+        return {"error": f"{text} ({needs})" if needs else text}
+    if _network.was_tried and loaded.is_own:  # a reward that catches the exception would return a wrong number
+        return {"error": _needs(loaded.reward, None)}
+    return result
 
 
-def _finite(value: object) -> float:
-    """Return a reward as a float. A string is not a reward, although `float("1.5")` works.
+def _awaited(value: Any) -> Any:
+    """Return the result of an async reward. There is no event loop: it can wait only for other coroutines."""
+    if isinstance(value, float) or not isinstance(value, Awaitable):
+        return value
+    steps = value.__await__()
+    try:
+        while True:
+            next(steps)
+    except StopIteration as done:
+        return done.value
 
-    Raises:
-        TypeError: The value is no number, or not a finite one.
-    """
-    if isinstance(value, SupportsFloat) and not isinstance(value, str) and math.isfinite(number := float(value)):
-        return number
-    expected = "a finite number: `def scorer(completion: str, entry: dict) -> float`"
-    raise TypeError(f"the scorer returned {value!a:.60}. Expected {expected}.")
+
+class _Network:
+    """Notes attempts to use the network, also those whose exception the reward catches."""
+
+    def __init__(self) -> None:
+        self.was_tried = False
+        """True after the attempt to resolve a name or to connect."""
+        self.made_socket = False
+        """True after the attempt to create a socket, which some libraries do without need when they are imported."""
+
+    def watch(self) -> None:
+        """Start to note attempts in this process and its forks."""
+        sys.addaudithook(self._note)
+
+    def forget(self) -> None:
+        self.was_tried = self.made_socket = False
+
+    def _note(self, event: str, _: tuple[Any, ...]) -> None:
+        if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.connect", "socket.sendto"):
+            self.was_tried = True
+        elif event == "socket.__new__":
+            self.made_socket = True
+
+
+_network = _Network()
+
+
+def _needs(reward: BoundReward, error: BaseException | None) -> str:
+    """Return the resource that the sandbox denied to a reward, and the remedy; empty if it denied none."""
+    if _network.was_tried or _network.made_socket:
+        needed = "the network"
+    elif any(_is_denial(cause) for cause in _causes(error)):
+        needed = "a file, a thread or a process"
+    elif reward.is_async and any(isinstance(cause, RuntimeError) for cause in _causes(error)):
+        needed = "an event loop"
+    else:
+        return ""
+    remedy = f"set data.rewards.{reward.name}.trusted to true if it does not execute model output"
+    return f"the reward needs {needed}, which the sandbox denies; {remedy}"
+
+
+def _is_denial(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or str(error) == "can't start new thread"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, and those that it was raised from or during."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _check_memory(memory_bytes: int) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     if memory_bytes < used + _MIN_HEADROOM_BYTES:
         raise ValueError(
-            f"sandbox.memory_bytes: too small for the loaded scorer, which maps {used} bytes (got {memory_bytes}). "
+            f"sandbox.memory_bytes: too small for the loaded rewards, which maps {used} bytes (got {memory_bytes}). "
             f"Set it to at least {used + _MIN_HEADROOM_BYTES}."
         )

@@ -1,30 +1,40 @@
 """The policy trainer's actor, one rank of the mesh: it fetches the planned rollouts, runs the learner and returns metrics."""
 
 import asyncio
+import functools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
-from titanrl.config.sections import AlgorithmConfig, TrainerConfig
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import TrainerConfig
+from titanrl.datums import Datum
 from titanrl.device import Device
+from titanrl.files import Digests
 from titanrl.loading import loading
-from titanrl.replay.actors import Shards, fetch
+from titanrl.plugins import Plugin, Plugins, loaded
+from titanrl.replay.actors import fetch
 from titanrl.tables import MicroBatch
-from titanrl.types import AdamParams, Datum, GroupHandle, LossSums, OptimUpdate, Rollout, Row
+from titanrl.types import AdamParams, GroupHandle, LossSums, OptimUpdate, Row, Segment
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from titanrl.config.choices import TransportName, Verify
+    from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
-    from titanrl.trainer.datums import DataResult
-    from titanrl.trainer.learner import LossName
+    from titanrl.trainer.datums import DataResult, RowSizes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ROW_MULTIPLE = 8
 """Divisor of the length of rows on each tensor-parallel rank, if rows may have any length."""
@@ -47,7 +57,7 @@ class TrainerSetup:
     generator_dtype: str
     """Dtype of published weights."""
     transports: "Sequence[TransportName]"
-    """Allowed transports of published weights, in order of preference."""
+    """Allowed transports of published weights, in order of preference; without any, weights are never published."""
     verify: "Verify"
     """Coverage of the digest of published weights."""
     device: Device
@@ -58,8 +68,26 @@ class TrainerSetup:
     """Number of checkpoints to keep."""
     store: WeightStore
     """Store of published weights."""
-    shards: Any
-    """Actor mesh of the storage shards."""
+    shards: Sequence[Any]
+    """Storage shards by number; `use_shard` replaces one."""
+    family: str | None = None
+    """`model.family` of the configuration."""
+    plugins: Plugins = field(default_factory=dict)
+    """The user's objects in place of built-in ones."""
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    """Checks for faults."""
+
+
+def together(method: "Callable[Concatenate[PolicyTrainer, P], Awaitable[R]]") -> Callable[..., Coroutine[Any, Any, R]]:
+    """Declare an endpoint that is a collective from its first line on: all ranks agree on it before."""
+
+    @functools.wraps(method)
+    async def run(self: "PolicyTrainer", *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.agreement.phase(method.__name__) as agree:
+            agree(self.progress)
+            return await method(self, *args, **kwargs)
+
+    return run
 
 
 class PolicyTrainer(Actor):
@@ -68,7 +96,7 @@ class PolicyTrainer(Actor):
     def __init__(self, setup: TrainerSetup) -> None:
         """Store the settings; `start` and `load_model` do the work."""
         self._setup = setup
-        self._shards = Shards(setup.shards)
+        self._shards = list(setup.shards)
         self._closing: list[Callable[[], None]] = []
         self._busy_s = 0.0
         # A push copies the weights while other endpoints run. Endpoints that replace the live weights acquire this lock.
@@ -90,28 +118,50 @@ class PolicyTrainer(Actor):
         else:
             torch.get_device_module(self._setup.device.kind).set_device(int(os.environ["LOCAL_RANK"]))
         init_distributed(CommConfig(), base_folder=str(self._setup.checkpoint_dir.parent / "logs"))
+        from titanrl.trainer.agreement import agreement_of
+
+        world = torch.distributed.group.WORLD
+        assert world is not None
+        self._groups = [world]
+        self.agreement: Agreement = agreement_of(self._setup.faults.rank_wait_s, self._groups)
+        self._closing.append(self.agreement.close)
 
     @endpoint
     async def load_model(self, model_dir: Path) -> None:
         """Build the policy from a Hugging Face directory, at version 0."""
+        with self.agreement.phase("load_model") as agree:
+            agree(dict)
+            await self._load(model_dir)
+            self._check_replicas()
+
+    async def _load(self, model_dir: Path) -> None:
         import torch
 
-        from titanrl.models.qwen3 import qwen3_spec, torch_dtype
+        from titanrl.models.directory import open_model
         from titanrl.trainer.checkpoint import Checkpoints
         from titanrl.trainer.hf import load_hf
         from titanrl.trainer.kept import KeptLogprobs
         from titanrl.trainer.learner import Learner
         from titanrl.trainer.model import build_model
+        from titanrl.trainer.titan_config import torch_dtype
         from titanrl.weights.publish import WeightPublisher
 
         setup, rank = self._setup, current_rank().rank
         torch.manual_seed(setup.seed)
-        model = build_model(qwen3_spec(model_dir, setup.device), model_dir, setup.config, setup.device, seed=setup.seed)
+        model = build_model(open_model(model_dir, setup.family), setup.config, setup.device, seed=setup.seed)
         load_hf(model, model_dir)
+        self._groups += model.groups
         self._model_dir = model_dir
-        self._learner = Learner(model, setup.algorithm, setup.temperature, snapshots_on_device=setup.config.snapshots_on_device)
+        self._learner = Learner(
+            model,
+            setup.algorithm,
+            setup.temperature,
+            own_loss=loaded(setup.plugins, "algorithm.loss"),
+            snapshots_on_device=setup.config.snapshots_on_device,
+        )
         self._learner.check_snapshots(setup.config.row_tokens)
         self._kept = KeptLogprobs()
+        self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
         # Compiled code, including FlexAttention, would be recompiled for every new length.
         fixed = setup.config.compile or setup.device.attention == "flex"
         self._row_multiple = setup.config.row_tokens if fixed else ROW_MULTIPLE * setup.config.parallelism.tp
@@ -123,15 +173,20 @@ class PolicyTrainer(Actor):
             setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
         )
         # Allocate all memory for publishing now: page faults would make the first pushes ten times slower.
-        await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
+        if setup.transports:
+            await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
 
     # Rows of the plan, which refer to rollouts in the storage shards
+
+    @concurrent_endpoint
+    async def use_shard(self, number: int, shard: Any) -> None:
+        """Fetch from a new storage shard, because the process of the previous one has ended."""
+        self._shards[number] = shard
 
     @endpoint
     async def forward_backward(
         self,
         microbatch: MicroBatch,
-        loss: "LossName" = "policy",
         proximal_version: int | None = None,
         reference_version: int | None = None,
     ) -> LossSums:
@@ -139,56 +194,101 @@ class PolicyTrainer(Actor):
 
         With versions, the loss also gets the log-probabilities that `compute_logprobs` kept for them.
         """
-        with self._learner.whole_pass():
+        with self.agreement.phase("forward_backward") as agree, self._learner.whole_pass():
             rows, packed = await self._rows(microbatch)
             if proximal_version is not None:
                 packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
             if reference_version is not None:
                 packed = replace(packed, reference_BL=self._kept.get(reference_version, rows, packed.length))
+            agree(lambda: {**self.progress(num_passes=1), **microbatch.sizes})
             with self._computing():
-                return self._learner.forward_backward(packed, loss, microbatch.correction)
+                return self._learner.forward_backward(packed, microbatch.correction)
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> LossSums:
         """Run a forward pass and return the sums of the off-policy correction over this rank's rows of a micro-batch."""
-        rows, packed = await self._rows(microbatch)
-        if proximal_version is not None:
-            packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
-        with self._computing():
-            return self._learner.measure_correction(packed)
+        with self.agreement.phase("measure_correction") as agree:
+            rows, packed = await self._rows(microbatch)
+            if proximal_version is not None:
+                packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
+            agree(lambda: {**self.progress(), **microbatch.sizes})
+            with self._computing():
+                return self._learner.measure_correction(packed)
 
     @endpoint
     async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
         """Compute log-probabilities with the weights of a version and keep them on this rank for a later loss."""
-        rows, packed = await self._rows(microbatch)
-        async with self._weights_lock:
-            with self._computing(), self._learner.weights_at(at_version):
-                logprobs_BL = self._learner.logprobs(packed).cpu()
-        self._kept.put(at_version, rows, logprobs_BL)
+        with self.agreement.phase("compute_logprobs") as agree:
+            rows, packed = await self._rows(microbatch)
+            async with self._weights_lock:
+                agree(lambda: {**self.progress(), **microbatch.sizes})
+                with self._computing(), self._learner.weights_at(at_version):
+                    logprobs_BL = self._learner.logprobs(packed).cpu()
+            self._kept.put(at_version, rows, logprobs_BL)
+
+    # Several optimizer steps on one batch
+
+    @endpoint
+    async def hold_rollouts(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Fetch this rank's rollouts of all passes over a batch, so that none of them is lost between two optimizer steps."""
+        self._held = {}
+        rows = chain.from_iterable(microbatch.rows[self._learner.model.dp_rank] for microbatch in microbatches)
+        wanted = {(sequence.handle, sequence.segment): sequence for row in rows for sequence in row}
+        self._held = await self._fetch([tuple(wanted.values())])
+        self._kept.drop_all_but(self._learner.snapshots.held)  # the others are of the previous batch
+
+    @endpoint
+    async def share_logprobs(self, version: int) -> None:
+        """Give the log-probabilities kept for a version to all ranks, because later epochs deal the sequences out again."""
+        import torch.distributed as dist
+
+        with self.agreement.phase("share_logprobs") as agree:
+            agree(self.progress)
+            kept: list[dict[Any, Any]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(kept, self._kept.of(version) if self._learner.model.tp_rank == 0 else {})
+            for values in kept:
+                self._kept.add(values)
 
     # The user's data, in Tinker's format
 
     @endpoint
     async def run_data(
-        self, data: Sequence[Datum], loss_fn: str | None, loss_fn_config: Mapping[str, float], *, backward: bool
+        self, data: Sequence[Datum], loss_fn: str | Plugin | None, loss_fn_config: Mapping[str, Any], *, backward: bool
     ) -> "DataResult":
         """Run this rank's share of the data with a loss; without a loss, only compute log-probabilities."""
-        return self._run_data(data, loss_fn, loss_fn_config, backward=backward)
+        from titanrl.trainer.datums import plan_pass, run_data
+
+        with self.agreement.phase("run_data") as agree:
+            planned = plan_pass(self._learner.model, data, self._row_sizes, loss_fn, loss_fn_config)
+            agree(planned.facts)
+            with self._computing():
+                return run_data(self._learner, planned, backward=backward)
 
     @endpoint
     async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataResult":
         """Compute log-probabilities of this rank's share of the data with the weights of a version."""
-        async with self._weights_lock:
-            with self._learner.weights_at(at_version):
-                return self._run_data(data, None, {}, backward=False)
+        from titanrl.trainer.datums import plan_pass, run_data
+
+        with self.agreement.phase("compute_data_logprobs") as agree:
+            planned = plan_pass(self._learner.model, data, self._row_sizes, None, {})
+            async with self._weights_lock:
+                agree(planned.facts)
+                with self._computing(), self._learner.weights_at(at_version):
+                    return run_data(self._learner, planned, backward=False)
 
     # Optimizer, versions and checkpoints
 
     @endpoint
-    async def optim_step(self, params: AdamParams) -> OptimUpdate:
-        """Take one optimizer step with the accumulated gradient."""
-        with self._computing():
-            update = self._learner.optim_step(params)
+    async def optim_step(self, params: AdamParams, completes: bool = True) -> OptimUpdate:
+        """Take one optimizer step with the accumulated gradient; `completes` is False if others on the same batch follow."""
+        with self.agreement.phase("optim_step") as agree:
+            agree(lambda: {**self.progress(), "parameters without gradient": self._learner.without_gradient()})
+            before = self._learner.version
+            with self._computing():
+                update = self._learner.optim_step(params, completes=completes)
+            every = self._setup.faults.check_replicas_every
+            if every and update.version != before and update.version % every == 0:
+                self._check_replicas()
         busy_s, self._busy_s = self._busy_s, 0.0
         return replace(update, busy_s=busy_s)
 
@@ -220,33 +320,55 @@ class PolicyTrainer(Actor):
             return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
+    @together
     async def start_over(self) -> None:
         """Keep the weights; reset optimizer state and version."""
         self._learner.start_over()
+        self._check_replicas()
 
     @endpoint
-    async def save_checkpoint(self, step: int) -> None:
-        """Write model, optimizer and version, for a later run to resume from."""
-        self._checkpoints.save(step)
+    @together
+    async def save_checkpoint(self, step: int, published: int | None = None) -> None:
+        """Write model, optimizer and version, and the weights of a kept version, for a later run to resume from."""
+        async with self._weights_lock:
+            self._checkpoints.save(step, published)
+
+    @concurrent_endpoint
+    async def finish_checkpoint(self, step: int) -> Digests:
+        """Wait until this rank's files of a checkpoint are on disk; return their digests."""
+        return await asyncio.to_thread(self._checkpoints.finish, step)
 
     @endpoint
+    @together
+    async def load_published(self, step: int, version: int) -> None:
+        """Load and keep the weights that a checkpoint has of the version published last, to publish them again."""
+        self._checkpoints.load_published(step, version)
+
+    @endpoint
+    @together
     async def load_checkpoint(self, step: int) -> int:
         """Restore a checkpoint and return its version."""
         self._checkpoints.load(step)
+        self._check_replicas()
         return self._learner.version
 
     @endpoint
-    async def save_state(self, folder: Path) -> None:
-        """Write model, optimizer and version into a separate folder."""
-        self._checkpoints.save_state(folder)
+    @together
+    async def save_state(self, folder: Path) -> Digests:
+        """Write model, optimizer and version into a separate folder; return the digests of this rank's files."""
+        return self._checkpoints.save_state(folder)
 
     @endpoint
-    async def load_state(self, folder: Path, *, with_optimizer: bool) -> int:
-        """Restore a state that `save_state` wrote and return its version."""
+    @together
+    async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int) -> int:
+        """Restore a state that `save_state` wrote; return its version, or `at_least` if that is higher."""
         self._checkpoints.load_state(folder, with_optimizer=with_optimizer)
+        self._check_replicas()
+        self._learner.version = max(self._learner.version, at_least)
         return self._learner.version
 
     @endpoint
+    @together
     async def export_model(self, target: Path) -> None:
         """Write the policy as a Hugging Face directory."""
         from titanrl.trainer.hf import export_hf
@@ -282,26 +404,37 @@ class PolicyTrainer(Actor):
         length = row_length(used, self._setup.config.row_tokens, self._row_multiple)
         return rows, collate(rows, await self._fetch(rows), length)
 
-    def _run_data(
-        self, data: Sequence[Datum], loss_fn: str | None, loss_fn_config: Mapping[str, float], *, backward: bool
-    ) -> "DataResult":
-        from titanrl.trainer.datums import RowSizes, run_data
+    @property
+    def _row_sizes(self) -> "RowSizes":
+        from titanrl.trainer.datums import RowSizes
 
         config = self._setup.config
-        sizes = RowSizes(
+        return RowSizes(
             row_tokens=config.row_tokens, rows_per_microbatch=config.rows_per_microbatch, multiple=self._row_multiple
         )
-        with self._computing():
-            return run_data(self._learner, data, sizes, loss_fn, loss_fn_config, backward=backward)
 
-    async def _fetch(self, rows: Sequence[Row]) -> Mapping[GroupHandle, Mapping[int, Rollout]]:
-        """Fetch the rollouts of some rows from their storage shards."""
+    def progress(self, *, num_passes: int = 0) -> "Facts":
+        """Return the counts that all ranks must share, after so many further backward passes."""
+        learner = self._learner
+        return {"micro-batches": learner.num_pending + num_passes, "steps taken": learner.version + learner.num_ahead}
+
+    def _check_replicas(self) -> None:
+        """Compare what several ranks hold, unless the configuration says never to. This is a collective."""
+        from titanrl.trainer.replicas import check_replicas
+
+        if self._setup.faults.check_replicas_every:
+            check_replicas(self._learner)
+
+    async def _fetch(self, rows: Sequence[Row]) -> Mapping[GroupHandle, Mapping[int, Segment]]:
+        """Fetch the segments of some rows from their storage shards, unless this rank holds those of the batch."""
+        if all(sequence.segment in self._held.get(sequence.handle, ()) for row in rows for sequence in row):
+            return self._held
         wanted: dict[int, list[tuple[GroupHandle, int]]] = defaultdict(list)
         for sequence in (sequence for row in rows for sequence in row):
-            wanted[sequence.handle.shard].append((sequence.handle, sequence.rollout))
+            wanted[sequence.handle.shard].append((sequence.handle, sequence.segment))
         replies = await asyncio.gather(*(fetch(self._shards[shard], keys) for shard, keys in wanted.items()))
-        payload: dict[GroupHandle, dict[int, Rollout]] = defaultdict(dict)
-        for keys, rollouts in zip(wanted.values(), replies, strict=True):
-            for (handle, index), rollout in zip(keys, rollouts, strict=True):
-                payload[handle][index] = rollout
+        payload: dict[GroupHandle, dict[int, Segment]] = defaultdict(dict)
+        for keys, segments in zip(wanted.values(), replies, strict=True):
+            for (handle, index), segment in zip(keys, segments, strict=True):
+                payload[handle][index] = segment
         return payload

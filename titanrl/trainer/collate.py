@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from titanrl.models.attention import sequence_starts
-from titanrl.types import GroupHandle, Rollout, Row
+from titanrl.types import GroupHandle, Row, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def empty_rows(num_rows: int, row_tokens: int) -> PackedRows:
     return collate([()] * num_rows, {}, row_tokens)
 
 
-def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Rollout]], row_tokens: int) -> PackedRows:
+def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segment]], row_tokens: int) -> PackedRows:
     """Build rows of `row_tokens` from their sequences. Without rows, return one empty row: every rank must run the model."""
     num_rows = max(1, len(rows))
     tokens = np.zeros((num_rows, row_tokens), np.int64)
@@ -87,18 +87,18 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Roll
     for b in range(num_rows):
         start = 0
         for sequence in rows[b] if rows else ():
-            rollout = payload[sequence.handle][sequence.rollout]
+            segment = payload[sequence.handle][sequence.segment]
             first, end = sequence.num_shared, start + sequence.num_placed
-            assert (len(rollout.token_ids), end <= row_tokens) == (sequence.length, True), "the plan does not fit its payload"
-            assert not rollout.mask[: first + 1].any(), "a sampled token cannot be shared"
-            tokens[b, start:end] = rollout.token_ids[first:]
+            assert (len(segment.token_ids), end <= row_tokens) == (sequence.length, True), "the plan does not fit its payload"
+            assert not segment.mask[: first + 1].any(), "a sampled token cannot be shared"
+            tokens[b, start:end] = segment.token_ids[first:]
             positions[b, start:end] = np.arange(first, sequence.length)
             predicting, predicted = slice(start, end - 1), slice(first + 1, None)
-            targets[b, predicting] = rollout.token_ids[predicted]
-            trained = rollout.mask[predicted] & np.isfinite(rollout.logprobs[predicted])
+            targets[b, predicting] = segment.token_ids[predicted]
+            trained = segment.mask[predicted] & np.isfinite(segment.logprobs[predicted])
             mask[b, predicting] = trained
-            logprobs[b, predicting] = np.where(trained, rollout.logprobs[predicted], 0.0)
-            versions[b, predicting] = np.where(trained, rollout.versions[predicted], 0)
+            logprobs[b, predicting] = np.where(trained, segment.logprobs[predicted], 0.0)
+            versions[b, predicting] = np.where(trained, segment.versions[predicted], 0)
             advantages[b, predicting] = sequence.advantage
             weights[b, predicting] = np.where(trained, sequence.weight, 0.0)
             start = end

@@ -6,17 +6,24 @@ sequence, N tokens of a micro-batch.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from titanrl.algorithms.contracts import bound_loss, declared_traits
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
-from titanrl.loading import import_object
+from titanrl.algorithms.tinker import own_algorithm, tinker_algorithm
+from titanrl.datums import Datum
+from titanrl.plugins import Plugin, plugin_of
+from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, row_length
-from titanrl.trainer.learner import Learner, Objective, named_objective
-from titanrl.types import Datum, FloatArray, LossSums
+from titanrl.trainer.learner import Learner, Objective, policy_objective, supervised_objective
+from titanrl.trainer.model import PolicyModel
+from titanrl.types import FloatArray, LossSums
 
 CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 """A function of data and the log-probabilities of their targets, `[S]` each. It returns a loss, summed over the data, and
@@ -59,34 +66,71 @@ class RowSizes:
     """Divisor of the length of rows that are not full."""
 
 
-def run_data(
-    learner: Learner, data: Sequence[Datum], sizes: RowSizes, loss: str | None, config: Mapping[str, float], *, backward: bool
-) -> DataResult:
-    """Run this rank's share of the data.
+@dataclass(frozen=True, slots=True)
+class ChosenLoss:
+    """The loss of a pass over data."""
+
+    name: str
+    """Name or import path."""
+    inputs: tuple[str, ...]
+    """Keys of `loss_fn_inputs` that it needs."""
+    objective: Callable[[Sequence[Datum], Sequence[Place]], Objective]
+    """Function of the data and of their places in a micro-batch that returns the objective of its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPass:
+    """A checked pass of one rank over its share of the data."""
+
+    data: Sequence[Datum]
+    """All data, the same on every rank."""
+    sizes: RowSizes
+    """Sizes of rows and micro-batches."""
+    loss: ChosenLoss | None
+    """The loss; None only computes log-probabilities."""
+    microbatches: Sequence[Sequence[Place]]
+    """This rank's micro-batches, as many as on every other rank."""
+
+    def facts(self) -> Facts:
+        """Return the values that all ranks must agree on before the first micro-batch."""
+        return {
+            "data": len(self.data),
+            "tokens": sum(len(datum.model_input) for datum in self.data),
+            "micro-batches": len(self.microbatches),
+        }
+
+
+def plan_pass(
+    model: PolicyModel, data: Sequence[Datum], sizes: RowSizes, loss: str | Plugin | None, config: Mapping[str, Any]
+) -> DataPass:
+    """Check the data and plan this rank's micro-batches.
 
     Args:
-        learner: Model and optimizer of this rank.
+        model: Model of this rank.
         data: All data, the same on every rank.
         sizes: Sizes of rows and micro-batches.
-        loss: Name of a loss, or `package.module:function` of a `CustomLoss`; None only computes log-probabilities.
-        config: Options of the loss, see `named_objective`.
-        backward: Add the gradient of the loss.
+        loss: Name of a loss, its import path, or the loss itself; None only computes log-probabilities.
+        config: Options of the loss.
 
     Raises:
         ValueError: A datum is too long or lacks an input of the loss, or the loss or one of its options is not known.
     """
-    check_data(data, sizes, loss)
-    named = named_objective(loss, config) if loss is not None and ":" not in loss else None
-    custom: CustomLoss | None = import_object(loss, key="loss_fn") if loss is not None and ":" in loss else None
+    chosen = None if loss is None else chosen_loss(loss, config)
+    check_data(data, sizes, chosen)
+    microbatches = plan_data([len(datum.model_input) for datum in data], sizes, model.dp_size, model.dp_rank)
+    return DataPass(data=data, sizes=sizes, loss=chosen, microbatches=list(microbatches))
+
+
+def run_data(learner: Learner, planned: DataPass, *, backward: bool) -> DataResult:
+    """Run a pass; with `backward`, add the gradient of its loss. This is a collective."""
     logprobs: dict[int, FloatArray] = {}
     sums = []
-    for places in plan_data([len(datum.model_input) for datum in data], sizes, learner.model.dp_size, learner.model.dp_rank):
-        rows = lay_out(data, places, sizes)
-        objective = named if custom is None else _custom_objective(custom, data, places)
-        if objective is None:
+    for places in planned.microbatches:
+        rows = lay_out(planned.data, places, planned.sizes)
+        if planned.loss is None:
             logprobs_BL = learner.logprobs(rows)
         else:
-            result = learner.run(rows, objective, backward=backward)
+            result = learner.run(rows, planned.loss.objective(planned.data, places), backward=backward)
             logprobs_BL = result.logprobs_BL
             sums.append(result.sums)
         values_BL = logprobs_BL.float().cpu().numpy()
@@ -112,14 +156,41 @@ def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: in
         yield places
 
 
-def check_data(data: Sequence[Datum], sizes: RowSizes, loss: str | None) -> None:
+def chosen_loss(loss: str | Plugin, config: Mapping[str, Any]) -> ChosenLoss:
+    """Look a loss up.
+
+    An object of the user whose traits `titanrl.policy_loss` declared is a `PolicyLoss`, as `algorithm.loss` names one. Without
+    such a declaration it is a `CustomLoss`.
+
+    Raises:
+        ValueError: There is no such loss, or it has no such option.
+    """
+    if loss == "cross_entropy":
+        for name, value in config.items():
+            raise ValueError(f"loss_fn_config.{name}: cross_entropy has no options (got {value}). Remove it.")
+        return ChosenLoss("cross_entropy", ("target_tokens",), lambda data, places: supervised_objective)
+    own = plugin_of("loss_fn", loss) if isinstance(loss, str) else loss
+    function: Any = None if own is None else own.load()
+    traits = declared_traits(function)
+    if own is not None and traits is None:
+        return ChosenLoss(own.name, ("target_tokens",), partial(_custom_objective, function))
+    if own is None or traits is None:
+        algorithm = tinker_algorithm(str(loss), config)
+    else:
+        algorithm = own_algorithm(function, traits, own.path, config)
+    objective: Objective = partial(policy_objective, algorithm=algorithm, loss=bound_loss(algorithm, function))
+    if own is not None:
+        objective = partial(_on_all_ranks, objective)
+    return ChosenLoss(algorithm.loss, ("target_tokens", "logprobs", "advantages"), lambda data, places: objective)
+
+
+def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) -> None:
     """Check all data on every rank before running any: if only one rank found an error, the others would wait for it.
 
     Raises:
         ValueError: A datum is empty, longer than a row, or lacks an input of the loss; or an array has the wrong length.
     """
-    ratio = loss not in (None, "cross_entropy") and ":" not in str(loss)
-    needed = ("target_tokens", "logprobs", "advantages") if ratio else ("target_tokens",)
+    needed = ("target_tokens",) if loss is None else loss.inputs
     for index, datum in enumerate(data):
         length = len(datum.model_input)
         if not 0 < length <= sizes.row_tokens:
@@ -129,7 +200,8 @@ def check_data(data: Sequence[Datum], sizes: RowSizes, loss: str | None) -> None
         for name in needed:
             if name not in datum.loss_fn_inputs:
                 names = sorted(datum.loss_fn_inputs)
-                raise ValueError(f"{inputs}: {name!r} is missing (got {names}). Add it: loss {loss!r} needs it.")
+                loss_name = None if loss is None else loss.name
+                raise ValueError(f"{inputs}: {name!r} is missing (got {names}). Add it: loss {loss_name!r} needs it.")
         for name, values in datum.loss_fn_inputs.items():
             if np.shape(values) != (length,):
                 fix = f"Give one value per input token: ({length},)."
@@ -181,6 +253,19 @@ def _custom_objective(function: CustomLoss, data: Sequence[Datum], places: Seque
         return loss, LossMetrics(sums={"loss/policy": loss.detach().cpu(), **sums}, maxima={})
 
     return objective
+
+
+def _on_all_ranks(objective: Objective, rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
+    """Compute an objective with code of the user; raise on all ranks if it raises on any, because backward is a collective."""
+    failure: Exception | None = None
+    result: tuple[Tensor, LossMetrics] | None = None
+    try:
+        result = objective(rows, logprobs_N, entropy_N)
+    except Exception as error:  # of the user's code, of any kind: the other ranks would wait in backward
+        failure = error
+    _fail_together(failure)
+    assert result is not None
+    return result
 
 
 def _fail_together(failure: Exception | None) -> None:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 
 LOGITS_AT_ONCE = 1 << 27
-"""Largest number of logits held at once: 256 MiB in bfloat16, and as much for their gradient; 883 tokens with Qwen3's
-vocabulary."""
+"""Largest number of logits held at once: 256 MiB in bfloat16, and as much for their gradient; 883 tokens with a
+vocabulary of 151 936."""
 
 
 class ScoringHead:

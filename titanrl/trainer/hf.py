@@ -1,5 +1,6 @@
 """Hugging Face directories: each rank reads and writes its own shards."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,24 +10,31 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from titanrl.trainer.lora import is_adapter
 from titanrl.trainer.model import PolicyModel
+from titanrl.trainer.storage import storage_errors
+
+BLOCK = r"model\.layers\.\d+\."
+"""Pattern of the names of a block's tensors in a checkpoint."""
 
 
 def load_hf(model: PolicyModel, model_dir: Path) -> None:
     """Read the safetensors of a directory into the parameters. Each rank reads only its shards; adapters are not changed.
 
     Raises:
-        ValueError: The checkpoint and the model do not have the same tensors.
+        ValueError: The checkpoint lacks tensors of the model, or its blocks have tensors that the model does not have.
     """
     model.reshard()
     state = {name: value for name, value in model.module.state_dict().items() if not is_adapter(name)}
     hf_state = model.adapter.to_hf(state)
     reader = model.adapter.get_hf_storage_reader(str(model_dir))
     stored = set(reader.read_metadata().state_dict_metadata)
-    missing = sorted(set(hf_state) - stored)
-    if missing:
-        fix = "Give a directory whose config.json and safetensors belong together."
-        raise ValueError(f"model.path: {len(missing)} tensors are missing, such as {missing[0]} (got {model_dir}). {fix}")
-    dcp.load(hf_state, storage_reader=reader)
+    fix = f"(got {model_dir}). Give a directory whose config.json and safetensors belong together."
+    if missing := sorted(set(hf_state) - stored):
+        raise ValueError(f"model.path: {len(missing)} tensors are missing, such as {missing[0]} {fix}")
+    # Files of other formats may lie beside the checkpoint, and old ones store the rotary frequencies, which config.json gives.
+    if unknown := sorted(name for name in stored - set(hf_state) if re.match(BLOCK, name) and not name.endswith(".inv_freq")):
+        raise ValueError(f"model.path: {len(unknown)} tensors are not part of the model, such as {unknown[0]} {fix}")
+    with storage_errors("load the model", model_dir):
+        dcp.load(hf_state, storage_reader=reader)
     loaded = model.adapter.from_hf(hf_state)
     tied = {name for name in state if name not in loaded}
     assert tied <= {"lm_head.weight", "tok_embeddings.weight"}, f"not loaded: {tied}"
@@ -39,13 +47,14 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path) -> None:
     This is a collective. `target` appears only when it is complete.
     """
     partial = target.with_name(target.name + ".partial")
-    writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)
-    dcp.save(model.adapter.to_hf(model.weights()), storage_writer=writer)
-    if torch.distributed.get_rank() == 0:
-        shutil.rmtree(partial / "sharded", ignore_errors=True)
-        for path in model_dir.iterdir():
-            if path.is_file() and ".safetensors" not in path.name:
-                shutil.copy2(path, partial / path.name)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+    with storage_errors("export the model", target):
+        writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)
+        dcp.save(model.adapter.to_hf(model.weights()), storage_writer=writer)
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(partial / "sharded", ignore_errors=True)
+            for path in model_dir.iterdir():
+                if path.is_file() and ".safetensors" not in path.name:
+                    shutil.copy2(path, partial / path.name)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
     torch.distributed.barrier()

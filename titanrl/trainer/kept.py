@@ -3,7 +3,7 @@
 The controller only orders when they are computed and used. Shapes: B rows, L tokens of a row, S tokens of a sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class KeptLogprobs:
     def get(self, version: int, rows: Sequence[Row], row_tokens: int) -> Tensor:
         """Return the kept values of the sequences of some rows, in the layout of these rows, 0 elsewhere, `[B, L]`.
 
+        Rows may share prompts in another way than those of `put`. The sampled tokens are at the end of a sequence either way.
+
         Raises:
             KeyError: No values of a sequence are kept for this version.
         """
@@ -35,12 +37,25 @@ class KeptLogprobs:
             serial, values_S = self._values.get((version, handle.shard, handle.slot, rollout), (None, None))
             if values_S is None or serial != handle.serial:
                 raise KeyError(f"no log-probabilities of version {version} are kept for rollout {rollout} of {handle}")
-            kept_BL[row, tokens] = values_S
+            num_tokens = min(len(values_S), tokens.stop - tokens.start)
+            kept_BL[row, tokens.stop - num_tokens : tokens.stop] = values_S[len(values_S) - num_tokens :]
         return kept_BL
 
     def drop(self, version: int) -> None:
         """Discard all values of a version."""
         self._values = {key: value for key, value in self._values.items() if key[0] != version}
+
+    def drop_all_but(self, versions: Collection[int]) -> None:
+        """Discard all values of other versions."""
+        self._values = {key: value for key, value in self._values.items() if key[0] in versions}
+
+    def of(self, version: int) -> dict[tuple[int, int, int, int], tuple[int, Tensor]]:
+        """Return all values of a version, for `add` on another rank."""
+        return {key: value for key, value in self._values.items() if key[0] == version}
+
+    def add(self, values: dict[tuple[int, int, int, int], tuple[int, Tensor]]) -> None:
+        """Add the values of another rank."""
+        self._values |= values
 
 
 def _sequences(rows: Sequence[Row]) -> Iterator[tuple[int, GroupHandle, int, slice]]:
@@ -48,5 +63,5 @@ def _sequences(rows: Sequence[Row]) -> Iterator[tuple[int, GroupHandle, int, sli
     for index, row in enumerate(rows):
         start = 0
         for sequence in row:
-            yield index, sequence.handle, sequence.rollout, slice(start, start + sequence.num_placed)
+            yield index, sequence.handle, sequence.segment, slice(start, start + sequence.num_placed)
             start += sequence.num_placed

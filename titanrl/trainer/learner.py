@@ -4,39 +4,42 @@ Shapes: B rows, L tokens of a row, N = B * L.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
+from titanrl.algorithms.contracts import PolicyLoss, bound_loss
 from titanrl.algorithms.lag_metrics import lag_metrics
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
-from titanrl.algorithms.objective import LossInputs, measure_correction, policy_loss
-from titanrl.algorithms.tinker import tinker_algorithm
-from titanrl.config.sections import AlgorithmConfig
+from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.objective import AVERAGE
+from titanrl.errors import TitanRLError
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
+from titanrl.trainer.average import MovingAverage
 from titanrl.trainer.collate import PackedRows, empty_rows
 from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
-from titanrl.trainer.snapshots import Snapshots, check_recoverable
+from titanrl.trainer.snapshots import Snapshots, check_recoverable, trainable_tensors
 from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, OptimUpdate
 from titanrl.weights.layout import local_part
 from titanrl.weights.state import LiveState
 
-LossName = Literal["policy", "cross_entropy"]
 Objective = Callable[[PackedRows, Tensor, Tensor], tuple[Tensor, LossMetrics]]
 """A function of rows, log-probabilities `[N]` and entropies `[N]`. It returns a share of the objective, 0-dim, and its
 metrics."""
 
 
-class PhaseError(Exception):
+class PhaseError(TitanRLError):
     """A call that would mix weights or gradients of different versions. Nothing was changed."""
 
 
@@ -51,42 +54,68 @@ class RowsResult:
 
 
 class Learner:
-    """A model, its optimizer, and the number of steps taken (the policy's version)."""
+    """A model, its optimizer, and the policy's version: the number of steps, each of one or more optimizer steps on a batch."""
 
     def __init__(
-        self, model: PolicyModel, algorithm: AlgorithmConfig, temperature: float, *, snapshots_on_device: bool = False
+        self,
+        model: PolicyModel,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        *,
+        own_loss: Callable[..., Any] | None = None,
+        snapshots_on_device: bool = False,
     ) -> None:
         """Start at version 0 with empty optimizer state.
 
         Args:
             model: Policy on this rank.
-            algorithm: Definition of the `policy` loss.
+            algorithm: Definition of the policy loss.
             temperature: Divisor of the logits, the same as the sampler's.
+            own_loss: Loss of the user; None selects the built-in one that `algorithm` names.
             snapshots_on_device: Keep snapshots of the weights on the device instead of in host memory.
         """
         self.model = model
         self.optimizers = new_optimizer(model)
         self.version = 0
+        self.num_ahead = 0
+        """Optimizer steps since the version was counted. The weights have a version only while it is 0."""
         self.snapshots = Snapshots(model.module, on_device=snapshots_on_device)
         self.temperature = temperature
-        self._algorithm = algorithm
+        self.average: MovingAverage | None = None
+        """Moving average of the weights; None unless `algorithm.ema_decay` asks for it."""
+        if algorithm.ema_decay is not None:
+            model.reshard()
+            self.average = MovingAverage(trainable_tensors(model.module), algorithm.ema_decay)
+        self._algorithm, self._loss = algorithm, bound_loss(algorithm, own_loss)
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
         self._state = LiveState(model.module)
         self._merged: dict[str, Tensor] = {}
         self._num_pending = 0
         self._failed_pass = False
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
-        self.refresh_merged_weights()
+        self.weights_changed()
 
     @property
     def version_in_use(self) -> int:
         """Version of the weights that a forward pass uses at the moment."""
         return self.version if self.snapshots.current is None else self.snapshots.current
 
-    def forward_backward(self, rows: PackedRows, loss: LossName, correction: CorrectionTotals = NOT_MEASURED) -> LossSums:
-        """Add the gradient of sum(w * l) over these rows; return the sums of its metrics."""
-        policy = partial(_policy, algorithm=self._algorithm, correction=correction, version=self.version)
-        return self.run(rows, policy if loss == "policy" else _cross_entropy).sums
+    @property
+    def num_pending(self) -> int:
+        """Number of backward passes since the last optimizer step."""
+        return self._num_pending
+
+    def without_gradient(self) -> list[str]:
+        """Return the names of the trainable parameters that have no gradient."""
+        self.model.reshard()
+        parameters = self.model.module.named_parameters()
+        return [canonical_fqn(name) for name, value in parameters if value.requires_grad and value.grad is None]
+
+    def forward_backward(self, rows: PackedRows, correction: CorrectionTotals = NOT_MEASURED) -> LossSums:
+        """Add the gradient of sum(w * l) of the policy loss over these rows; return the sums of its metrics."""
+        version = self.version + min(self.num_ahead, 1)  # between two versions no token is of the current weights
+        policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, correction=correction, version=version)
+        return self.run(rows, policy).sums
 
     def measure_correction(self, rows: PackedRows) -> LossSums:
         """Run a forward pass and return the sums of the off-policy correction over these rows."""
@@ -122,10 +151,15 @@ class Learner:
         with torch.no_grad():
             return self._score(rows.to(self.model.device))[0]
 
-    def optim_step(self, params: AdamParams) -> OptimUpdate:
+    def optim_step(self, params: AdamParams, *, completes: bool = True) -> OptimUpdate:
         """Clip the gradients, take a step and clear the gradients; skip the step if a loss or the gradient is not finite.
 
         Every rank decides alike: the gradient norm is global, and ranks exchange whether their losses were finite.
+
+        Args:
+            params: Options of the optimizer.
+            completes: Count a version if the weights have changed since the last one; False if more optimizer steps on the same
+                batch follow.
 
         Raises:
             PhaseError: A snapshot replaces the live weights, or a pass since the last step failed. In the second case all
@@ -137,14 +171,22 @@ class Learner:
             raise PhaseError("optim_step: a backward pass since the last step failed; no step taken, all gradients discarded")
         self.model.reshard()
         parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
+        if self._num_pending:
+            for parameter in parameters:
+                if parameter.grad is None:  # unused in this step; FSDP gives it zeros, and every layout must do the same
+                    parameter.grad = torch.zeros_like(parameter)
         max_norm = params.max_grad_norm or math.inf
         grad_norm = float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True))
         finite = self._every_loss_is_finite() and math.isfinite(grad_norm)
         if finite:
             self._set_params(params)
             self.optimizers.step()
-            self.version += 1
-            self.refresh_merged_weights()
+            self.num_ahead += 1
+            self.weights_changed()
+            if self.average is not None:
+                self.average.update()
+        if completes and self.num_ahead:
+            self.version, self.num_ahead = self.version + 1, 0
         self.zero_grad()
         return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite)
 
@@ -165,7 +207,7 @@ class Learner:
             raise
 
     def start_over(self) -> None:
-        """Reset version, optimizer state and snapshots, and keep the weights, as between warm start and RL.
+        """Reset version, optimizer state, moving average and snapshots, and keep the weights, as between warm start and RL.
 
         Raises:
             PhaseError: A snapshot replaces the live weights, or gradients are pending.
@@ -176,19 +218,21 @@ class Learner:
         self.drop_snapshots()
 
     def reset_optimizer(self) -> None:
-        """Clear all moments in place, because checkpoints hold a reference to the optimizer."""
+        """Clear all moments in place, because checkpoints hold a reference to the optimizer; restart the moving average."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
+        if self.average is not None:
+            self.average.restart()
 
     @property
     def buffer_names(self) -> frozenset[str]:
         """Names of the buffers in `weights`."""
         return frozenset(name for name, _ in self.model.module.named_buffers())
 
-    def drop_snapshots(self, *, keep_first: bool = False) -> None:
-        """Drop the snapshots of all versions, or of all but version 0."""
+    def drop_snapshots(self, *, keep: Collection[int] = ()) -> None:
+        """Drop the snapshots of all versions but some."""
         for version in self.snapshots.held:
-            if version != 0 or not keep_first:
+            if version not in keep:
                 self.snapshots.drop(version)
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -197,16 +241,17 @@ class Learner:
         These are the model's own tensors. Merged weights are updated in place after each step, so this is not a collective.
 
         Raises:
-            PhaseError: A snapshot replaces the live weights.
+            PhaseError: A snapshot replaces the live weights, or they are between two versions.
         """
-        self._require_live_weights("reading the weights")
+        self._require_version("reading the weights")
         if self.model.lora is not None:
             return self._merged
         self.model.reshard()
         return self._state.tensors()
 
-    def refresh_merged_weights(self) -> None:
-        """Merge the current adapters into the published weights. This is a collective; call it after any change of weights."""
+    def weights_changed(self) -> None:
+        """Update float8 scales and merged adapters. This is a collective; call it after any change of weights."""
+        self.model.refresh_scales()
         if self.model.lora is None:
             return
         for name, value in self.model.weights().items():
@@ -218,9 +263,9 @@ class Learner:
         """Keep a snapshot of the live weights and return their version.
 
         Raises:
-            PhaseError: A snapshot replaces the live weights.
+            PhaseError: A snapshot replaces the live weights, or they are between two versions.
         """
-        self._require_live_weights("keep_weights")
+        self._require_version("keep_weights")
         self.snapshots.take(self.version)
         return self.version
 
@@ -228,31 +273,39 @@ class Learner:
     def weights_at(self, version: int) -> Iterator[None]:
         """Compute with the weights of a version inside the context; restore the live weights bit for bit at its end.
 
-        The live version needs neither snapshot nor copy.
+        The live version needs neither snapshot nor copy. `AVERAGE` is the moving average.
 
         Raises:
+            ValueError: There is no moving average.
             KeyError: There is no snapshot of the version.
             SnapshotMismatchError: The snapshot does not fit the live parameters.
             PhaseError: Gradients are pending, or another version is already in use.
         """
         self.require_settled(f"weights_at({version})")
+        if version == AVERAGE and self.average is None:
+            raise ValueError("at_version: the trainer keeps no moving average (got ema). Set algorithm.ema_decay.")
+        average = self.average.entries() if version == AVERAGE and self.average is not None else None
         if version == self.version and version not in self.snapshots.held:
             yield
             return
-        with self.snapshots.using(version):
-            yield
+        try:
+            with self.snapshots.using(version, average):
+                self.model.refresh_scales()
+                yield
+        finally:
+            self.model.refresh_scales()
 
     def check_snapshots(self, row_tokens: int) -> None:
         """Check with one empty row that snapshots work after a forward pass; see `check_recoverable`."""
         check_recoverable(self.model.module, lambda: self.logprobs(empty_rows(1, row_tokens)))
 
     def require_settled(self, what: str) -> None:
-        """Check that the live weights are in use and no gradients are pending.
+        """Check that the live weights are in use, have a version, and no gradients are pending.
 
         Raises:
-            PhaseError: A snapshot replaces the live weights, or gradients are pending.
+            PhaseError: A snapshot replaces the live weights, they are between two versions, or gradients are pending.
         """
-        self._require_live_weights(what)
+        self._require_version(what)
         if self._num_pending:
             raise PhaseError(f"{what}: gradients of {self._num_pending} backward passes are pending; call optim_step first")
 
@@ -267,6 +320,11 @@ class Learner:
     def _require_live_weights(self, what: str) -> None:
         if self.snapshots.current is not None:
             raise PhaseError(f"{what}: version {self.snapshots.current} replaces the live weights; leave weights_at first")
+
+    def _require_version(self, what: str) -> None:
+        self._require_live_weights(what)
+        if self.num_ahead:
+            raise PhaseError(f"{what}: the weights are between two versions; more optimizer steps on this batch must follow")
 
     def _every_loss_is_finite(self) -> bool:
         """Return True if all losses since the last step were finite, on all ranks. This is a collective."""
@@ -309,46 +367,35 @@ class Learner:
                 group["betas"] = (params.beta1, params.beta2)
 
 
-def named_objective(loss_fn: str, options: Mapping[str, float]) -> Objective:
-    """Return the objective of one of Tinker's losses.
-
-    Raises:
-        ValueError: There is no such loss, or it has no such option.
-    """
-    if loss_fn == "cross_entropy":
-        for name, value in options.items():
-            raise ValueError(f"loss_fn_config.{name}: cross_entropy has no options (got {value}). Remove it.")
-        return _cross_entropy
-    return partial(_policy, algorithm=tinker_algorithm(loss_fn, options))
-
-
-def _policy(
+def policy_objective(
     rows: PackedRows,
     logprobs_N: Tensor,
     entropy_N: Tensor,
     *,
     algorithm: AlgorithmConfig,
+    loss: PolicyLoss,
     correction: CorrectionTotals = NOT_MEASURED,
     version: int | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute the policy loss; if `version`, the one being trained, is given, add metrics by the age of each token."""
     inputs = replace(_inputs(rows, logprobs_N, entropy_N), correction=correction)
-    loss, metrics = policy_loss(inputs, algorithm)
+    total, metrics = policy_loss(inputs, algorithm, loss)
     if version is None:
-        return loss, metrics
+        return total, metrics
     lags_N = version - rows.versions_BL.flatten()
     sums, maxima = lag_metrics(logprobs_N, inputs.generator_logprobs_N, lags_N, inputs.mask_N)
-    return loss, LossMetrics(sums={**metrics.sums, **sums}, maxima={**metrics.maxima, **maxima})
+    return total, LossMetrics(sums={**metrics.sums, **sums}, maxima={**metrics.maxima, **maxima})
 
 
-def _cross_entropy(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
+def supervised_objective(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
+    """Compute the weighted cross-entropy of the targets."""
     mask_N = rows.mask_BL.flatten()
     loss = weighted_sum(cross_entropy(logprobs_N, mask=mask_N), rows.weights_BL.flatten(), mask=mask_N)
     return loss, LossMetrics(sums={"loss/policy": loss.detach(), "num_tokens": mask_N.sum()}, maxima={})
 
 
-def _inputs(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> LossInputs:
-    return LossInputs(
+def _inputs(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> ObjectiveInputs:
+    return ObjectiveInputs(
         logprobs_N=logprobs_N,
         generator_logprobs_N=rows.logprobs_BL.flatten(),
         proximal_logprobs_N=None if rows.proximal_BL is None else rows.proximal_BL.flatten(),

@@ -1,22 +1,22 @@
 """The policy on one rank, built and parallelized by torchtitan."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 import torchtitan.config as titan_config
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.qwen3 import Qwen3Model
-from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.utils import get_local_device, set_default_dtype
 
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.device import Device
-from titanrl.models.qwen3 import torch_dtype
+from titanrl.models.directory import ModelDirectory
 from titanrl.trainer.lora import init_adapters, merged
 from titanrl.trainer.snapshots import reshard
 from titanrl.trainer.titan_config import (
@@ -24,17 +24,22 @@ from titanrl.trainer.titan_config import (
     activation_checkpointing,
     converted,
     sum_gradients,
+    titan_debug,
     titan_parallelism,
     titan_training,
+    torch_dtype,
 )
+
+if TYPE_CHECKING:
+    from titanrl.trainer.float8 import WeightScales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyModel:
     """The parallelized model of this rank, with its meshes, state-dict adapter and device."""
 
-    module: Qwen3Model
-    """torchtitan's Qwen3. Sharded parameters are DTensors."""
+    module: Decoder
+    """torchtitan's model. Sharded parameters are DTensors."""
     parallel_dims: ParallelDims
     """The device meshes by name."""
     adapter: BaseStateDictAdapter
@@ -43,6 +48,8 @@ class PolicyModel:
     """Device of the parameters."""
     lora: LoraConfig | None
     """Adapters, if only these are trained."""
+    scales: "WeightScales | None"
+    """Scales of the weights, with tensor-wise float8."""
 
     @property
     def dp_rank(self) -> int:
@@ -62,9 +69,20 @@ class PolicyModel:
         mesh = self.parallel_dims.get_optional_mesh("tp")
         return 0 if mesh is None else mesh.get_local_rank()
 
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """Process groups of the collectives of forward and backward passes."""
+        return [mesh.get_group() for mesh in self.parallel_dims.get_all_one_dimensional_meshes().values()]
+
     def reshard(self) -> None:
         """Reshard every parameter. Call it before any access to parameters outside forward and backward."""
         reshard(self.module)
+
+    def refresh_scales(self) -> None:
+        """Compute the float8 scales of the weights again; call it after any change of weights. This is a collective."""
+        if self.scales is not None:
+            self.reshard()
+            self.scales.refresh()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the sharded parameters by name, with adapters merged. With LoRA this is a collective."""
@@ -74,22 +92,25 @@ class PolicyModel:
         return state if self.lora is None else merged(state, self.lora.alpha, self.lora.rank)
 
 
-def build_model(spec: ModelSpec, model_dir: Path, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
+def build_model(source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
     """Build the model on the meta device, parallelize it, and initialize this rank's shards with random weights.
 
     `load_hf` replaces the random weights by those of a checkpoint; adapters keep theirs.
 
     Args:
-        spec: Model specification. Converters and the parallel plan are written into it, so it cannot be used again.
-        model_dir: Hugging Face directory with the model's config.
+        source: Hugging Face directory; only its config is read.
         config: Parallel plan, dtypes and converters.
         device: Device the model runs on.
-        seed: Seed of the LoRA adapters, the same on every rank.
+        seed: Seed of the LoRA adapters, the same on every rank. With `deterministic` or `detect_anomaly`, torch's, too.
     """
-    parallelism = titan_parallelism(config)
+    spec, parallelism = source.spec(device, config.row_tokens), titan_parallelism(config)
     dist_utils.set_spmd_backend(SPMD_BACKEND)
     parallel_dims = ParallelDims.from_config(parallelism, config.parallelism.world_size)
-    model_config = converted(spec.model, config, device)
+    where = torch.device("cpu") if device.kind == "cpu" else get_local_device()
+    debug = titan_debug(config, seed)
+    if debug is not None:
+        dist_utils.set_determinism(parallel_dims, where, debug, distinct_seed_mesh_dims=[])
+    model_config = converted(spec.model, config, device, source.family.lora_targets)
     model_config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     with torch.device("meta"), set_default_dtype(torch_dtype(config.dtype)):
         module = model_config.build()
@@ -105,11 +126,26 @@ def build_model(spec: ModelSpec, model_dir: Path, config: TrainerConfig, device:
         skip_dp=config.parallelism.dp_size == 1 and config.dtype == config.compute_dtype,
     )
     sum_gradients(module)
-    where = torch.device("cpu") if device.kind == "cpu" else get_local_device()
     module.to_empty(device=where)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
     init_adapters(module, seed)
     assert spec.state_dict_adapter is not None
-    adapter = spec.state_dict_adapter(model_config, str(model_dir))
-    return PolicyModel(module=module, parallel_dims=parallel_dims, adapter=adapter, device=where, lora=config.lora)
+    adapter = spec.state_dict_adapter(model_config, str(source.path))
+    return PolicyModel(
+        module=module,
+        parallel_dims=parallel_dims,
+        adapter=adapter,
+        device=where,
+        lora=config.lora,
+        scales=weight_scales(module, config),
+    )
+
+
+def weight_scales(module: Decoder, config: TrainerConfig) -> "WeightScales | None":
+    """Return the scales that tensor-wise float8 needs; None for other recipes."""
+    if config.float8 != "tensorwise":
+        return None
+    from titanrl.trainer.float8 import WeightScales
+
+    return WeightScales(module, torch_dtype(config.compute_dtype))

@@ -17,14 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from titanrl.errors import TitanRLError
 from titanrl.weights.layout import local_part
 
 
-class SnapshotMismatchError(Exception):
+class SnapshotMismatchError(TitanRLError):
     """A snapshot does not fit the live parameters. Nothing was written; the message names the tensor."""
 
 
-class GatheredParameterError(Exception):
+class GatheredParameterError(TitanRLError):
     """A parameter that FSDP manages is not resharded; the message names it."""
 
 
@@ -93,16 +94,20 @@ class Snapshots:
         del self._held[self._known(version)]
 
     @contextmanager
-    def using(self, version: int) -> Iterator[None]:
+    def using(self, version: int, parameters: Mapping[str, Entry] | None = None) -> Iterator[None]:
         """Replace the live weights by a version inside the context, and restore them at its end, even after an exception.
+
+        Args:
+            version: Version.
+            parameters: Its trainable parameters, which are used with the live buffers; None takes its snapshot.
 
         Raises:
             KeyError: There is no snapshot of the version.
             SnapshotMismatchError: The snapshot does not fit the live parameters, which are unchanged.
         """
-        entries = self._held[self._known(version)]
+        held = self._held[self._known(version)] if parameters is None else {}
         live = self._copy(on_device=True)
-        write(self._module, entries)
+        write(self._module, held if parameters is None else {**live, **parameters})
         self.current = version
         try:
             yield
@@ -130,8 +135,8 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
-    """Return all tensors that training changes, by name: trainable parameters and persistent buffers.
+def trainable_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the trainable parameters by name, without gradient.
 
     Raises:
         GatheredParameterError: A parameter is gathered; call `reshard` first.
@@ -141,6 +146,16 @@ def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
         for name, value in parameters.items():
             if not isinstance(value, DTensor) or "fsdp" not in (value.device_mesh.mesh_dim_names or ()):
                 raise GatheredParameterError(f"{name} is gathered, with shape {tuple(value.shape)}; call reshard before")
+    return parameters
+
+
+def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
+    """Return all tensors that training changes, by name: trainable parameters and persistent buffers.
+
+    Raises:
+        GatheredParameterError: A parameter is gathered; call `reshard` first.
+    """
+    parameters = trainable_tensors(module)  # first: `state_dict` reshards
     kept = module.state_dict().keys()
     buffers = {canonical_fqn(name): buffer for name, buffer in module.named_buffers()}
     return parameters | {name: buffer for name, buffer in buffers.items() if name in kept}

@@ -1,5 +1,8 @@
 """Translation of the trainer section to torchtitan's configuration: parallel plan, checkpointing, compilation, converters."""
 
+from collections.abc import Mapping, Sequence
+
+import torch
 import torchtitan.config as titan_config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -8,12 +11,15 @@ from torchtitan.protocols.module import Module
 
 from titanrl.config.sections import TrainerConfig
 from titanrl.device import Device
+from titanrl.models.family import Projections
 
 # torchtitan's default, `spmd_types`, needs a newer torch than 2.13 if FSDP has more than one rank.
 SPMD_BACKEND = "partial_dtensor"
 
-LORA_TARGETS = {"attention": ["wq", "wkv", "wo"], "mlp": ["w1", "w2", "w3"]}
-"""torchtitan's names of the projections with adapters."""
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's type for `float32` or `bfloat16`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def titan_parallelism(config: TrainerConfig) -> titan_config.ParallelismConfig:
@@ -35,6 +41,18 @@ def titan_training(config: TrainerConfig) -> titan_config.TrainingConfig:
     )
 
 
+def titan_debug(config: TrainerConfig, seed: int) -> titan_config.DebugConfig | None:
+    """Translate `deterministic` and `detect_anomaly`; None if both are off."""
+    if config.deterministic == "off" and not config.detect_anomaly:
+        return None
+    return titan_config.DebugConfig(
+        seed=seed,
+        deterministic=config.deterministic != "off",
+        deterministic_warn_only=config.deterministic == "warn",
+        detect_anomaly=config.detect_anomaly,
+    )
+
+
 def activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointingConfig | None:
     """Translate `activation_checkpointing`."""
     choices = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
@@ -42,29 +60,21 @@ def activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointingCo
     return None if chosen is None else chosen()
 
 
-def converted(model: Module.Config, config: TrainerConfig, device: Device) -> Module.Config:
+def converted(
+    model: Module.Config, config: TrainerConfig, device: Device, lora_targets: Mapping[Projections, Sequence[str]]
+) -> Module.Config:
     """Convert the model's projections to float8 and add LoRA adapters, if the config says so.
 
     The output layer is never converted: the loss is most sensitive to its logits, and it may share the embedding's weight.
-    torchtitan's float8 recipes compute row-wise scales at each use, so they need no hook in the optimizer.
     """
     if config.float8 is not None:
-        from torchtitan.components.quantization import Float8LinearConverter
+        from titanrl.trainer.float8 import float8_projections
 
-        model = (
-            Float8LinearConverter.Config(
-                recipe_name=config.float8,
-                filter_fqns=["lm_head"],
-                emulate=device.kind == "cpu",
-                model_compile_enabled=config.compile,
-            )
-            .build()
-            .convert(model)
-        )
+        model = float8_projections(model, config.float8, emulate=device.kind == "cpu", compiled=config.compile)
     if config.lora is not None:
         from torchtitan.components.lora import LoRAConverter
 
-        names = [name for target in config.lora.targets for name in LORA_TARGETS[target]]
+        names = [name for target in config.lora.targets for name in lora_targets[target]]
         adapters = LoRAConverter.Config(rank=config.lora.rank, alpha=config.lora.alpha, target_modules=names)
         model = adapters.build().convert(model)
     return model
@@ -73,8 +83,10 @@ def converted(model: Module.Config, config: TrainerConfig, device: Device) -> Mo
 def sum_gradients(module: nn.Module) -> None:
     """Make FSDP sum gradients over ranks, because the loss weights already contain the global counts.
 
-    torchtitan sets the divide factor to 1. FSDP2 implements that by PREMUL_SUM, which gloo does not support.
+    torchtitan sets the divide factor to 1. FSDP2 implements that by PREMUL_SUM, which gloo does not support. A parameter that
+    only some ranks use gets zeros from the others: gloo ends the process if the ranks reduce different sizes.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
+            part.set_reduce_scatter_unused_params(True, recurse=False)

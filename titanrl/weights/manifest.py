@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from titanrl.errors import TitanRLError
+
 VERSIONS_HELD = 2
 """Versions that stay readable: while one is written, the previous one can be read."""
 
 
-class WeightMismatchError(Exception):
+class WeightMismatchError(TitanRLError):
     """Published weights do not match the reader's expectation; the message names the tensor or the version."""
 
 

@@ -96,16 +96,20 @@ class WeightSync:
         self._leases = Leases()
         self._pull_locks = [asyncio.Lock() for _ in pulls]
         self._recording = asyncio.Lock()
+        self._last_freed: asyncio.Future[None] | None = None
         self._pushing: asyncio.Task[_Pushed] | None = None
         self._publishing: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
         self._held: list[Commit] = []
         self._metrics: dict[str, float] = {}
+        self.versions: list[int] = []
+        """All versions published so far, the running publications included."""
 
     def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
         """Start to publish a version. The caller must have awaited `pushed()` for the previous one."""
         assert self._pushing is None or self._pushing.done(), "publish() called before pushed() returned"
+        self.versions.append(version)
         self._pushing = asyncio.create_task(self._push_and_commit(version), name=f"push v{version}")
         publishing = asyncio.create_task(self._finish(self._pushing, then), name=f"publish v{version}")
         self._publishing.add(publishing)
@@ -135,6 +139,25 @@ class WeightSync:
         finally:
             waiting.cancel()
             failed.cancel()
+
+    async def catch_up(self, replica: int) -> None:
+        """Pull the newest committed version into a replica whose processes are new, behind pulls that wait for them."""
+        if self._held:
+            await self._pull(replica, self._held[-1])
+
+    async def pull_held(self, version: int, pull: Pull) -> bool:
+        """Let a reader that is no replica pull one of the last two versions; return False if it has been overwritten.
+
+        Only a publication that would overwrite the version during the pull waits for it: the one after the next.
+        """
+        async with self._leases.lease(version):
+            if self._pushing is not None and version == self.versions[-1]:
+                await asyncio.wait({self._pushing})
+                self._raise_failure()
+            commit = next((commit for commit in self._held if commit.version == version), None)
+            if commit is not None:
+                await pull(commit)
+        return commit is not None
 
     def take_metrics(self) -> Mapping[str, float]:
         """Return `sync/*` of the last version that reached every replica, once: seconds, bytes and bandwidth."""
@@ -169,12 +192,19 @@ class WeightSync:
             await self._pulls[replica](commit)
 
     async def _free_slots(self, pushed: _Pushed, then: Callable[[], Awaitable[None]]) -> None:
-        """Run `then` as soon as no new request can be served with an older version."""
-        if len(pushed.pulls) > 1:
-            await self._expect(pushed.commit.version)
-        done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.gather(*done)
-        await then()
+        """Run `then` as soon as no new request can be served with an older version, and after that of earlier versions."""
+        earlier, self._last_freed = self._last_freed, asyncio.get_running_loop().create_future()
+        freed = self._last_freed
+        try:
+            if len(pushed.pulls) > 1:
+                await self._expect(pushed.commit.version)
+            done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.gather(*done)
+            if earlier is not None:
+                await earlier
+            await then()
+        finally:
+            freed.set_result(None)
 
     async def _measure(self, pushed: _Pushed) -> None:
         await asyncio.gather(*pushed.pulls)

@@ -1,0 +1,291 @@
+"""Cost of faults: `python -m benchmarks.chaos --json FILE --minutes 5`.
+
+The quick start with two generator replicas, two rollout workers and `max_staleness: 1` runs for some minutes undisturbed. Then
+it runs as long while a random process of it is hit every few seconds, mostly by `kill -9`, sometimes by SIGSTOP. The samples
+are counted from the files of the run: every prompt must be trained on, or wait in the last checkpoint, exactly once.
+"""
+
+import argparse
+import pickle
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import titanrl
+from benchmarks.machine import write_result
+from benchmarks.victims import KINDS, SIGNALS, Victim, events, is_recovery, victims
+from titanrl.config import load_config
+from titanrl.metrics.run_directory import read_lines, read_metrics
+from titanrl.replay.saved import BufferState
+from titanrl.types import StepMetrics
+
+SETTINGS = (
+    "num_steps=100000",
+    "max_staleness=1",
+    "generator.replicas=2",
+    "rollout.num_workers=2",
+    "checkpoint.every_steps=20",
+    "evaluation.every_steps=0",
+    "logging.console=plain",
+    "logging.rollouts_per_step=8",  # a line for every group, from which the samples are counted
+    "faults.max_respawns=1000",
+    "faults.min_stall_s=5",
+    "hooks=[benchmarks.chaos:EndOnRequest]",
+)
+"""Overrides of both runs."""
+WEIGHTS: Mapping[str, float] = {"generator": 4.0, "rollout": 4.0, "scoring": 4.0, "trainer": 1.0, "store": 1.0}
+"""Relative frequency of each kind of victim. The death of the trainer or of the store restarts all processes."""
+STOP_SHARE = 0.15
+"""Share of faults that stop a process (SIGSTOP) instead of killing it."""
+LOOK_S = 0.05
+"""Seconds between two looks at the run."""
+START_LIMIT_S, RECOVERY_LIMIT_S, END_LIMIT_S = 600.0, 120.0, 120.0
+"""Longest waits for the first step, for the last recoveries, and for the end of a run."""
+END = "end"
+"""File in the run directory that requests the end."""
+
+
+class EndOnRequest(titanrl.Hook):
+    """Ends the run after an evaluation when that was requested."""
+
+    async def after_step(self, run: titanrl.GRPO, metrics: StepMetrics) -> None:
+        """Look for the request."""
+        if (run.run_dir / END).exists():
+            await run.evaluate()
+            run.end_after_step()
+
+
+def main() -> None:
+    """Measure both runs and write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--minutes", type=float, default=5.0, help="length of each run, from its first step on")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of victims")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of victims")
+    parser.add_argument("--folder", type=Path, help="folder in which to keep the files of both runs")
+    parser.add_argument(
+        "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
+    )
+    arguments = parser.parse_args()
+    chaos = Chaos(random.Random(arguments.seed), arguments.every, arguments.kinds)
+    with tempfile.TemporaryDirectory(prefix="titanrl-bench-", ignore_cleanup_errors=True) as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = measure(folder, "undisturbed", arguments.minutes, arguments.overrides, None)
+        hit = measure(folder, "disturbed", arguments.minutes, arguments.overrides, chaos)
+    result = {
+        **chaos.figures(),
+        **{name: hit[name] for name in ("samples_lost", "samples_duplicated", "staleness_violations")},
+        "throughput_ratio": hit["groups_per_s"] / plain["groups_per_s"],
+        "heldout_last": hit["heldout_last"],
+        "exit_code": hit["exit_code"],
+        "seconds_between_faults": arguments.every,
+        "weights": {kind: WEIGHTS[kind] for kind in arguments.kinds},
+        "stop_share": STOP_SHARE,
+        "runs": {"undisturbed": plain, "disturbed": hit},
+    }
+    write_result(arguments.json, "chaos", {**result, "faults": [fault.row() for fault in chaos.faults]}, shown=result)
+
+
+@dataclass(slots=True)
+class Fault:
+    """A fault that was injected."""
+
+    victim: Victim
+    """The process that was hit."""
+    name: str
+    """Name of the signal."""
+    time: float
+    """Time in unix seconds."""
+    siblings: set[int]
+    """Scoring processes of the same worker at that time."""
+    recovery_s: float | None = None
+    """Seconds until the part worked again; None while it does not."""
+
+    def look(self, recorded: Sequence[Mapping[str, Any]]) -> None:
+        """Set `recovery_s` if the part works again."""
+        times = [event["time"] for event in recorded if is_recovery(event, self.victim.part, self.time)]
+        if self.victim.kind == "scoring" and self.victim.process.is_gone and self.victim.siblings() - self.siblings:
+            times.append(time.time())
+        if self.recovery_s is None and times:
+            self.recovery_s = min(times) - self.time
+
+    def row(self) -> dict[str, Any]:
+        """Return the fault for the result."""
+        return {
+            "time": self.time,
+            "kind": self.victim.kind,
+            "part": self.victim.part,
+            "signal": self.name,
+            "recovery_s": self.recovery_s,
+        }
+
+
+class Chaos:
+    """Hits a random process every few seconds, whatever else happens."""
+
+    def __init__(self, rng: random.Random, every_s: float, kinds: Sequence[str]) -> None:
+        """Start without faults."""
+        self._rng, self._every_s, self._kinds = rng, every_s, kinds
+        self._due = 0.0
+        self.faults: list[Fault] = []
+
+    def run(self, subject: "Subject", until: float) -> None:
+        """Signal processes until a time (unix seconds), then wait until everything works again, or the run has ended."""
+        self._due = time.time() + self._every_s
+        limit = until + RECOVERY_LIMIT_S
+        while subject.is_running and (time.time() < until or (self._has_open and time.time() < limit)):
+            if self._due <= time.time() < until:
+                self._hit(subject)
+            recorded = events(subject.run_dir)
+            for fault in self.faults:
+                fault.look(recorded)
+            time.sleep(LOOK_S)
+
+    @property
+    def _has_open(self) -> bool:
+        return any(fault.recovery_s is None for fault in self.faults)
+
+    def _hit(self, subject: "Subject") -> None:
+        """Signal a process of a random kind; without a live one, try again at the next look."""
+        kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
+        found = [victim for victim in victims(subject.run_dir) if victim.kind == kind]
+        if not found:
+            return
+        victim, name = self._rng.choice(found), "SIGSTOP" if self._rng.random() < STOP_SHARE else "kill -9"
+        fault = Fault(victim, name, time.time(), victim.siblings())
+        if victim.hit(SIGNALS[name]):
+            print(f"{name} of {kind} process {victim.process.pid} ({victim.part})", flush=True)
+            self.faults.append(fault)
+            self._due += self._every_s
+
+    def figures(self) -> dict[str, Any]:
+        """Return the numbers of faults, and the seconds to recover."""
+        kinds = sorted({fault.victim.kind for fault in self.faults})
+        return {**fault_figures(self.faults), "by_kind": {kind: fault_figures(self.of_kind(kind)) for kind in kinds}}
+
+    def of_kind(self, kind: str) -> list[Fault]:
+        """Return the faults of one kind of victim."""
+        return [fault for fault in self.faults if fault.victim.kind == kind]
+
+
+def fault_figures(faults: Sequence[Fault]) -> dict[str, Any]:
+    """Return the numbers of faults, and the median and maximum of their recoveries."""
+    times = [fault.recovery_s for fault in faults if fault.recovery_s is not None]
+    spread = {"median": statistics.median(times), "max": max(times)} if times else {}
+    return {"faults_injected": len(faults), "faults_survived": len(times), "recovery_s": spread}
+
+
+class Subject:
+    """A running command whose processes are hit."""
+
+    def __init__(self, folder: Path, name: str, overrides: Sequence[str]) -> None:
+        """Start it."""
+        self.run_dir = folder / "runs" / name
+        places = [f"name={name}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache"]
+        command = [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", *places, *SETTINGS, *overrides]
+        self.output = folder / f"{name}.txt"
+        with self.output.open("w") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+    @property
+    def is_running(self) -> bool:
+        """True until the command has ended."""
+        return self._process.poll() is None
+
+    def wait_for_first_step(self) -> None:
+        """Wait until training has begun."""
+        limit = time.time() + START_LIMIT_S
+        while not self.steps():
+            if not self.is_running or time.time() > limit:
+                self._process.kill()
+                raise RuntimeError(f"no first step: {self.last_line()}")
+            time.sleep(LOOK_S)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the metrics of the steps so far."""
+        file = self.run_dir / "metrics.jsonl"
+        return [row for row in read_metrics(file) if "reward/mean" in row] if file.exists() else []
+
+    def end(self) -> int:
+        """Request the end, wait for it, and return the exit code."""
+        (self.run_dir / END).touch()
+        try:
+            return self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def last_line(self) -> str:
+        """Return the last line that the command printed."""
+        lines = self.output.read_text().splitlines()
+        return lines[-1] if lines else ""
+
+
+def measure(folder: Path, name: str, minutes: float, overrides: Sequence[str], chaos: Chaos | None) -> dict[str, Any]:
+    """Run for some minutes, with faults if there is chaos, and return the figures of the run."""
+    subject = Subject(folder, name, overrides)
+    subject.wait_for_first_step()
+    started, first = time.time(), subject.steps()[-1]["step"]
+    until = started + 60 * minutes
+    if chaos is not None:
+        chaos.run(subject, until)
+    while subject.is_running and time.time() < until:
+        time.sleep(LOOK_S)
+    code = subject.end()
+    rows = read_metrics(subject.run_dir / "metrics.jsonl")
+    steps, last = subject.steps(), subject.steps()[-1]
+    heldout = [row["eval/chain_sum/mean"] for row in rows if "eval/chain_sum/mean" in row]
+    config = load_config(subject.run_dir / "config.yaml", [])
+    return {
+        "exit_code": code,
+        "last_line": subject.last_line() if code else "",
+        "seconds": last["time"] - started,
+        "steps": last["step"],
+        "groups_per_s": config.rollout.groups_per_step * (last["step"] - first) / (last["time"] - started),
+        "heldout_first": heldout[0],
+        "heldout_last": heldout[-1] if code == 0 else None,
+        "staleness_max": max(row["staleness/max"] for row in steps),
+        "staleness_violations": sum(row["staleness/max"] > config.worst_staleness for row in steps),
+        **sample_figures(subject.run_dir, last if code == 0 else None),
+    }
+
+
+def sample_figures(run_dir: Path, last: Mapping[str, Any] | None) -> dict[str, int | None]:
+    """Compare the prompts that were trained on with those that the last checkpoint knows of.
+
+    Every prompt before the checkpoint's next one was trained on, waits in it, or is sampled again by a resumed run. Those of
+    a batch without any signal were dropped.
+
+    Args:
+        run_dir: directory of a run that has ended with a checkpoint.
+        last: metrics of its last step; None if the run has failed, so that there is nothing to compare.
+    """
+    names = ("samples", "samples_dropped", "samples_lost", "samples_duplicated", "samples_miscounted")
+    if last is None:
+        return dict.fromkeys(names)
+    trained = [row["index"] for row in read_lines(run_dir / "advantages.jsonl")]
+    state = pickle.loads((run_dir / "checkpoints" / f"step-{last['step']}" / "groups" / "records.pkl").read_bytes())
+    assert isinstance(state, BufferState)
+    places = Counter([*trained, *(group.record.index for group in state.ready), *state.in_flight])
+    dropped = sum(event["groups"] for event in events(run_dir) if event["kind"] == "drop")
+    return {
+        "samples": state.next_index,
+        "samples_dropped": dropped,
+        "samples_lost": len(set(range(state.next_index)) - places.keys()) - dropped - len(state.discarded),
+        "samples_duplicated": places.total() - len(places),
+        "samples_miscounted": abs(int(last["count/prompts"]) - len(trained) - dropped),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The processes of a running command, as victims of faults: found through the pid files of its run directory."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanrl.metrics.run_directory import read_lines
+
+KINDS = ("generator", "rollout", "scoring", "trainer", "store")
+"""Kinds of victims. A rollout worker's process also holds its storage shard."""
+SIGNALS: Mapping[str, int] = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV}
+"""Faults that a process cannot avoid, by the names that results use."""
+_ZYGOTE = "titanrl.sandbox.zygote"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of this machine. Its start time tells it from a later one with the same id."""
+
+    pid: int
+    """Id of the process."""
+    parent: int
+    """Id of its parent."""
+    started: int
+    """Start, in clock ticks since the machine was booted."""
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it has ended, also if its parent has not noticed yet."""
+        now = process_of(self.pid)
+        return now is None or now.started != self.started
+
+    def children(self) -> "list[Process]":
+        """Return its live children."""
+        every = [process_of(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")]
+        return [process for process in every if process is not None and process.parent == self.pid]
+
+    def command_line(self) -> str:
+        """Return its arguments; an empty text if it has ended."""
+        try:
+            return Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            return ""
+
+
+def process_of(pid: int) -> Process | None:
+    """Return a live process, or None."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may have spaces
+    return None if fields[0] in "ZX" else Process(pid, int(fields[1]), int(fields[19]))
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A process that can be hit."""
+
+    kind: str
+    """One of `KINDS`."""
+    part: str
+    """Part of the run as its events name it, such as `generator_0`; of a scoring process, that of its worker."""
+    process: Process
+    """The process itself."""
+    zygote: Process | None = None
+    """Parent of a scoring process."""
+
+    def hit(self, number: int) -> bool:
+        """Send a signal; return False if the process has ended already."""
+        if self.process.is_gone:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+            return True
+        return False
+
+    def siblings(self) -> set[int]:
+        """Return the ids of the scoring processes of the same worker that run now."""
+        return set() if self.zygote is None else {process.pid for process in self.zygote.children()}
+
+
+def victims(run_dir: Path) -> list[Victim]:
+    """Return the live processes of a run, without its controller."""
+    found = []
+    for file in sorted((run_dir / "logs").glob("*.pid")):
+        part = file.stem.rpartition("_")[0]
+        kind = part.split("_")[0]
+        process = _named_by(file) if kind in KINDS else None
+        if process is None:
+            continue
+        found.append(Victim(kind, part, process))
+        if kind == "rollout":
+            zygotes = [child for child in process.children() if _ZYGOTE in child.command_line()]
+            found += [Victim("scoring", part, child, zygote) for zygote in zygotes for child in zygote.children()]
+    return found
+
+
+def _named_by(file: Path) -> Process | None:
+    """Return the process of a pid file, which may disappear or be written at this moment."""
+    with contextlib.suppress(FileNotFoundError, IndexError):
+        return process_of(int(file.read_text().split()[0]))
+    return None
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the events that a run has recorded so far."""
+    file = run_dir / "events.jsonl"
+    return list(read_lines(file)) if file.exists() else []
+
+
+def is_recovery(event: Mapping[str, Any], part: str, since: float) -> bool:
+    """Return True if an event says that a part hit at a time (unix seconds) works again: it, or the session, was replaced."""
+    if event["time"] < since:
+        return False
+    return bool((event["kind"] == "restart" and not event["failed"]) or (event["kind"] == "respawn" and event["part"] == part))

@@ -1,0 +1,53 @@
+"""A stand-in for a judge model: the same protocol, but grades by rule. It makes the example run anywhere.
+
+python examples/judge/rule_judge.py 8001
+"""
+
+import http.server
+import json
+import re
+import sys
+
+
+def grade(prompt: str) -> int:
+    """Return 5 points for the right result and 5 for written steps."""
+    answer, solution = re.findall(r"^Right result: (.*)\nSolution: (.*)", prompt, re.MULTILINE | re.DOTALL)[0]
+    results = re.findall("<answer>(.*?)</answer>", solution)
+    return 5 * (results[-1:] == [answer]) + 5 * (solution.count("=") >= 2)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Replies to chat completions."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        """Reply with the grade of the solution in the last message."""
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = str(grade(request["messages"][-1]["content"]))
+        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A server for many requests at once."""
+
+    request_queue_size = 256
+
+
+def main(port: int) -> None:
+    """Serve on this machine until interrupted."""
+    with Server(("127.0.0.1", port), Handler) as server:
+        print(f"listening on http://127.0.0.1:{server.server_port}/v1", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,25 @@
+"""Supervised fine-tuning on worked examples, then GRPO from its result.
+
+python examples/sft_then_grpo/sft_then_grpo.py
+"""
+
+import asyncio
+import sys
+
+from titanrl import GRPO, SFT, load_config
+
+
+async def main(overrides: list[str]) -> None:
+    """Run both stages; overrides apply to both."""
+    tuning = load_config("sft_quickstart", ["name=sft_stage", "num_steps=200", *overrides])
+    async with SFT(tuning) as run:
+        await run.train()
+        model = await run.export()
+    stage = ["name=grpo_stage", "num_steps=60", "warm_start=null", f"model.path={model}"]
+    async with GRPO(load_config("quickstart", [*stage, *overrides])) as run:
+        await run.train()
+        await run.export()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:]))

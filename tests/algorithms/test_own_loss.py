@@ -1,0 +1,226 @@
+"""Losses of the user in the objective: their inputs, options, traits and metrics."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.algorithms.test_policy_loss import ALGORITHMS, example
+from titanrl.algorithms.contracts import LossInputs, bound_loss, check_loss, declared_traits, option_names, policy_loss
+from titanrl.algorithms.objective import ObjectiveInputs
+from titanrl.algorithms.objective import policy_loss as objective
+from titanrl.config.algorithm import LOSS_KEYS, AlgorithmConfig
+from titanrl.config.errors import BrokenRules
+from titanrl.config.registry import LOSSES, LossTraits
+from titanrl.config.schema import Config
+from titanrl.loading import import_object
+
+OWN = "own.py:loss"
+
+
+@policy_loss(ratio="proximal", zero_without_advantage=True)
+def copied_ppo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Mapping[str, Tensor]]:
+    unclipped_N = -inputs.ratio_N * inputs.advantages_N
+    clipped_N = -inputs.ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high) * inputs.advantages_N
+    return torch.maximum(unclipped_N, clipped_N), {"clip": clipped_N > unclipped_N}
+
+
+def own_algorithm(loss: Any, **keys: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(loss=OWN, **keys).with_loss_traits(declared_traits(loss) or LossTraits())
+
+
+@pytest.mark.parametrize("name", ["ppo", "decoupled", "kl, entropy", "geometric"])
+def test_copy_of_ppo_gives_the_same_bits(name: str) -> None:
+    keys = {key: value for key, value in ALGORITHMS[name].items() if key != "loss"}
+    inputs = example(dtype=torch.float32)
+    total, metrics = objective(inputs, AlgorithmConfig(**keys))
+    algorithm = own_algorithm(copied_ppo, **keys)
+    own_total, own_metrics = objective(inputs, algorithm, bound_loss(algorithm, copied_ppo))
+    gradients = [torch.autograd.grad(value, inputs.logprobs_N)[0] for value in (total, own_total)]
+    assert torch.equal(total, own_total)
+    assert torch.equal(*gradients)
+    assert own_metrics == metrics
+
+
+def test_inputs_hold_zero_outside_the_mask() -> None:
+    seen: list[LossInputs] = []
+
+    def record(inputs: LossInputs) -> Tensor:
+        seen.append(inputs)
+        return inputs.logprobs_N
+
+    clean = example(dtype=torch.float32)
+    names = ("logprobs_N", "generator_logprobs_N", "advantages_N", "entropy_N")
+    spoilt = {name: torch.where(clean.mask_N, getattr(clean, name).detach(), math.nan) for name in names}
+    inputs = replace(clean, **spoilt | {"logprobs_N": spoilt["logprobs_N"].requires_grad_()})
+    algorithm = own_algorithm(record)
+    total, _ = objective(inputs, algorithm, bound_loss(algorithm, record))
+    total.backward()
+    (tokens,) = seen
+    assert torch.equal(tokens.mask_N, inputs.mask_N)
+    for name in (*names, "old_logprobs_N"):
+        assert not getattr(tokens, name)[~inputs.mask_N].any(), name
+    assert tokens.ratio_N[~inputs.mask_N].tolist() == [1.0] * int((~inputs.mask_N).sum())
+    assert not tokens.entropy_N.requires_grad
+    assert torch.equal(inputs.logprobs_N.grad, torch.where(inputs.mask_N, inputs.weights_N, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "proximal", "expected"),
+    [
+        ("proximal", "sampler", "generator_logprobs_N"),
+        ("proximal", "step_start", "proximal_logprobs_N"),
+        ("sampler", "step_start", "generator_logprobs_N"),
+        ("none", "step_start", "generator_logprobs_N"),
+    ],
+)
+def test_declared_ratio_selects_the_old_policy(ratio: Any, proximal: Any, expected: str) -> None:
+    @policy_loss(ratio=ratio)
+    def squared(inputs: LossInputs) -> Tensor:
+        return inputs.log_ratio_N.square()
+
+    inputs = example()
+    algorithm = own_algorithm(squared, proximal=proximal)
+    total, _ = objective(inputs, algorithm, bound_loss(algorithm, squared))
+    by_hand = inputs.weights_N * (inputs.logprobs_N - getattr(inputs, expected)).square()
+    assert total.item() == pytest.approx(by_hand[inputs.mask_N].sum().item(), rel=1e-12)
+
+
+def test_options_come_from_keys_of_algorithm_and_from_loss_options() -> None:
+    def options(inputs: LossInputs, *, clip_high: float, beta: float = 0.5, scale: float = 2.0) -> Tensor:
+        return torch.full_like(inputs.logprobs_N, clip_high + 10 * beta + 100 * scale)
+
+    algorithm = own_algorithm(options, clip_high=0.25, loss_options={"beta": 3.0})
+    assert bound_loss(algorithm, options)(LossInputs.of(*torch.zeros(3, 1))).tolist() == [0.25 + 30.0 + 200.0]
+
+
+def test_partial_has_the_traits_of_its_function() -> None:
+    @policy_loss(ratio="proximal", zero_without_advantage=True)
+    def scaled(inputs: LossInputs, *, scale: float) -> Tensor:
+        return -scale * inputs.ratio_N * inputs.advantages_N
+
+    doubled = partial(scaled, scale=2.0)
+    assert declared_traits(doubled) == declared_traits(scaled) == LossTraits(ratio="proximal", zero_without_advantage=True)
+    inputs, algorithm = example(), own_algorithm(doubled, proximal="step_start")
+    total, _ = objective(inputs, algorithm, bound_loss(algorithm, doubled))
+    once, _ = objective(inputs, algorithm, bound_loss(algorithm, partial(scaled, scale=1.0)))
+    assert total.item() == pytest.approx(2 * once.item(), rel=1e-12) != 0.0
+
+
+def test_further_values_become_metrics() -> None:
+    def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        values = {"surprise": -inputs.logprobs_N, "positive": inputs.advantages_N > 0}
+        return -inputs.logprobs_N * inputs.advantages_N, values
+
+    inputs, algorithm = example(), own_algorithm(loss)
+    _, metrics = objective(inputs, algorithm, bound_loss(algorithm, loss))
+    mask, logprobs = inputs.mask_N, inputs.logprobs_N.detach()
+    assert metrics.sums["policy/surprise_mean"].item() == pytest.approx(-logprobs[mask].sum().item(), rel=1e-12)
+    assert metrics.sums["policy/positive_frac"].item() == (inputs.advantages_N[mask] > 0).sum().item()
+    ratio = (logprobs - inputs.generator_logprobs_N).exp()[mask]
+    assert metrics.sums["policy/ratio_mean"].item() == pytest.approx(ratio.sum().item(), rel=1e-12)
+    assert metrics.maxima["policy/ratio_max"].item() == pytest.approx(ratio.max().item(), rel=1e-12)
+    assert metrics.sums["policy/clip_frac"].item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda inputs: inputs.logprobs_N.mean(), r"got \(\) for it"),
+        (lambda inputs: None, r"got NoneType for it"),
+        (lambda inputs: (inputs.logprobs_N, {"ratio": inputs.logprobs_N.sum()}), r"got \(\) for ratio"),
+    ],
+    ids=["mean", "none", "metric"],
+)
+def test_loss_without_one_value_per_token_is_named(loss: Any, found: str) -> None:
+    algorithm = own_algorithm(loss)
+    with pytest.raises(
+        ValueError, match=rf"^algorithm\.loss: \S*own\.py:loss must return one value per token, .* \({found}\)\. "
+    ):
+        objective(example(), algorithm, bound_loss(algorithm, loss))
+
+
+def test_loss_that_raises_is_named() -> None:
+    def loss(inputs: LossInputs) -> Tensor:
+        return {"logprobs": inputs.logprobs_N}["advantages"]
+
+    algorithm = own_algorithm(loss)
+    with pytest.raises(ValueError, match=r"^algorithm\.loss: \S*own\.py:loss raised KeyError: 'advantages'\. Correct the loss"):
+        objective(example(), algorithm, bound_loss(algorithm, loss))
+
+
+def test_undeclared_loss_is_computed_at_zero_advantages() -> None:
+    assert own_algorithm(lambda inputs: inputs.logprobs_N).runs_without_advantage
+    assert not own_algorithm(copied_ppo).runs_without_advantage
+    assert AlgorithmConfig(loss=OWN).runs_without_advantage  # not loaded yet
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys", "problem"),
+    [
+        (lambda: 0, {}, r"^algorithm\.loss: wrong signature: too many positional arguments"),
+        (
+            lambda inputs, advantages: 0,
+            {},
+            r"argument: 'advantages' .* Write it as `def loss\(inputs: LossInputs",
+        ),
+        (lambda inputs, *, beta: 0, {}, r"missing a required argument: 'beta'"),
+        (7, {}, r"not callable \(got mine, of type int\)"),
+        (
+            copied_ppo,
+            {"beta": 1.0},
+            r"loss_options\.beta=1\.0, .*no such option\. Choose one of .* clip_low, clip_high",
+        ),
+        (lambda inputs: 0, {"beta": 1.0}, r"no such option\. Remove it"),
+    ],
+    ids=["no-inputs", "two-inputs", "option-without-value", "number", "unknown-option", "no-options"],
+)
+def test_wrong_signature_is_found_before_the_start(loss: Any, keys: dict[str, float], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        check_loss(loss, name="mine", algorithm=AlgorithmConfig(loss=OWN, loss_options=keys))
+
+
+UNDECLARED, RATIO, NO_RATIO = LossTraits(), LossTraits(ratio="proximal"), LossTraits(ratio="none")
+
+
+@pytest.mark.parametrize(
+    ("keys", "traits", "problem"),
+    [
+        ({"max_staleness": 1}, UNDECLARED, "it does not say. Decorate the loss with titanrl.policy_loss"),
+        ({"max_staleness": 1}, NO_RATIO, "must contain the ratio to the sampling policy, or a correction"),
+        ({"max_staleness": 1}, RATIO, None),
+        ({"rollout": {"top_p": 0.9}}, UNDECLARED, "it does not say"),
+        ({"rollout": {"top_p": 0.9}}, NO_RATIO, None),
+        ({"rollout": {"top_p": 0.9}}, RATIO, "truncated distribution"),
+        ({"algorithm": {"correction": {"preset": "token_tis"}}}, UNDECLARED, "it does not say"),
+        ({"algorithm": {"correction": {"preset": "token_tis"}}}, NO_RATIO, None),
+        ({"algorithm": {"correction": {"preset": "token_tis"}}}, RATIO, "would apply it twice"),
+        ({"algorithm": {"correction": {"preset": "token_tis"}, "proximal": "step_start"}}, RATIO, None),
+        ({}, UNDECLARED, None),
+    ],
+)
+def test_rules_follow_the_declared_ratio(keys: dict[str, Any], traits: LossTraits, problem: str | None) -> None:
+    algorithm = {**keys.get("algorithm", {}), "loss": OWN}
+    config = Config.model_validate({"name": "a", "num_steps": 1, **keys, "algorithm": algorithm})  # not loaded: no rule applies
+    if problem is None:
+        assert config.with_loss_traits(traits).algorithm.loss_traits == traits
+    else:
+        with pytest.raises(BrokenRules, match=problem):
+            config.with_loss_traits(traits)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_registered_loss_is_a_policy_loss(name: str) -> None:
+    loss = import_object(LOSSES[name].path, key="algorithm.loss")
+    assert set(option_names(loss) or ()) - set(LOSS_KEYS) == set(LOSSES[name].options)
+    algorithm = AlgorithmConfig(loss=name)
+    check_loss(loss, name=name, algorithm=algorithm)
+    inputs: ObjectiveInputs = replace(example(), advantages_N=torch.zeros(len(example().advantages_N), dtype=torch.float64))
+    total, _ = objective(inputs, algorithm)
+    (gradient,) = torch.autograd.grad(total, inputs.logprobs_N)
+    assert bool(gradient.any()) != LOSSES[name].traits.zero_without_advantage

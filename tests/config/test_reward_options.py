@@ -1,0 +1,151 @@
+"""Options of the built-in rewards: what is valid, and the messages for what is not."""
+
+from pathlib import Path
+
+import pytest
+
+from titanrl import packages
+from titanrl.config import ConfigError, load_config
+from titanrl.config.data import DataConfig, RewardConfig
+from titanrl.preflight import broken_rules
+
+JUDGE = "url: 'http://127.0.0.1:1/v1', model: m"
+
+
+def complaints(folder: Path, reward: str, *more: str) -> tuple[str, ...]:
+    path = folder / "run.yaml"
+    path.write_text(f"name: a\nnum_steps: 3\ndata:\n  rewards:\n    r: {reward}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, more)
+    return tuple(message.replace(str(folder), "configs") for message in raised.value.messages)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (
+            "{function: regex}",
+            "configs/run.yaml:5: data.rewards.r.options={} (default)\n"
+            "  rule: options.pattern is required\n"
+            "  fix:  add it. Regular expression of Python's `re`. Flags are part of it: in `(?s)...` a dot also matches a "
+            "line break.",
+        ),
+        (
+            "{function: overlong, options: {cache_tokens: 4, length: 3}}",
+            "configs/run.yaml:5: data.rewards.r.options.length=3\n"
+            "  rule: overlong has no such option\n"
+            "  fix:  choose one of its options: cache_tokens, max_tokens",
+        ),
+        (
+            "{function: overlong, options: {cache_tokens: 0}}",
+            "configs/run.yaml:5: data.rewards.r.options.cache_tokens=0\n"
+            "  rule: input should be greater than or equal to 1\n"
+            "  fix:  correct it",
+        ),
+        (
+            "{function: overlong, options: {cache_tokens: 30, max_tokens: 20}}",
+            "configs/run.yaml:5: data.rewards.r.options.cache_tokens=30\n"
+            "  rule: the penalty must begin within max_tokens, which is 20\n"
+            "  fix:  set cache_tokens to at most 20",
+        ),
+        (
+            "{function: exact, options: {a: 1}}",
+            'configs/run.yaml:5: data.rewards.r.options={"a": 1}, data.rewards.r.function="exact" (configs/run.yaml:5)\n'
+            "  rule: only the built-in rewards math_verify, regex, overlong, repetition, judge have options\n"
+            "  fix:  remove options; bind the arguments of a function of your own with functools.partial",
+        ),
+        (
+            f"{{function: judge, trusted: true, options: {{{JUDGE}}}}}",
+            'configs/run.yaml:5: data.rewards.r.trusted=true, data.rewards.r.function="judge" (configs/run.yaml:5)\n'
+            "  rule: the judge runs outside the sandbox anyway\n"
+            "  fix:  remove trusted",
+        ),
+    ],
+)
+def test_message_names_option_rule_and_fix(tmp_path: Path, reward: str, message: str) -> None:
+    assert complaints(tmp_path, reward) == (message,)
+
+
+@pytest.mark.parametrize(
+    ("reward", "rule"),
+    [
+        ("{function: regex, options: {pattern: '(a'}}", "must be a regular expression (missing ), unterminated subpattern"),
+        ("{function: regex, options: {pattern: a, match: some}}", "input should be 'full' or 'anywhere'"),
+        ("{function: repetition, options: {unit: line}}", "input should be 'word' or 'character'"),
+        ("{function: math_verify, options: {timeout_s: 0.5}}", "input should be a valid integer"),
+        ("{function: judge, options: {model: m}}", "options.url is required"),
+        ("{function: judge, options: {url: localhost, model: m}}", "string should match pattern"),
+        ("{function: judge, options: {url: 'http://[', model: m}}", "must be a URL with a host"),
+        (f"{{function: judge, options: {{{JUDGE}, prompt: 'Grade {{completion'}}}}", "a prompt must have paired braces"),
+        (f"{{function: judge, options: {{{JUDGE}, prompt: '{{completion}} {{text}}'}}}}", "a prompt has no field {text}"),
+        (f"{{function: judge, options: {{{JUDGE}, prompt: 'Grade it.'}}}}", "a prompt must contain {completion}"),
+        (f"{{function: judge, options: {{{JUDGE}, score_pattern: '('}}}}", "must be a regular expression"),
+        (f"{{function: judge, options: {{{JUDGE}, min_score: 10}}}}", "min_score must be below max_score"),
+        (f"{{function: judge, options: {{{JUDGE}, request: {{stream: true}}}}}}", "the judge sets this field itself"),
+        (f"{{function: judge, options: {{{JUDGE}, key_variable: 'sk-1 2'}}}}", "string should match pattern"),
+    ],
+)
+def test_wrong_option_is_refused(tmp_path: Path, reward: str, rule: str) -> None:
+    (message,) = complaints(tmp_path, reward)
+    assert f"  rule: {rule}" in message
+
+
+def test_url_with_credentials_is_refused_without_showing_them(tmp_path: Path) -> None:
+    (message,) = complaints(tmp_path, "{function: judge, options: {url: 'http://me:secret@host/v1', model: m}}")
+    assert "rule: a URL must not contain credentials" in message
+    assert "secret" not in message
+
+
+def test_penalty_must_begin_within_the_length_of_completions(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("name: a\nnum_steps: 3\n")
+    rewards = "data.rewards={r: {function: overlong, options: {cache_tokens: 27}}}"
+    broken = list(broken_rules(load_config(tmp_path / "run.yaml", [rewards])))
+    assert [str(rule) for rule in broken] == [
+        "data.rewards.r.options.cache_tokens=27: the penalty must begin within max_tokens, which is 26. "
+        "Set cache_tokens to at most 26."
+    ]
+    assert list(broken_rules(load_config(tmp_path / "run.yaml", [rewards, "rollout.max_new_tokens=27"]))) == []
+
+
+def test_key_of_the_judge_must_be_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text(
+        f"name: a\nnum_steps: 3\ndata: {{rewards: {{r: {{function: judge, options: {{{JUDGE}, key_variable: MY_KEY}}}}}}}}\n"
+    )
+    config = load_config(tmp_path / "run.yaml")
+    monkeypatch.delenv("MY_KEY", raising=False)
+    assert [str(rule) for rule in broken_rules(config)] == [
+        'data.rewards.r.options.key_variable="MY_KEY": the environment variable must hold the API key, but it is not set. '
+        "Export MY_KEY where the run starts."
+    ]
+    monkeypatch.setenv("MY_KEY", "secret")
+    assert list(broken_rules(config)) == []
+    assert "secret" not in config.model_dump_json()
+
+
+def test_missing_package_of_math_verify_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text("name: a\nnum_steps: 3\ndata: {rewards: {r: math_verify}}\n")
+    find = packages.installed_version
+    monkeypatch.setattr(packages, "installed_version", lambda name: None if name == "math-verify" else find(name))
+    assert [str(rule) for rule in broken_rules(load_config(tmp_path / "run.yaml"))] == [
+        'data.rewards.r.function="math_verify": the package math-verify must be installed. Pip install "titanrl[math]".'
+    ]
+
+
+def test_prompts_need_answers_only_for_rewards_that_use_them() -> None:
+    def needs(**reward: object) -> bool:
+        return DataConfig(rewards={"r": RewardConfig.model_validate(reward)}).compares_with_answer
+
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    assert needs(function="math_verify")
+    assert needs(function="judge", options=judge)
+    assert not needs(function="judge", options={**judge, "prompt": "{question} {completion}"})
+    assert not needs(function="regex", options={"pattern": "a"})
+    assert not needs(function="repetition")
+
+
+def test_weight_of_a_part_is_the_product_of_both_weights() -> None:
+    judge = {"function": "a.b:judge", "weight": 0.5, "weights": {"style": 0.1}}
+    data = DataConfig.model_validate({"rewards": {"right": "exact", "judge": judge}})
+    names = ("right", "judge", "judge/style", "judge/facts", "gone", "gone/part")
+    assert [data.weight_of(name) for name in names] == [1.0, 0.5, 0.05, 0.5, 0.0, 0.0]
+    assert DataConfig().weight_of("answer") == 1.0

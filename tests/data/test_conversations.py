@@ -1,0 +1,129 @@
+"""Masks of conversations: exactly what the model would have generated, after exactly the prompt that it would have got."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from tests.data.conftest import REPLY, TURNS, with_template
+from titanrl.config.choices import TrainOn
+from titanrl.data.conversations import render_conversation
+from titanrl.data.jsonl import BadLine
+from titanrl.data.messages import read_messages
+from titanrl.data.recipe import ALPHABET, EOS_ID
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+
+# Like the templates of models that think: the thoughts of earlier messages are left out.
+FORGETTING = TURNS.replace("m.content", "m.content if loop.last else m.content.split(';')[-1]")
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    """Return a conversation in which user and assistant take turns."""
+    return [{"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)]
+
+
+def trained(tokenizer: Tokenizer, messages: list[dict[str, str]], train_on: TrainOn) -> list[str]:
+    """Return the text of each run of trained tokens."""
+    example = render_conversation(tokenizer, messages, train_on)
+    runs = groupby(zip(example.token_ids.tolist(), example.mask.tolist(), strict=True), key=lambda pair: pair[1])
+    return ["".join(tokenizer.token_text(token) for token, _ in run) for is_trained, run in runs if is_trained]
+
+
+def test_mask_covers_the_replies_and_the_tokens_that_end_them(chat: Tokenizer) -> None:
+    messages = [
+        {"role": "system", "content": "Add."},
+        *conversation("1+2", "3", "4+5", "9"),
+        {"role": "user", "content": "Bye"},
+    ]
+    assert trained(chat, messages, "assistant") == ["3<eos>", "9<eos>"]
+    assert trained(chat, messages, "last") == ["9<eos>"]
+    (everything,) = trained(chat, messages, "all")
+    assert everything == chat.chat_text(messages, reply_follows=False)
+
+
+def test_tokens_end_with_the_last_reply(chat: Tokenizer) -> None:
+    example = render_conversation(chat, [*conversation("1+2", "3"), {"role": "user", "content": "Bye"}], "assistant")
+    # 2 + 0x33 - 0x20 is the id of '3'.
+    assert example.token_ids.tolist() == [*chat.encode("[user] 1+2<eos> [assistant] "), 21, EOS_ID]
+    assert example.mask.tolist() == [False] * (len(example.token_ids) - 2) + [True, True]
+
+
+@settings(deadline=None, max_examples=40)
+@given(contents=st.lists(st.text(ALPHABET, max_size=9), min_size=2, max_size=7), has_system=st.booleans())
+def test_each_reply_follows_the_prompt_of_its_generation(chat: Tokenizer, contents: list[str], has_system: bool) -> None:
+    messages = [{"role": "system", "content": "Add."}] * has_system + conversation(*contents)
+    example = render_conversation(chat, messages, "assistant")
+    expected = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = chat.render_chat(messages[:index])
+            expected += [False] * (len(prompt) - len(expected)) + [True] * (len(message["content"]) + 1)
+            assert example.token_ids[: len(expected)].tolist() == [*prompt, *chat.encode(message["content"]), EOS_ID]
+    assert example.mask.tolist() == expected
+
+
+def test_template_that_changes_earlier_messages_is_refused_unless_only_the_last_reply_is_trained(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, FORGETTING + REPLY)
+    messages = conversation("1+2", "1,2;3", "4+5", "4,5;9")
+    with pytest.raises(BadLine, match=r"does not extend the conversation verbatim at messages\[1\]") as refused:
+        render_conversation(tokenizer, messages, "assistant")
+    assert refused.value.fix == "set sft.train_on to last"
+    assert trained(tokenizer, messages, "last") == ["4,5;9<eos>"]
+    assert "[assistant] 3<eos>" in "".join(trained(tokenizer, messages, "all"))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "problem"),
+    [
+        (TURNS.replace("<eos>", "") + REPLY, conversation("1+2", "3"), "ends messages[1] with no special token"),
+        (
+            "{{ raise_exception('no system') }}",
+            conversation("1+2", "3"),
+            "the chat template rejects the conversation: no system",
+        ),
+        (TURNS + REPLY, conversation("1+2"), "no message has the role assistant"),
+        (TURNS + REPLY, conversation("1+2", "caf\u00e9"), "no token for some characters"),
+        (TURNS + "{% if add_generation_prompt %}[bot] {% endif %}", conversation("1", "2"), "verbatim at messages[1]"),
+    ],
+)
+def test_unsuitable_conversation_is_refused(tmp_path: Path, template: str, messages: Any, problem: str) -> None:
+    with pytest.raises(BadLine) as refused:
+        render_conversation(with_template(tmp_path, template), messages, "assistant")
+    assert problem in refused.value.problem
+
+
+def test_reply_that_shares_a_token_with_its_prompt_is_refused(tmp_path: Path) -> None:
+    letters = sorted({*ALPHABET})
+    vocab = {token: index for index, token in enumerate(["<eos>", *letters, " 3"])}
+    backend = Backend(models.BPE(vocab, [(" ", "3")]))
+    backend.pre_tokenizer = pre_tokenizers.Split("]", "merged_with_previous")
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TURNS + REPLY}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert trained(tokenizer, conversation("3", "5"), "assistant") == ["5<eos>"]
+    with pytest.raises(BadLine, match=r"messages\[1\] shares a token with the text before it"):
+        render_conversation(tokenizer, conversation("5", "3"), "assistant")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("Hi", "messages must be a list of messages"),
+        ([], "messages must be a list of messages"),
+        (["Hi"], "messages[0] must be an object, got str"),
+        ([{"role": "bot", "content": "Hi"}], 'messages[0].role must be one of system, user, assistant, tool, got "bot"'),
+        ([{"role": "user"}], "messages[0].content must be a string, got null"),
+    ],
+)
+def test_wrong_messages_are_named(content: Any, problem: str) -> None:
+    with pytest.raises(BadLine) as refused:
+        read_messages(content)
+    assert refused.value.problem == problem

@@ -1,0 +1,144 @@
+"""Prompts of the user, by import path, by file and as objects."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanrl.config.data import DataConfig
+from titanrl.data.own_prompts import Prompts, read_own_prompts
+from titanrl.data.streams import PromptStream, is_heldout, make_stream
+from titanrl.data.tokenizer import Tokenizer
+from titanrl.plugins import Plugin, plugin_of
+
+MODULE = """
+def squares(seed, *, largest=100):
+    return [{"prompt": f"{seed} + {n} =", "answer": str(seed + n), "level": n} for n in range(largest)]
+LIST = squares(0)
+"""
+
+
+def entries(source: object, **options: object) -> list[dict[str, Any]]:
+    plugin = plugin_of("data.source", source)
+    assert plugin is not None
+    return list(read_own_prompts(plugin, 7, options, needs_answer=False))
+
+
+def stream_of(source: object, tokenizer: Tokenizer, seed: int = 7, **changes: Any) -> PromptStream:
+    plugin = plugin_of("data.source", source)
+    assert plugin is not None
+    config = DataConfig(source="object:prompts", task="sums", **changes)
+    return make_stream(config, tokenizer, seed, {"data.source": plugin})
+
+
+def test_item_becomes_an_entry() -> None:
+    items = [
+        {"prompt": "1 + 1 =", "answer": "2", "level": 3},
+        {"question": "2 + 2 =", "metadata": {"level": 4}},
+        {"question": "3 + 3 =", "answer": "6", "metadata": {"level": 4}, "tags": ["a"]},
+    ]
+    assert entries(items) == [
+        {"question": "1 + 1 =", "answer": "2", "metadata": {"level": 3}},
+        {"question": "2 + 2 =", "answer": None, "metadata": {"level": 4}},
+        {"question": "3 + 3 =", "answer": "6", "metadata": {"level": 4, "tags": ["a"]}},
+    ]
+
+
+class Table:
+    """A sequence of the user's own, and a callable."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Mapping[str, str]:
+        if index >= 2:
+            raise IndexError(index)
+        return {"prompt": f"{index} =", "answer": str(index)}
+
+
+class TableSource:
+    def __call__(self, seed: int) -> Table:
+        return Table()
+
+
+@pytest.mark.parametrize("source", [Table(), Table, TableSource(), lambda seed: Table(), lambda seed: tuple(Table())])
+def test_source_is_a_sequence_or_is_called_for_one(source: object) -> None:
+    if source is Table:
+        with pytest.raises(ValueError, match="wrong signature"):  # a class is called with the seed
+            entries(source)
+    else:
+        assert [entry["question"] for entry in entries(source)] == ["0 =", "1 ="]
+
+
+def test_seed_and_options_reach_the_function() -> None:
+    assert entries(lambda seed, *, start: [{"prompt": f"{seed} {start}"}], start=3)[0]["question"] == "7 3"
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_source_of_a_path_is_split_and_shuffled_like_a_file(
+    by_file: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made_prompts.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = f"{tmp_path}/made_prompts.py:squares" if by_file else "made_prompts:squares"
+    stream = make_stream(DataConfig(source=path, task="sums", options={"largest": 50}), tokenizer, seed=7)
+    num, questions = stream.num_prompts, {f"7 + {n} =" for n in range(50)}
+    heldout = {prompt.text for prompt in stream.heldout(50 - num)}
+    assert heldout == {question for question in questions if is_heldout(question, 0.2)}
+    epochs = [[stream[index].text for index in range(start, start + num)] for start in (0, num)]
+    assert epochs[0] != epochs[1]
+    assert set(epochs[0]) == set(epochs[1]) == questions - heldout
+    prompt = stream[3]
+    assert (prompt.index, prompt.task) == (3, "sums")
+    assert list(prompt.token_ids) == tokenizer.encode(prompt.text)
+    assert prompt.entry["answer"] == str(7 + prompt.entry["metadata"]["level"])
+
+
+def test_list_of_a_module_is_a_source(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "listed_prompts.py").write_text(MODULE)
+    plugin = Plugin(key="data.source", name=f"{tmp_path}/listed_prompts.py:LIST")
+    stream = make_stream(DataConfig(source=plugin.name), tokenizer, seed=7, plugins={"data.source": plugin})
+    assert stream[0].text.startswith("0 + ")
+
+
+def test_stream_depends_only_on_seed_and_index(tokenizer: Tokenizer) -> None:
+    def sums(seed: int) -> list[dict[str, str]]:
+        return [{"prompt": f"{seed} + {n} =", "answer": str(seed + n)} for n in range(40)]
+
+    one, two = stream_of(sums, tokenizer), stream_of(sums, tokenizer)
+    assert [one[index] for index in (0, 5, 50)] == [two[index] for index in (0, 5, 50)]
+    assert stream_of(sums, tokenizer, seed=8)[0].text.startswith("8 + ")
+
+
+def test_equal_and_long_questions_are_dropped(tokenizer: Tokenizer) -> None:
+    items = [{"prompt": "1 + 2 =", "answer": "3"}, {"prompt": "1 + 2 =", "answer": "4"}, {"prompt": "1" * 65, "answer": "0"}]
+    stream = stream_of(items, tokenizer)
+    assert (stream.num_prompts, stream[0].entry["answer"]) == (1, "3")
+
+
+def test_missing_answer_is_an_error_only_for_a_reward_that_compares(tokenizer: Tokenizer) -> None:
+    items = [{"prompt": f"{n} =", "answer": "1"} for n in range(20)] + [{"prompt": "5 + 5 ="}]
+    with pytest.raises(ValueError, match=r"item 20: answer is missing. Give every item the key answer, or set data\.rewards"):
+        stream_of(items, tokenizer)
+    assert stream_of(items, tokenizer, rewards={"own": {"function": "a:b"}}).num_prompts > 0
+
+
+def test_list_that_cannot_be_read_is_reported_with_its_item() -> None:
+    class Columns(dict[str, list[str]]):
+        pass
+
+    class Broken(Table):
+        def __len__(self) -> int:
+            return 3
+
+    with pytest.raises(ValueError, match="item 2: reading it raised IndexError: 2"):
+        entries(Broken())
+    with pytest.raises(ValueError, match="must return a list of prompts, got Columns"):
+        entries(lambda seed: Columns(prompt=["1 =", "2 ="]))
+
+
+def test_text_is_no_list_of_prompts() -> None:
+    assert isinstance("text", Prompts)
+    with pytest.raises(ValueError, match="must return a list of prompts, got str"):
+        entries(lambda seed: "text")

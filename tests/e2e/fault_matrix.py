@@ -1,0 +1,153 @@
+"""The cells of the fault matrix, and its table in the documentation: `python -m tests.e2e.fault_matrix FILE`.
+
+FILE is what `tests/e2e/test_fault_matrix.py` has written.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- matrix: python -m tests.e2e.fault_matrix FILE -->", "<!-- end of matrix -->"
+DOCUMENT = Path(__file__).parents[2] / "docs/faults.md"
+
+PARTS = {
+    "generator": "generator rank",
+    "rollout": "rollout worker with its storage shard",
+    "scoring": "scoring process",
+    "trainer": "trainer rank",
+    "store": "store process",
+}
+FAULTS = ("kill -9", "SIGSTOP", "segfault", "os._exit", "busy loop", "unpicklable exception", "out of memory")
+SIGNALS = ("kill -9", "SIGSTOP")
+"""Faults that one process can cause in another one."""
+TRIGGERS = {
+    "rollout": "StorageShard.put",
+    "forward/backward": "PolicyTrainer.forward_backward",
+    "push": "PolicyTrainer.push_weights",
+    "pull": "Generator.pull_weights",
+    "checkpoint": "PolicyTrainer.save_checkpoint",
+    "evaluation": "RolloutWorker.evaluate",
+}
+"""Endpoint whose call begins each phase of a step. Whatever process it runs in sends the signal to the victim."""
+OWN_TRIGGERS = {
+    ("generator", "start"): "Generator.start",
+    ("generator", "rollout"): "Generator.generate",
+    ("generator", "pull"): "Generator.pull_weights",
+    ("rollout", "start"): "RolloutWorker.start",
+    ("rollout", "rollout"): "StorageShard.put",
+    ("rollout", "forward/backward"): "StorageShard.get",
+    ("rollout", "checkpoint"): "StorageShard.save",
+    ("rollout", "evaluation"): "RolloutWorker.evaluate",
+    ("scoring", "rollout"): "reward",
+    ("trainer", "start"): "PolicyTrainer.load_model",
+    ("trainer", "forward/backward"): "PolicyTrainer.forward_backward",
+    ("trainer", "push"): "PolicyTrainer.push_weights",
+    ("trainer", "checkpoint"): "PolicyTrainer.save_checkpoint",
+    ("store", "rollout"): "ReplayBuffer.commit",
+    ("store", "pull"): "ReplayBuffer.release",
+    ("store", "checkpoint"): "ReplayBuffer.save",
+}
+"""Endpoint by which each part itself works in a phase; `reward` is the reward function."""
+MAIN = {"generator": "rollout", "rollout": "rollout", "scoring": "rollout", "trainer": "forward/backward", "store": "rollout"}
+"""Phase in which each part does most of its work."""
+PHASES = ("start", *TRIGGERS)
+MODES = ("sync", "async")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A fault of a part in a phase of a run."""
+
+    mode: str
+    part: str
+    fault: str
+    phase: str
+
+    @property
+    def trigger(self) -> str:
+        """Endpoint at whose call the fault happens."""
+        if self.is_own:
+            return OWN_TRIGGERS[self.part, self.phase]
+        return "PolicyTrainer.load_model" if self.phase == "start" else TRIGGERS[self.phase]
+
+    @property
+    def is_own(self) -> bool:
+        """True if the victim itself reaches the trigger. A scoring process may send no signal, not even to itself."""
+        is_forbidden = self.part == "scoring" and self.fault in SIGNALS
+        return (self.part, self.phase) in OWN_TRIGGERS and not is_forbidden
+
+    def reason_against(self) -> str:
+        """Return why the cell is not run; an empty text if it is."""
+        if self.part == "scoring" and self.phase == "start":
+            return "forked later"
+        if self.part == "scoring" and self.phase not in ("rollout", "evaluation"):
+            return "idle"
+        is_signal = self.fault in SIGNALS
+        if not is_signal and not self.is_own:
+            return "no code of its own"
+        is_main = self.phase == MAIN[self.part]
+        if self.fault in ("segfault", "os._exit") and not is_main:
+            return "as kill -9"
+        if self.fault == "out of memory" and not is_main:
+            return "as an exception"
+        if self.phase == "start" and (not is_signal or self.mode == "sync"):
+            return "as kill -9" if not is_signal else "as async"
+        if self.mode == "sync" and self.fault != "kill -9" and not is_main:
+            return "as async"
+        return ""
+
+
+def cells(mode: str, *, at_start: bool = False) -> list[Cell]:
+    """Return the cells to run in one mode, either those at the start of a run, or all others."""
+    phases = [phase for phase in PHASES if (phase == "start") == at_start]
+    every = [Cell(mode, part, fault, phase) for fault in FAULTS for part in PARTS for phase in phases]
+    return [cell for cell in every if not cell.reason_against()]
+
+
+def main() -> None:
+    """Write the table of a result into the documentation."""
+    result = json.loads(Path(sys.argv[1]).read_text())
+    text = DOCUMENT.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{rendered(result)}\n{END}{after}")
+
+
+def rendered(result: Mapping[str, Any]) -> str:
+    """Return the tables of both modes, and where they were measured."""
+    outcomes = {(row["mode"], row["part"], row["fault"], row["phase"]): row for row in result["cells"]}
+    tables = [table(mode, outcomes) for mode in MODES]
+    machine = result["machine"]
+    where = f"Measured on {machine['cores']} cores of an {machine['processor']}, commit {machine['commit']}."
+    return "\n\n".join([*tables, where])
+
+
+def table(mode: str, outcomes: Mapping[tuple[str, str, str, str], Mapping[str, Any]]) -> str:
+    """Return the table of one mode: a row for each fault of each part."""
+    title = "Synchronous:" if mode == "sync" else "Asynchronous (`max_staleness: 1`):"
+    lines = [f"| fault | of | {' | '.join(PHASES)} |", "|---|---|" + "---|" * len(PHASES)]
+    for fault in FAULTS:
+        for part, name in PARTS.items():
+            row = [Cell(mode, part, fault, phase) for phase in PHASES]
+            lines.append(f"| {fault} | {name} | {' | '.join(shown(row, outcomes))} |")
+    return "\n".join([title, "", *lines])
+
+
+def shown(row: Iterable[Cell], outcomes: Mapping[tuple[str, str, str, str], Mapping[str, Any]]) -> Sequence[str]:
+    """Return the texts of the cells of a row."""
+    texts = []
+    for cell in row:
+        outcome = outcomes.get((cell.mode, cell.part, cell.fault, cell.phase))
+        if outcome is None:
+            texts.append(cell.reason_against() or "not run")
+            continue
+        seconds = [outcome["noticed_s"], outcome["recovered_s"]]
+        texts.append(f"{outcome['outcome']} {' / '.join('-' if value is None else f'{value:.1f}' for value in seconds)} s")
+    return texts
+
+
+if __name__ == "__main__":
+    main()

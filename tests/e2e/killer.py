@@ -1,0 +1,61 @@
+"""A hook that kills processes of its run, for tests: `KILL` names roles, moments and steps, as in `trainer:after_step:1`."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import titanrl
+from titanrl.types import EvaluationResult, StepMetrics
+
+
+class Killer(titanrl.Hook):
+    """Kills each process once, although a restart makes the hook again and takes the step again."""
+
+    def before_step(self, run: Any) -> None:
+        """Kill what is due before a step."""
+        os.environ["KILL_RUN"] = str(run.run_dir)
+        self._kill(run, "before_step")
+
+    def after_step(self, run: Any, metrics: StepMetrics) -> None:
+        """Kill what is due after a step."""
+        self._kill(run, "after_step")
+
+    def after_evaluation(self, run: Any, result: EvaluationResult) -> None:
+        """Kill what is due after an evaluation."""
+        self._kill(run, "after_evaluation")
+
+    def after_checkpoint(self, run: Any, folder: Path) -> None:
+        """Kill what is due after a checkpoint."""
+        self._kill(run, "after_checkpoint")
+
+    def _kill(self, run: Any, moment: str) -> None:
+        killed = run.run_dir / "killed.txt"
+        for wanted in os.environ["KILL"].split():
+            role, when, step = wanted.split(":")
+            if (when, int(step)) == (moment, run.state.step) and wanted not in (killed.read_text() if killed.exists() else ""):
+                with killed.open("a") as file:
+                    file.write(f"{wanted}\n")
+                os.kill(pid_of(run.run_dir, role), signal.SIGKILL)
+
+
+def pid_of(run_dir: Path, role: str) -> int:
+    """Return the first process of a role, or an emulated host, as in `host-generators-1`."""
+    if not role.startswith("host-"):
+        return int((run_dir / "logs" / f"{role}_0.pid").read_text().split()[0])
+    address = f"/{role.removeprefix('host-')}"
+    (host,) = [child for child in psutil.Process().children() if any(part.endswith(address) for part in child.cmdline())]
+    return host.pid
+
+
+def after_the_batch_was_taken(group: titanrl.GroupRewards) -> list[float]:
+    """Return the rewards minus their mean; kill a rollout worker that has tokens of the first batch."""
+    run_dir = Path(os.environ["KILL_RUN"])
+    if not (run_dir / "killed.txt").exists():
+        (run_dir / "killed.txt").touch()
+        for number in (0, 1):
+            os.kill(pid_of(run_dir, f"rollout_{number}"), signal.SIGKILL)
+    mean = sum(group.rewards) / len(group.rewards)
+    return [reward - mean for reward in group.rewards]

@@ -1,0 +1,79 @@
+"""Distillations by the command: from the model of a finished run into a smaller one."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import REPO, Finished
+from titanrl.types import FloatArray
+
+STUDENT = ("warm_start=null", "model.recipe.num_layers=1", "rollout.groups_per_step=4", "evaluation.num_prompts=16")
+RUN = (
+    *("num_steps=4", "checkpoint.every_steps=2", "evaluation.every_steps=0", "logging.console=plain"),
+    *("algorithm.learning_rate=3e-3", "algorithm.num_warmup_steps=0"),
+)
+
+
+def distill(folder: Path, *arguments: str) -> Finished:
+    """Run the command in `folder`; its run is `runs/distill_quickstart`."""
+    command = [sys.executable, "-m", "titanrl.cli", "distill", *arguments]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280, check=False)
+    return Finished(done.returncode, done.stdout + done.stderr, folder / "distill_quickstart")
+
+
+def start(teacher: Path, folder: Path, *overrides: str) -> Finished:
+    places = (f"distill.teacher.path={teacher}", f"output_dir={folder}", f"cache_dir={folder}/cache")
+    return distill(folder, "--config", "distill_quickstart", *STUDENT, *RUN, *places, *overrides)
+
+
+@pytest.fixture(scope="module")
+def finished(plain_run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A distillation of the plain run's model."""
+    finished = start(plain_run.run_dir / "checkpoints/final", tmp_path_factory.mktemp("distill"))
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def test_distillation_approaches_its_teacher_and_leaves_the_files_of_a_run(finished: Finished) -> None:
+    first, *_, last = finished.steps
+    assert first["policy/kl_teacher"] > 1.0  # random weights
+    assert last["policy/kl_teacher"] < first["policy/kl_teacher"]
+    assert first["loss/policy"] == pytest.approx(first["policy/kl_teacher"], rel=1e-4)
+    assert max(row["mismatch/logprob_abs_max"] for row in finished.steps) < 1e-3
+    assert [row["version"] for row in finished.steps] == [1, 2, 3, 4]
+    assert "kl_teacher" in finished.output
+    kinds = [event["kind"] for event in finished.events()]
+    assert kinds == ["start", "teacher", *["publication", "publication", "checkpoint"] * 2, "end"]
+    assert len(finished.evaluations()) == 2
+    assert (finished.run_dir / "checkpoints/final/config.json").is_file()
+    assert (finished.run_dir / "report.html").is_file()
+
+
+def test_recorded_groups_have_the_mean_advantage_of_each_completion(finished: Finished) -> None:
+    groups = finished.rollouts()
+    lines = (finished.run_dir / "advantages.jsonl").read_text().splitlines()
+    advantages = [json.loads(line) for line in lines]
+    assert [group["index"] for group in groups] == [row["index"] for row in advantages] == [0, 1, 4, 5, 8, 9, 12, 13]
+    for group, row in zip(groups, advantages, strict=True):
+        assert len(group["completions"]) == len(row["advantages"]) == 4
+        assert (group["version"], row["step"]) == (row["version"], row["version"] + 1)
+
+
+def curve(finished: Finished) -> FloatArray:
+    names = ("policy/kl_teacher", "reward/mean", "grad/norm", "tokens/response_len_mean")
+    return np.array([[row[name] for name in names] for row in finished.steps])
+
+
+def test_resumed_distillation_continues_the_same_curve(finished: Finished, tmp_path: Path) -> None:
+    run_dir = tmp_path / "distill_quickstart"
+    shutil.copytree(finished.run_dir, run_dir)
+    shutil.rmtree(run_dir / "checkpoints/step-4")
+    resumed = distill(tmp_path, "--resume", str(run_dir))
+    assert resumed.code == 0, resumed.output
+    assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4]
+    assert np.array_equal(curve(resumed), curve(finished))

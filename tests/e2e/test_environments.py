@@ -1,0 +1,89 @@
+"""Runs in environments: a policy that calls a tool, and environments that fail."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import REPO, SMALL, Finished, Start
+
+FAILURES = ("environment_error", "timeout", "reward_error")
+ENVIRONMENT = Path(__file__).with_name("flaky.py")
+
+
+def trained_groups(run: Finished) -> list[dict[str, Any]]:
+    """Return the recorded groups of batches; a next round may have begun when the run ended."""
+    return [group for group in run.rollouts() if group["index"] < run.steps[-1]["count/prompts"]]
+
+
+def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: Start) -> None:
+    run = start_run(
+        "tools",
+        "data.environment={function: calculator, max_turns: 3}",
+        "data.task_config={min_terms: 3, max_terms: 3, min_digits: 2, max_digits: 2}",
+        "warm_start.num_steps=120",
+        "warm_start.num_long_only_steps=90",
+        "rollout.num_workers=2",
+        "logging.rollouts_per_step=8",
+        "num_steps=3",
+    ).finish()
+    assert run.code == 0, run.output
+    groups = trained_groups(run)
+    conversations = [completion["messages"] for group in groups for completion in group["completions"]]
+    with_call = [messages for messages in conversations if len(messages) > 2]
+    assert with_call, "no episode has a tool call"
+    roles = [message["role"] for message in with_call[0]]
+    assert roles[:3] == ["user", "assistant", "tool"]
+    assert with_call[0][1]["tool_calls"][0]["function"]["name"] == "calculate"
+    for step in run.steps:
+        assert step["mismatch/logprob_abs_max"] < 1e-4, "the trainer sees the tokens that the generator sampled"
+        assert 1.0 <= step["episode/turns_mean"] <= 3.0
+    turns = sum(message["role"] == "assistant" for messages in conversations for message in messages)
+    assert run.steps[-1]["count/environment_steps"] == turns
+    assert run.steps[-1]["count/rollouts"] == len(conversations) == 3 * 64
+
+
+def test_failures_of_environments_are_retried_counted_and_never_trained_on(
+    start_run: Start, plain_run: Finished, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    run = start_run(
+        "flaky",
+        *plain_run.as_start,
+        f"data.environment={{function: {ENVIRONMENT}:Flaky, step_timeout_s: 0.5, retries: 1}}",
+        "data.rewards={answer: reasoning_gym}",
+        "logging.rollouts_per_step=8",
+        "num_steps=3",
+        FLAKY_LOG=str(log),
+    ).finish()
+    assert run.code == 0, run.output
+    noted = [line.split() for line in log.read_text().splitlines()]
+    trained = {str(index) for index in range(int(run.steps[-1]["count/prompts"]))}
+    injected = Counter(outcome for outcome, index in noted if index in trained)
+    counted = {name: sum(step[f"episode/{name}_frac"] * step["episode/count"] for step in run.steps) for name in FAILURES}
+    assert counted == pytest.approx({name: injected[name] for name in FAILURES})
+    assert all(counted.values())
+    assert sum(step["episode/count"] for step in run.steps) == injected.total()
+    completions = [completion for group in trained_groups(run) for completion in group["completions"]]
+    assert sum(completion["reward"] is not None for completion in completions) == injected["ok"]
+    assert len(completions) == 3 * 64 > injected["ok"]
+    assert any(event["kind"] == "scorer_error" for event in run.events())
+    assert "have no reward, and are left out" in run.output
+
+
+def test_example_trains_in_an_environment_from_python(plain_run: Finished, tmp_path: Path) -> None:
+    overrides = [*SMALL, *plain_run.as_start, "num_steps=2", f"output_dir={tmp_path}", f"cache_dir={tmp_path}"]
+    command = [sys.executable, str(REPO / "examples/second_try/train.py"), *overrides]
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    finished = Finished(0, done.stdout, tmp_path / "second_try")
+    for row in finished.steps:
+        assert 1.0 < row["episode/turns_mean"] <= 2.0
+        assert row["reward/mean"] == pytest.approx(row["reward/right"])
+    conversations = [completion["messages"] for group in finished.rollouts() for completion in group["completions"]]
+    assert {len(messages) for messages in conversations} == {2, 4}

@@ -1,0 +1,275 @@
+"""Every kind of fault of every kind of process in every phase of a run; many faults one after another in the same run.
+
+The result is written to the file that the variable `FAULT_MATRIX` names. `FAULT_CELLS` selects cells by a part of their name.
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos import sample_figures
+from benchmarks.machine import describe_machine
+from benchmarks.victims import Victim, events, is_recovery, victims
+from tests.e2e.conftest import REPO, Command, Finished, Start
+from tests.e2e.fault_matrix import Cell, cells
+from titanrl.metrics.run_directory import read_metrics
+
+INJECTION = Path(__file__).parent / "injection"
+COMMON = (
+    "num_steps=100000",
+    "generator.replicas=2",
+    "rollout.num_workers=2",
+    "checkpoint.every_steps=4",
+    "checkpoint.on_interrupt=true",
+    "evaluation.every_steps=6",
+    "evaluation.num_prompts=16",
+    "logging.rollouts_per_step=8",
+    "logging.console=off",
+    "algorithm.learning_rate=1e-7",  # thousands of steps must not take the signal from the groups
+    "faults.max_respawns=10000",
+    "faults.min_stall_s=5",
+    "data.rewards={answer: reasoning_gym, fault: {function: fault_reward:score, weight: 0.0}}",
+)
+SETTINGS = {"sync": (), "async": ("max_staleness=1",)}
+HIT_LIMIT_S, OUTCOME_LIMIT_S, PROGRESS_LIMIT_S = 60.0, 120.0, 120.0
+"""Longest waits for a fault to happen, for its outcome, and for the next step."""
+WITHIN = {"forward/backward": 0.03, "evaluation": 0.1, "rollout": 0.01}
+"""Seconds between the begin of a phase and a fault that need not happen on the thread of an endpoint."""
+ENDS = ("kill -9", "segfault", "os._exit")
+"""Faults that end a process."""
+
+NOTICES = ("fault", "stall", "scorer_error", "respawn", "restart", "end")
+"""Events that show that a run has noticed a fault."""
+
+
+def wait_for(found: Callable[[], Any], limit_s: float) -> Any:
+    """Look until there is something; return None after the limit."""
+    limit = time.monotonic() + limit_s
+    while not (result := found()) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return result
+
+
+class Matrix:
+    """A run that is hit again and again, and continued where it ended."""
+
+    def __init__(self, start_run: Start, name: str, folder: Path, settings: tuple[str, ...]) -> None:
+        """Copy the code of the faults into a folder; start with `start`."""
+        self._start_run, self._name, self._settings = start_run, name, settings
+        self.folder = folder / name
+        shutil.copytree(INJECTION, self.folder)
+        self._environment = {"PYTHONPATH": f"{self.folder}:{REPO}"}
+        self.rows: list[dict[str, Any]] = []
+        self.command: Command
+        self._number = 0
+
+    def start(self, *, resume: bool = False) -> None:
+        """Start the run, or resume it."""
+        settings = () if resume else self._settings
+        self.command = self._start_run(self._name, *settings, resume=resume, **self._environment)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.command.run_dir
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the command has ended."""
+        return self.command.process.poll() is not None
+
+    def progress(self) -> float:
+        """Return the time of the last step that was recorded."""
+        file = self.run_dir / "metrics.jsonl"
+        times = [row["time"] for row in read_metrics(file) if "reward/mean" in row] if file.exists() else []
+        return times[-1] if times else 0.0
+
+    def wait_for_progress(self, since: float) -> bool:
+        """Wait for a step after a time; return False if there is none."""
+        wait_for(lambda: self.has_ended or self.progress() > since, PROGRESS_LIMIT_S)
+        return self.progress() > since
+
+    def hit(self, cell: Cell) -> None:
+        """Cause the fault of a cell, and record its outcome."""
+        begun = time.time()
+        self._number += 1
+        if not cell.is_own:
+            wait_for(lambda: self._candidates(cell), HIT_LIMIT_S)
+        victim = next(iter(sorted(self._candidates(cell), key=lambda victim: victim.part)), None)
+        is_aimed = victim is not None and (not cell.is_own or cell.part == "scoring")
+        siblings = set() if victim is None else victim.siblings()
+        can_delay = cell.fault not in ("busy loop", "unpicklable exception", "out of memory")
+        order = {
+            "id": self._number,
+            "point": cell.trigger,
+            "fault": cell.fault,
+            "pid": victim.process.pid if victim is not None and is_aimed else None,
+            "delay_s": WITHIN.get(cell.phase, 0.0) if can_delay else 0.0,
+        }
+        ordered = self._order(order)
+        hit = {"time": ordered} if cell.trigger == "reward" else self._wait_for_hit()
+        if hit is None:
+            outcome = {"outcome": "not hit", "noticed_s": None, "recovered_s": None, "text": ""}
+        else:
+            part = victim.part if victim is not None and is_aimed else Path(hit["log"]).stem.rpartition("_")[0]
+            outcome = self._outcome(cell, hit["time"], part, victim, siblings)
+        for name in ("command.json", "taken.json"):
+            (self.folder / "fault_reward" / name).unlink(missing_ok=True)
+        place = {"mode": cell.mode, "part": cell.part, "fault": cell.fault, "phase": cell.phase}
+        self.rows.append({**place, **outcome, "total_s": time.time() - begun})
+        print(json.dumps(self.rows[-1]), flush=True)
+        if outcome["outcome"] in ("not hit", "hangs"):  # the next faults need a run that works
+            self.command.process.kill()
+            self.command.finish()
+            self.rerun()
+
+    def _candidates(self, cell: Cell) -> list[Victim]:
+        return [victim for victim in victims(self.run_dir) if victim.kind == cell.part]
+
+    def _order(self, order: Mapping[str, Any]) -> float:
+        folder = self.folder / "fault_reward"
+        (folder / "hit.json").unlink(missing_ok=True)
+        (folder / "command.tmp").write_text(json.dumps(order))
+        (folder / "command.tmp").rename(folder / "command.json")
+        return time.time()
+
+    def _wait_for_hit(self) -> dict[str, Any] | None:
+        file = self.folder / "fault_reward" / "hit.json"
+        wait_for(lambda: file.exists() or self.has_ended, HIT_LIMIT_S)
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def _outcome(self, cell: Cell, hit_at: float, part: str, victim: Victim | None, siblings: set[int]) -> dict[str, Any]:
+        """Wait until the part works again, or the run has ended; then wait for the next step."""
+
+        def recovered() -> float | None:
+            times = [event["time"] for event in events(self.run_dir) if is_recovery(event, part, hit_at)]
+            if cell.part == "scoring" and victim is not None and victim.process.is_gone and victim.siblings() - siblings:
+                times.append(time.time())
+            return min(times, default=None)
+
+        def settled() -> bool:
+            return self.has_ended or recovered() is not None or (cell.fault not in (*ENDS, "SIGSTOP") and self._goes_on(hit_at))
+
+        wait_for(settled, OUTCOME_LIMIT_S)
+        at = recovered()
+        seen = [event for event in events(self.run_dir) if event["time"] >= hit_at]
+        noticed_s = min([event["time"] - hit_at for event in seen if event["kind"] in NOTICES], default=None)
+        if self.has_ended:
+            return self._ended(hit_at, noticed_s)
+        outcome, text = "restarted", next((event["cause"] for event in seen if "cause" in event), "")
+        if at is None:
+            outcome = "goes on" if self._goes_on(hit_at) else "hangs"
+        elif not self.wait_for_progress(at):
+            if self.has_ended:
+                return self._ended(hit_at, noticed_s)
+            outcome = "hangs"
+        elif not any(event["kind"] == "restart" for event in seen):
+            outcome = "replaced"
+        recovered_s = None if at is None else at - hit_at
+        return {"outcome": outcome, "noticed_s": noticed_s, "recovered_s": recovered_s, "text": text}
+
+    def _goes_on(self, hit_at: float) -> bool:
+        """Return True if steps are taken long after a fault that ended nothing."""
+        return self.progress() > hit_at + 8.0
+
+    def _ended(self, hit_at: float, noticed_s: float | None) -> dict[str, Any]:
+        """Return the outcome of a run that has ended, and resume it."""
+        ended, finished = time.time(), self.command.finish()
+        text = (finished.output.splitlines() or [""])[-1]
+        outcome = "ended by name" if finished.code == 1 and text.startswith("error: ") else f"exit code {finished.code}"
+        self.rerun()
+        return {"outcome": outcome, "noticed_s": noticed_s, "recovered_s": ended - hit_at, "text": text}
+
+    def rerun(self) -> None:
+        """Resume the run after its end."""
+        since = time.time()
+        self.start(resume=True)
+        assert self.wait_for_progress(since), self.command.finish().output
+
+    def finish(self) -> Finished:
+        """End the run with a checkpoint."""
+        self.command.process.send_signal(signal.SIGINT)
+        return self.command.finish()
+
+
+def write_rows(rows: list[dict[str, Any]]) -> None:
+    """Add cells to the file of the matrix, in place of earlier ones."""
+    if "FAULT_MATRIX" not in os.environ:
+        return
+    file = Path(os.environ["FAULT_MATRIX"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(file.read_text())["cells"] if file.exists() else []
+    kept = {(row["mode"], row["part"], row["fault"], row["phase"]): row for row in [*known, *rows]}
+    file.write_text(json.dumps({"machine": describe_machine(), "cells": list(kept.values())}, indent=2) + "\n")
+
+
+def selected(wanted: list[Cell]) -> list[Cell]:
+    """Return the cells to run."""
+    text = os.environ.get("FAULT_CELLS", "")
+    names = [f"{cell.mode} {cell.part} {cell.fault} {cell.phase}" for cell in wanted]
+    return [cell for cell, name in zip(wanted, names, strict=True) if all(word in name for word in text.split(","))]
+
+
+def surprises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the outcomes that should not be."""
+    expected = {"generator": {"replaced"}, "rollout": {"replaced"}, "scoring": {"replaced", "goes on"}}
+    always = {"busy loop", "unpicklable exception", "out of memory"}
+    odd = []
+    for row in rows:
+        fine = expected.get(row["part"], {"restarted"}) | (
+            {"replaced", "ended by name", "restarted", "goes on"} if row["fault"] in always else set()
+        )
+        if row["phase"] == "start":
+            fine = fine | {"ended by name"}
+        if row["outcome"] not in fine:
+            odd.append(row)
+    return odd
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("mode", list(SETTINGS))
+def test_faults_in_every_phase_cost_seconds_and_no_sample(
+    start_run: Start, plain_run: Finished, tmp_path: Path, mode: str
+) -> None:
+    if not (wanted := selected(cells(mode))):
+        pytest.skip("no such cells")
+    matrix = Matrix(start_run, f"faults-{mode}", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS[mode]))
+    matrix.start()
+    matrix.command.wait_for_step(5)  # after the first checkpoint
+    for cell in wanted:
+        matrix.hit(cell)
+        write_rows(matrix.rows)
+    finished = matrix.finish()
+    assert finished.code == 130, finished.output
+    trained = Counter(json.loads(line)["index"] for line in (finished.run_dir / "advantages.jsonl").read_text().splitlines())
+    assert max(trained.values()) == 1, "a prompt was trained on twice"
+    if mode == "async":  # only then a checkpoint has all groups
+        figures = sample_figures(finished.run_dir, finished.steps[-1])
+        assert (figures["samples_lost"], figures["samples_duplicated"]) == (0, 0), figures
+    assert max(row["staleness/max"] for row in finished.steps) <= len(SETTINGS[mode])
+    assert surprises(matrix.rows) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_faults_at_the_start_end_the_run_by_name(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+    rows = []
+    for number, cell in enumerate(selected(cells("async", at_start=True))):
+        matrix = Matrix(start_run, f"start-{number}", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS["async"]))
+        matrix.rerun = lambda: None  # type: ignore[method-assign]
+        matrix.start()
+        matrix.hit(cell)
+        if not matrix.has_ended:
+            matrix.finish()
+        rows += matrix.rows
+        write_rows(matrix.rows)
+    assert surprises(rows) == []

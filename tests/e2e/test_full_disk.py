@@ -1,0 +1,106 @@
+"""Runs whose directory becomes full, read-only or vanishes: one last line with path and cause, and whole checkpoints stay."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REPO
+from titanrl.launch.progress import resumable
+from titanrl.metrics.run_directory import read_metrics
+
+HOOKS = """
+import shutil
+
+import titanrl
+
+
+class FullCheckpoint(titanrl.Hook):
+    def after_checkpoint(self, run, folder):
+        if folder.name == "step-1":
+            full = run.run_dir / "full"  # a folder of the run's own would be deleted before the checkpoint is written
+            full.mkdir()
+            (full / "__0_0.distcp").symlink_to("/dev/full")
+            (folder.parent / "step-2").symlink_to(full)
+
+
+class FullExport(titanrl.Hook):
+    def after_checkpoint(self, run, folder):
+        if folder.name == "step-3":
+            (folder.parent / "final.partial").symlink_to("/dev/full")
+
+
+class FullEvents(titanrl.Hook):
+    def after_step(self, run, metrics):
+        events = run.recorder.directory.events
+        events.unlink(missing_ok=True)
+        events.symlink_to("/dev/full")
+
+
+class Deleted(titanrl.Hook):
+    def after_step(self, run, metrics):
+        shutil.rmtree(run.run_dir)
+"""
+
+
+def fine_tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `titanrl sft` with a tiny model of random weights, three steps and a checkpoint after each."""
+    (folder / "breaking.py").write_text(HOOKS)
+    small = (
+        "model.recipe.num_layers=1",
+        "num_steps=3",
+        "sft.batch_size=4",
+        "checkpoint.every_steps=1",
+        "evaluation.num_prompts=8",
+    )
+    start = ("--config", "sft_quickstart", *small, "logging.console=plain", f"cache_dir={folder}/cache")
+    arguments = arguments if "--resume" in arguments else (*start, f"output_dir={folder}/runs", *arguments)
+    command = [sys.executable, "-m", "titanrl.cli", "sft", *arguments]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+
+
+def last_line(finished: subprocess.CompletedProcess[str]) -> str:
+    assert finished.returncode == 1, finished.stdout + finished.stderr
+    assert "Traceback" not in finished.stdout + finished.stderr
+    return finished.stderr.splitlines()[-1]
+
+
+def test_full_disk_at_a_checkpoint_keeps_the_one_before(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "sft_quickstart"
+    last = last_line(fine_tune(tmp_path, f"hooks=[{tmp_path}/breaking.py:FullCheckpoint]"))
+    assert last.startswith(f"error: StorageError: cannot save a checkpoint in {run_dir}/checkpoints: ")
+    assert "No space left on device" in last or "file write failed" in last
+    assert resumable(run_dir).state.step == 1
+    resumed = fine_tune(tmp_path, "--resume", str(run_dir), "hooks=[]")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "continuing from step 1, the newest whole checkpoint (step-2: commit.json is missing" in resumed.stderr
+    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss/train" in row] == [1, 2, 3]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["final", "step-2", "step-3", "unusable-2"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "file", "cause"),
+    [
+        ("Deleted", "metrics.jsonl", "FileNotFoundError: [Errno 2] deleted while the run was writing to it"),
+        pytest.param("FullEvents", "events.jsonl", "OSError: [Errno 28] No space left on device", marks=pytest.mark.slow),
+        pytest.param("FullExport", "checkpoints/final", "StorageError: cannot export the model", marks=pytest.mark.slow),
+    ],
+)
+def test_lost_directory_or_full_disk_is_the_last_line(hook: str, file: str, cause: str, tmp_path: Path) -> None:
+    last = last_line(fine_tune(tmp_path, f"hooks=[{tmp_path}/breaking.py:{hook}]"))
+    assert last.startswith(f"error: {cause}")
+    assert str(tmp_path / "runs" / "sft_quickstart" / file) in last
+
+
+def test_run_directory_that_cannot_be_made_is_the_last_line(tmp_path: Path) -> None:
+    # root may write anywhere, except where the kernel itself refuses.
+    finished = fine_tune(tmp_path, "output_dir=/proc/runs")
+    assert finished.returncode == (1 if os.geteuid() == 0 else 2)
+    assert "Traceback" not in finished.stdout + finished.stderr
+    assert "/proc" in finished.stderr
+    if finished.returncode == 1:
+        assert last_line(finished).startswith("error: FileNotFoundError: [Errno 2] No such file or directory: '/proc/runs")
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)

@@ -1,0 +1,172 @@
+"""Runs whose processes are killed: parts are replaced, or the run continues from its last checkpoint; nothing else changes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import REPO, Finished, Start
+from tests.e2e.exactly_once import OVERLAPPING, check_every_prompt_once, check_files
+from tests.e2e.test_kill_anywhere import curve, weights
+
+KILLER = f"hooks=[{REPO}/tests/e2e/killer.py:Killer]"
+
+
+def restarts(run: Finished) -> list[tuple[str, int, int]]:
+    """Return part, step and checkpoint of each restart."""
+    return [(event["part"], event["step"], event["from_step"]) for event in run.events() if event["kind"] == "restart"]
+
+
+def check_same(run: Finished, plain: Finished) -> None:
+    """Check that a run has ended like one without faults, bit for bit."""
+    assert run.code == 0, run.output
+    assert curve(run) == curve(plain)
+    assert run.evaluations() == plain.evaluations()
+    assert weights(run.run_dir) == weights(plain.run_dir)
+    check_files(run)
+    names = [(row["index"], row["version"]) for row in run.rollouts()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.slow
+def test_killed_trainer_and_store_change_nothing(start_run: Start, plain_run: Finished) -> None:
+    run = start_run("restarted", KILLER, KILL="trainer:after_step:1 store:after_step:3").finish()
+    check_same(run, plain_run)
+    assert restarts(run) == [("trainer", 1, 0), ("store", 3, 2)]
+    assert run.output.count("warning: ") == 2
+    assert "at step 1: continuing from the beginning, as there is no checkpoint yet (1 of 5 replacements)" in run.output
+    assert "at step 3: continuing from the checkpoint of step 2 (2 of 5 replacements)" in run.output
+    assert [event["version"] for event in run.events() if event["kind"] == "publication"] == [0, 1, 2, 3, 4]
+
+
+def replaced(run: Finished) -> list[str]:
+    """Return the parts that were replaced."""
+    return [event["part"] for event in run.events() if event["kind"] == "respawn"]
+
+
+def test_killed_generator_and_workers_change_nothing(start_run: Start, plain_run: Finished) -> None:
+    kills = "generator_0:before_step:1 rollout_0:after_evaluation:0 rollout_1:before_step:3"
+    run = start_run("replaced", KILLER, "rollout.num_workers=2", KILL=kills).finish()
+    check_same(run, plain_run)
+    assert sorted(replaced(run)) == ["generator_0", "rollout_0", "rollout_1"]
+    assert restarts(run) == []
+    assert run.output.count("replaced after") == 3
+
+
+@pytest.mark.slow
+def test_batch_whose_tokens_are_lost_is_sampled_again(start_run: Start, plain_run: Finished) -> None:
+    own = f"algorithm.advantage={REPO}/tests/e2e/killer.py:after_the_batch_was_taken"
+    run = start_run("lost", KILLER, own, "rollout.num_workers=2", *OVERLAPPING, KILL="generator_0:before_step:3").finish()
+    assert run.code == 0, run.output
+    assert sorted(replaced(run)) == ["generator_0", "rollout_0", "rollout_1"]
+    assert restarts(run) == []
+    check_every_prompt_once(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_hosts", "kill", "replacements", "num_restarts"),
+    [
+        (2, "host-generators-1:before_step:2", ["generator_1"], 0),
+        (1, "host-generators-0:before_step:2", [], 1),
+        (1, "host-trainers-0:before_step:3", [], 1),
+    ],
+)
+def test_death_of_a_host_is_survived(
+    start_run: Start, plain_run: Finished, num_hosts: int, kill: str, replacements: list[str], num_restarts: int
+) -> None:
+    hosts = f"hosts={{kind: process, generator_hosts: {num_hosts}}}"
+    overrides = (hosts, "generator.replicas=2", "rollout.num_workers=2", "max_staleness=1", "logging.rollouts_per_step=8")
+    run = start_run(f"{kill.split(':')[0]}-of-{num_hosts}", KILLER, *overrides, KILL=kill).finish()
+    assert run.code == 0, run.output
+    assert replaced(run) == replacements
+    assert len(restarts(run)) == num_restarts
+    check_every_prompt_once(run)
+
+
+def fine_tune(folder: Path, *overrides: str, kill: str) -> Finished:
+    """Fine-tune a tiny model for four steps."""
+    small = ("model.recipe.num_layers=1", "num_steps=4", "sft.batch_size=4", "evaluation.num_prompts=8", "name=run")
+    places = ("logging.console=plain", f"cache_dir={folder}/cache", f"output_dir={folder}/runs")
+    arguments = ["--config", "sft_quickstart", *small, *places, KILLER, *overrides]
+    done = subprocess.run(
+        [sys.executable, "-m", "titanrl.sft", *arguments],
+        cwd=REPO,
+        env=os.environ | {"KILL": kill},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return Finished(done.returncode, done.stdout + done.stderr, folder / "runs" / "run")
+
+
+@pytest.mark.slow
+def test_run_whose_trainer_keeps_dying_ends_and_says_so(tmp_path: Path) -> None:
+    kills = "trainer:after_step:1 trainer:after_step:2"
+    run = fine_tune(tmp_path, "faults.max_respawns=1", "checkpoint.every_steps=1", kill=kills)
+    assert run.code == 1
+    last = run.output.splitlines()[-1]
+    expected = (
+        "RespawnLimitError: faults.max_respawns: trainer ended after 1 replacements within 600 s (trainer 1 times; got 1)."
+    )
+    assert f"{expected} Last cause: trainer_0 (process " in last
+    assert [event["kind"] for event in run.events() if event["kind"] in ("fault", "restart")] == ["fault", "restart", "fault"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kill", "expected"),
+    [
+        ("trainer:after_evaluation:0", ("trainer", 0, 0)),
+        ("trainer:before_step:2", ("trainer", 2, 2)),
+        ("trainer:after_checkpoint:4", ("trainer", 4, 4)),  # before the export
+    ],
+)
+def test_kill_at_other_moments_changes_nothing(
+    start_run: Start, plain_run: Finished, kill: str, expected: tuple[str, int, int]
+) -> None:
+    run = start_run(f"restarted-{'-'.join(kill.split(':'))}", KILLER, KILL=kill).finish()
+    check_same(run, plain_run)
+    assert restarts(run) == [expected]
+
+
+@pytest.mark.slow
+def test_killed_rank_of_two_changes_nothing(start_run: Start, plain_run: Finished) -> None:
+    overrides = ("trainer.parallelism.dp_shard=2", *plain_run.as_start)
+    plain = start_run("two-ranks", *overrides).finish()
+    run = start_run("two-ranks-restarted", *overrides, KILLER, KILL="trainer:after_step:3").finish()
+    check_same(run, plain)
+    assert restarts(run) == [("trainer", 3, 2)]
+
+
+@pytest.mark.slow
+def test_asynchronous_run_trains_on_every_prompt_once(start_run: Start, plain_run: Finished) -> None:
+    overrides = ("max_staleness=1", "logging.rollouts_per_step=8", "num_steps=12", "checkpoint.every_steps=3")
+    kills = "trainer:after_step:5 store:after_step:8 trainer:after_step:11"
+    run = start_run("restarted-async", *plain_run.as_start, *overrides, KILLER, KILL=kills).finish()
+    assert run.code == 0, run.output
+    assert len(restarts(run)) == 3
+    check_every_prompt_once(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [False, True])
+def test_interrupt_of_a_restart_closes_in_order(start_run: Start, plain_run: Finished, saves: bool) -> None:
+    overrides: tuple[Any, ...] = ("num_steps=100000", f"checkpoint.on_interrupt={str(saves).lower()}")
+    command = start_run(f"restart-interrupted-{saves}", *overrides)
+    command.wait_for_step(3)
+    command.process_of("trainer").kill()
+    log, deadline = command.run_dir / "logs" / "controller_0.log", time.monotonic() + 60
+    while "processes stopped" not in log.read_text():  # of the first session
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    command.process.send_signal(signal.SIGINT)
+    finished = command.finish(timeout_s=60)
+    assert finished.code == 130, finished.output
+    assert command.leftovers() == []
+    assert finished.output.count("Traceback") == 0

@@ -1,0 +1,80 @@
+"""Processes of a run that are stopped: the run ends and names them, and closing takes no longer for it."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REPO, Finished, Start
+
+ROLES = ["trainer", "generator_0", "rollout", "store"]
+
+
+@pytest.mark.parametrize(
+    ("role", "overrides"),
+    [
+        ("trainer", ["faults.min_stall_s=5"]),
+        *[pytest.param(role, [], marks=pytest.mark.slow) for role in ROLES],
+    ],
+)
+def test_stopped_process_ends_the_run_and_is_named(
+    start_run: Start, plain_run: Finished, role: str, overrides: list[str]
+) -> None:
+    command = start_run(f"stopped-{role}-{len(overrides)}", "num_steps=100000", "faults.on_stall=abort", *overrides)
+    command.wait_for_step(1)
+    stopped = time.monotonic()
+    command.process_of(role).suspend()
+    finished = command.finish(timeout_s=90)
+    assert finished.code == 1
+    assert time.monotonic() - stopped < 60
+    last = finished.output.splitlines()[-1]
+    assert f"StallError: {role} rank 0 was stopped by a signal" in last
+    (event,) = [event for event in finished.events() if event["kind"] == "stall"]
+    assert event["ranks"] == [f"{role}_0"]
+    assert event["file"] in last
+    assert "Thread" in (finished.run_dir / "logs" / "stall_1.txt").read_text()
+    assert command.leftovers() == []
+
+
+@pytest.mark.slow
+def test_interrupt_closes_in_order_although_a_process_is_stopped(start_run: Start, plain_run: Finished) -> None:
+    command = start_run("interrupted-stopped", "num_steps=100000")
+    command.wait_for_step(1)
+    command.process_of("generator_0").suspend()
+    interrupted = time.monotonic()
+    command.process.send_signal(signal.SIGINT)
+    finished = command.finish(timeout_s=60)
+    assert finished.code == 130
+    assert time.monotonic() - interrupted < 20
+    assert "killed" not in finished.output
+    assert command.leftovers() == []
+
+
+STUCK_REWARD = """
+import itertools, time
+calls = itertools.count()
+
+def wait_for_a_server():
+    time.sleep(1000)
+
+async def score(text, entry):
+    if next(calls) > 300:
+        wait_for_a_server()  # blocks the event loop of the rollout worker
+    return len(text) % 2
+"""
+
+
+@pytest.mark.slow
+def test_rollout_worker_that_hangs_ends_the_run_with_its_stack(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+    (tmp_path / "stuck_reward.py").write_text(STUCK_REWARD)
+    reward = "data.rewards={answer: {function: stuck_reward:score, trusted: true}}"
+    overrides = (*plain_run.as_start, "num_steps=100000", "faults.min_stall_s=5", "faults.on_stall=abort", reward)
+    finished = start_run("stuck", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
+    assert finished.code == 1
+    assert "no reply to 'buffer.take_batch' for " in finished.output.splitlines()[-1]
+    report = (finished.run_dir / "logs" / "stall_1.txt").read_text()
+    stacks = {section.split()[0]: section for section in report.split("== ")[1:]}
+    assert stacks.keys() == {"generator_0_0", "rollout_0_0", "store_0"}
+    assert "wait_for_a_server" in stacks["rollout_0_0"]
+    assert "wait_for_a_server" not in stacks["store_0"]

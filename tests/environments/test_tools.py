@@ -1,0 +1,250 @@
+"""The environment of tools: calls in order, malformed and wrong ones, limits, and the end."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.environments.episodes import calls, episode, says
+from titanrl.environments import (
+    Calculator,
+    Done,
+    Environment,
+    EnvironmentFailure,
+    EnvironmentTimeout,
+    Episode,
+    Observation,
+    ToolEnvironment,
+    ToolError,
+    Toolset,
+)
+from titanrl.environments.tools import functions_of
+
+
+class Shop:
+    """A shop."""
+
+    currency = "EUR"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def price(self, article: str, number: int = 1) -> dict[str, Any]:
+        """Return the price of an article.
+
+        Args:
+            article: Name of the article.
+            number: Number of pieces.
+        """
+        self.log.append(article)
+        if article == "air":
+            raise ToolError("Air is free.")
+        if article == "bomb":
+            raise RuntimeError("boom")
+        return {"price": 2 * number, "currency": self.currency}
+
+    async def wait(self, seconds: float) -> str:
+        """Wait for a while.
+
+        Args:
+            seconds: Time.
+        """
+        await asyncio.sleep(seconds)
+        return "done"
+
+    @staticmethod
+    def hours() -> str:
+        """Return the opening hours."""
+        return "9 to 5"
+
+    @property
+    def size(self) -> int:
+        """Number of calls."""
+        return len(self.log)
+
+    def _private(self) -> None:
+        pass
+
+
+class Notes(Toolset):
+    """Tools with a state."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def start(self, episode: Episode) -> None:
+        self.pages = episode.entry["pages"]
+        self.num_read = 0
+
+    def read(self, number: int) -> str:
+        """Return a page."""
+        self.num_read += 1
+        return str(self.pages[number])
+
+    def rewards(self) -> dict[str, float]:
+        return {"read": float(self.num_read)}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def double(value: int) -> int:
+    """Double a number."""
+    return 2 * value
+
+
+def contents(observation: Observation | Done) -> list[str]:
+    assert isinstance(observation, Observation)
+    return [message["content"] for message in observation.messages]
+
+
+def test_tools_are_the_public_methods_in_order() -> None:
+    environment = ToolEnvironment([Shop(), double, Calculator()], system_prompt="Be brief.")
+    assert isinstance(environment, Environment)
+    first = asyncio.run(environment.reset(episode("How much?")))
+    assert [tool.name for tool in first.tools] == ["price", "wait", "hours", "double", "calculate"]
+    assert first.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How much?"}]
+    assert isinstance(asyncio.run(environment.step(says("2"))), Done)
+
+
+def test_calls_of_a_message_run_in_order() -> None:
+    async def play() -> Observation | Done:
+        shop = Shop()
+        environment = ToolEnvironment([shop, double])
+        await environment.reset(episode())
+        found = await environment.step(
+            calls(("price", {"article": "tea"}), ("wait", {"seconds": 0}), ("price", {"article": "jam", "number": "3"}),
+                  ("double", {"value": 4}), ("hours", {}))
+        )  # fmt: skip
+        assert shop.log == ["tea", "jam"]
+        assert environment.counts.succeeded == 5
+        return found
+
+    found = asyncio.run(play())
+    prices = [json.dumps({"price": price, "currency": "EUR"}) for price in (2, 6)]
+    assert contents(found) == [prices[0], "done", prices[1], "8", "9 to 5"]
+    assert isinstance(found, Observation)
+    assert found.messages[1] == {"role": "tool", "tool_call_id": "id_1", "name": "wait", "content": "done"}
+    assert found.tools == ()
+
+
+def test_failed_calls_are_explained_and_counted() -> None:
+    async def play() -> list[str]:
+        environment = ToolEnvironment(Shop(), failed_call_reward=-0.25)
+        await environment.reset(episode())
+        found = await environment.step(
+            calls(("cost", {}), ("", {}), ("price", '{"article": "tea"'), ("price", "[1]"), ("price", '{"article": "tea"}'),
+                  ("price", {"number": 2}), ("price", {"article": "air"}), ("hours", {}))
+        )  # fmt: skip
+        counts = environment.counts
+        assert (counts.unknown, counts.malformed, counts.wrong, counts.succeeded) == (2, 3, 2, 1)
+        assert isinstance(found, Observation)
+        assert found.reward == -0.25 * 7
+        return contents(found)
+
+    texts = asyncio.run(play())
+    assert texts[0] == "There is no tool cost. The tools are price, wait, hours."
+    assert texts[1].startswith("The call names no tool.")
+    assert texts[2].startswith("The call of price is malformed: its arguments are not JSON (")
+    assert texts[2].endswith('Write the arguments as one JSON object: {"article": ..., "number": ...}')
+    assert "no JSON object" in texts[3]
+    assert "the call is not complete" in texts[4]
+    assert texts[5] == "Wrong call of price: article is missing. price takes article, number (optional)."
+    assert texts[6:] == ["Air is free.", "9 to 5"]
+
+
+def test_calls_beyond_the_limit_are_refused_then_the_episode_ends() -> None:
+    async def play() -> None:
+        environment = ToolEnvironment(double, max_calls=2)
+        await environment.reset(episode())
+        found = await environment.step(calls(*[("double", {"value": value}) for value in (1, 2, 3)]))
+        assert contents(found) == ["2", "4", "Not run: all 2 calls are used. Answer without further calls."]
+        assert environment.counts.refused == 1
+        assert isinstance(await environment.step(calls(("double", {"value": 4}))), Done)
+        assert environment.counts.succeeded == 2
+
+    asyncio.run(play())
+
+
+def test_exception_of_a_tool_fails_the_episode() -> None:
+    environment = ToolEnvironment(Shop(), call_timeout_s=0.01)
+    asyncio.run(environment.reset(episode()))
+    with pytest.raises(EnvironmentFailure, match="tool price: raised RuntimeError: boom"):
+        asyncio.run(environment.step(calls(("price", {"article": "bomb"}))))
+    with pytest.raises(EnvironmentTimeout, match=r"tool wait: took longer than 0\.01 s"):
+        asyncio.run(environment.step(calls(("wait", {"seconds": 30}))))
+
+
+def test_long_results_are_cut() -> None:
+    async def play() -> list[str]:
+        environment = ToolEnvironment(Notes(), max_result_chars=10)
+        await environment.reset(episode(pages=["a" * 25]))
+        return contents(await environment.step(calls(("read", {"number": 0}))))
+
+    assert asyncio.run(play()) == [f"{'a' * 10}... (15 more characters)"]
+
+
+def test_tools_with_a_state_start_reward_and_close() -> None:
+    async def play() -> None:
+        notes = Notes()
+        environment = ToolEnvironment(notes)
+        first = await environment.reset(episode(pages=["one", "two"]))
+        assert [tool.name for tool in first.tools] == ["read"]
+        assert contents(await environment.step(calls(("read", {"number": 1})))) == ["two"]
+        assert await environment.step(says("two")) == Done(rewards={"read": 1.0})
+        await environment.close()
+        assert notes.closed
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ([double, double], "two tools have this name"),
+        (Shop, r"got the class Shop\). Write Shop\(\)"),
+        (object(), "object has no public method"),
+        ([], "no tool"),
+    ],
+)
+def test_unusable_tools_are_refused(tools: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ToolEnvironment(tools)
+
+
+def test_inherited_methods_are_tools_unless_hidden() -> None:
+    class Corner(Shop):
+        wait = None  # type: ignore[assignment]
+
+        def close_early(self) -> str:
+            """Close."""
+            return ""
+
+    assert [function.__name__ for function in functions_of(Corner())] == ["price", "hours", "close_early"]
+
+
+arguments = (
+    st.none() | st.text(max_size=20) | st.dictionaries(st.text(max_size=6), st.integers() | st.text(max_size=5), max_size=3)
+)
+names = st.sampled_from(["double", "hours", "price", "", "other"]) | st.text(max_size=5)
+
+
+@given(st.lists(st.lists(st.tuples(names, arguments), max_size=4), max_size=4))
+def test_any_calls_get_one_reply_each(messages: list[list[tuple[str, Any]]]) -> None:
+    async def play() -> None:
+        environment = ToolEnvironment([double, Shop.hours], max_calls=6)
+        await environment.reset(episode())
+        for message in messages:
+            found = await environment.step(calls(*message))
+            if isinstance(found, Done):
+                return
+            assert [reply["tool_call_id"] for reply in found.messages] == [f"id_{index}" for index in range(len(message))]
+            json.dumps(found.messages)
+        counts = environment.counts
+        assert counts.run <= 6
+        assert counts.run + counts.refused == sum(map(len, messages))
+
+    asyncio.run(play())

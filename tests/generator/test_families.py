@@ -1,0 +1,198 @@
+"""A trainer and both model implementations of every family: equal log-probabilities, and a few GRPO steps.
+
+All trainers share one process, and so do all generators: importing vLLM takes many seconds, building an engine less than one.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models.tiny import FAMILIES, write_model
+from titanrl.actors import resolve
+from titanrl.config import load_config
+from titanrl.datums import sampled_datum
+from titanrl.device import DEVICES
+from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
+from titanrl.launch.meshes import TrainerMesh
+from titanrl.launch.supervision import Supervisor
+from titanrl.launch.training import TrainingClient
+from titanrl.rollout.pool import GeneratorPool
+from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
+from titanrl.types import AdamParams, Completion, GenerationRequest, SamplingParams
+from titanrl.weights.manifest import Commit
+from titanrl.weights.pull import WeightReader
+from titanrl.weights.store import spawn_store
+
+IMPLEMENTATIONS = ("titan", "native")
+PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(4)]
+GROUP_SIZE, NUM_TOKENS, NUM_STEPS = 4, 12, 3
+ADAM = AdamParams(learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+
+
+@dataclass
+class Family:
+    """The trainer and the generators of one family."""
+
+    trainer: TrainerMesh
+    client: TrainingClient
+    generators: dict[str, Any]
+    version: int = 0
+
+    async def publish(self) -> None:
+        """Publish the trainer's weights, and let every generator pull them."""
+        commit = Commit(self.version, tuple(await self.trainer.push_weights(self.version)))
+        await asyncio.gather(*(resolve(generator.pull_weights.call(commit)) for generator in self.generators.values()))
+
+    async def sample(self, impl: str, seed: int) -> list[Completion]:
+        """Return a group of completions for each prompt."""
+        pool = GeneratorPool([self.generators[impl].slice(procs=0)], max_num_seqs=64)
+        requests = [
+            GenerationRequest(
+                token_ids=prompt,
+                sampling=SamplingParams(max_new_tokens=NUM_TOKENS, temperature=1.0, seed=1000 * seed + index),
+            )
+            for prompt in PROMPTS
+            for index in range(GROUP_SIZE)
+        ]
+        return await pool.generate(requests)
+
+
+@dataclass
+class Lab:
+    """All families, and the loop that their actors are called from."""
+
+    runner: asyncio.Runner
+    families: dict[str, Family]
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("families")
+    models = {family: write_model(family, folder / family) for family in FAMILIES}
+    config = load_config("configs/quickstart.yaml", ["generator.kv_cache_bytes=8000000"])
+    device = DEVICES["cpu"]
+
+    async def start() -> tuple[Lab, Fleet, Supervisor]:
+        supervisor = Supervisor()
+        (folder / "logs").mkdir()
+        fleet = Fleet(folder / "logs", supervisor)
+        trainer_procs = fleet.spawn("trainer", local_host(), 1, trainer_environment(config, device), ("titanrl.trainer.actor",))
+        store_procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
+        environment = generator_environment(config, device, 0)
+        generator_procs = fleet.spawn("generators", local_host(), 1, environment, ("titanrl.generator.actor",))
+        await fleet.join_process_group(trainer_procs, one_machine=True)
+        store = await spawn_store(store_procs)
+
+        def trainer_of(family: str) -> TrainerMesh:
+            setup = TrainerSetup(
+                run=family,
+                seed=0,
+                config=config.trainer,
+                algorithm=config.algorithm,
+                temperature=1.0,
+                generator_dtype="float32",
+                transports=("arena",),
+                verify="sampled",
+                device=device,
+                checkpoint_dir=folder / "checkpoints" / family,
+                keep_checkpoints=2,
+                store=store,
+                shards=(),
+            )
+            return TrainerMesh(trainer_procs.spawn(family, PolicyTrainer, setup), supervisor, config.timeouts)
+
+        def generator_of(family: str, impl: str) -> Any:
+            setup = GeneratorSetup(
+                model_dir=models[family],
+                config=config.generator.model_copy(update={"model_impl": impl}),
+                device=device,
+                max_len=64,
+                stop_ids=(),
+                reader=WeightReader(family, store),
+            )
+            return generator_procs.spawn(f"{family}_{impl}", Generator, setup)
+
+        async def start_trainers() -> dict[str, TrainerMesh]:
+            trainers = {family: trainer_of(family) for family in FAMILIES}
+            for family, trainer in trainers.items():
+                await trainer.start()
+                await trainer.load_model(models[family])
+            return trainers
+
+        async def start_generators() -> dict[tuple[str, str], Any]:
+            generators = {(family, impl): generator_of(family, impl) for family in FAMILIES for impl in IMPLEMENTATIONS}
+            for generator in generators.values():  # vLLM builds one engine of a process at a time
+                await resolve(generator.start.call())
+            return generators
+
+        trainers, generators = await asyncio.gather(start_trainers(), start_generators())
+        families = {
+            family: Family(
+                trainer,
+                TrainingClient(trainer, folder / "states"),
+                {impl: generators[family, impl] for impl in IMPLEMENTATIONS},
+            )
+            for family, trainer in trainers.items()
+        }
+        return Lab(runner, families), fleet, supervisor
+
+    async def stop() -> None:
+        supervisor.expect_deaths()
+        await fleet.stop(20)
+
+    with asyncio.Runner() as runner:
+        lab, fleet, supervisor = runner.run(start())
+        yield lab
+        runner.run(stop())
+
+
+def rewards_of(completions: list[Completion]) -> np.ndarray:
+    """Return the share of each completion's tokens that have an even id."""
+    return np.array([np.mean(completion.token_ids % 2 == 0) for completion in completions], np.float32)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_grpo_keep_trainer_and_generator_equal(family: str, impl: str, lab: Lab) -> None:
+    """Sample, compare log-probabilities, and train on group advantages; three times."""
+    parts = lab.families[family]
+    prompts = [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)]
+
+    async def scenario() -> list[tuple[float, float]]:
+        steps = []
+        await parts.publish()
+        for step in range(NUM_STEPS):
+            completions = await parts.sample(impl, step)
+            assert {int(v) for completion in completions for v in completion.versions} == {parts.version}
+            rewards = rewards_of(completions).reshape(-1, GROUP_SIZE)
+            advantages = (rewards - rewards.mean(axis=1, keepdims=True)).flatten()
+            data = [
+                sampled_datum(prompt, completion.token_ids, completion.logprobs, advantage)
+                for prompt, completion, advantage in zip(prompts, completions, advantages.tolist(), strict=True)
+            ]
+            logprobs = await parts.client.compute_logprobs(data)
+            mismatch = max(
+                float(np.abs(found[-len(completion.logprobs) :] - completion.logprobs).max())
+                for found, completion in zip(logprobs, completions, strict=True)
+            )
+            await parts.client.forward_backward(data, "ppo")
+            update = await parts.client.optim_step(ADAM)
+            assert not update.skipped
+            parts.version = update.version
+            await parts.publish()
+            steps.append((mismatch, update.grad_norm))
+        return steps
+
+    for mismatch, grad_norm in lab.do(scenario()):
+        assert mismatch < 1e-4
+        assert grad_norm > 0

@@ -1,0 +1,166 @@
+"""Parts that are replaced while a run goes on, with real processes."""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanrl.actors import Actor, concurrent_endpoint
+from titanrl.config.faults import FaultsConfig
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host, wait_for_stopped_processes
+from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.respawns import RespawnLimitError, Respawns
+from titanrl.launch.stalls import Watchdog
+from titanrl.launch.supervision import PartDiedError, Supervisor
+
+
+class Clerk(Actor):
+    """Does nothing well."""
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+    @concurrent_endpoint
+    async def spin(self) -> None:
+        while True:
+            pass
+
+    @concurrent_endpoint
+    async def probe(self) -> None:
+        """Return."""
+
+
+class Office:
+    """One part, and what its owner was told of it."""
+
+    def __init__(self, folder: Path, faults: FaultsConfig, dies_while_starting: int = 0) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.told: list[str] = []
+        self.dies_while_starting = dies_while_starting
+        self.supervisor = Supervisor(self.record, Watchdog(faults, folder))
+        self.fleet = Fleet(folder, self.supervisor)
+        around = Surroundings(
+            fleet=self.fleet, supervisor=self.supervisor, respawns=Respawns(faults), warn=self.told.append, start_s=60.0
+        )
+        self.part = Part("clerk_0", around, self.spawn, self)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+    async def spawn(self, part: Part) -> Any:
+        return self.fleet.spawn(part.role, local_host(), 1, {}, ()).spawn("clerk", Clerk)
+
+    async def bring_up(self, part: Part) -> None:
+        pid = await part.ask("clerk_0.start", lambda clerk: clerk.pid.call_one(), 30)
+        if self.dies_while_starting:
+            self.dies_while_starting -= 1
+            os.kill(pid, signal.SIGKILL)
+            await part.ask("clerk_0.hang", lambda clerk: clerk.hang.call_one(), 30)
+        self.told.append("up")
+
+    async def on_lost(self, part: Part) -> None:
+        self.told.append("lost")
+
+    def probe(self, part: Part) -> Awaitable[object]:
+        reply: Awaitable[object] = part.actors.probe.call_one()
+        return reply
+
+    async def pid(self) -> int:
+        return int(await self.part.until_done("clerk_0.pid", lambda clerk: clerk.pid.call_one(), 30))
+
+
+def in_office(
+    folder: Path, scenario: Callable[[Office], Coroutine[Any, Any, None]], dies_while_starting: int = 0, **faults: Any
+) -> Office:
+    (folder / "logs").mkdir()
+    wait_for_stopped_processes()
+
+    async def run() -> Office:
+        office = Office(folder, FaultsConfig(**faults), dies_while_starting)
+        try:
+            await office.part.spawn()
+            await office.part.start()
+            await asyncio.wait_for(scenario(office), 90)
+        finally:
+            office.supervisor.expect_deaths()
+            await office.part.close()
+            await office.fleet.stop(20)
+        return office
+
+    return asyncio.run(run())
+
+
+def test_request_is_sent_again_to_the_replacement(tmp_path: Path) -> None:
+    async def scenario(office: Office) -> None:
+        first = await office.pid()
+        hanging = asyncio.create_task(office.part.ask("clerk_0.hang", lambda clerk: clerk.hang.call_one(), 60))
+        await asyncio.sleep(0)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(PartDiedError, match=rf"clerk_0_0 \(process {first}\) has ended .while waiting for: clerk_0.hang"):
+            await hanging
+        assert not office.part.is_up
+        assert await office.pid() not in (0, first)
+        assert office.part.num_lives == 2
+
+    office = in_office(tmp_path, scenario)
+    assert office.told[:3] == ["up", "lost", "up"]
+    assert re.search(r"clerk_0_0 \(process \d+\) has ended; replaced after .* s \(1 of 5 replacements\)", office.told[3])
+    assert [event["kind"] for event in office.events] == ["fault", "respawn"]
+    assert office.events[1]["part"] == "clerk_0"
+    assert 0 < office.events[1]["seconds"] < 60
+
+
+def test_part_that_dies_while_it_starts_is_replaced_again(tmp_path: Path) -> None:
+    async def scenario(office: Office) -> None:
+        assert await office.pid() > 0
+
+    office = in_office(tmp_path, scenario, dies_while_starting=2)
+    assert office.told[:3] == ["lost", "lost", "up"]
+    assert [event["kind"] for event in office.events] == ["fault", "fault", "respawn"]
+
+
+def test_part_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
+    async def scenario(office: Office) -> None:
+        os.kill(await office.pid(), signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        os.kill(await office.pid(), signal.SIGKILL)
+        with pytest.raises(
+            RespawnLimitError, match=r"clerk_0 ended after 1 replacements within 600 s \(clerk_0 1 times; got 1\)"
+        ):
+            await office.pid()
+
+    in_office(tmp_path, scenario, max_respawns=1)
+
+
+@pytest.mark.parametrize("stop", [True, False], ids=["stopped", "busy"])
+def test_part_that_hangs_is_replaced(tmp_path: Path, stop: bool) -> None:
+    async def scenario(office: Office) -> None:
+        for _ in range(4):
+            first = await office.pid()
+        if stop:
+            os.kill(first, signal.SIGSTOP)
+            while await office.pid() == first:  # it may answer until all of its threads have seen the signal
+                pass
+        else:
+            spinning = asyncio.create_task(office.part.ask("clerk_0.spin", lambda clerk: clerk.spin.call_one(), 60))
+            await asyncio.sleep(0.5)
+        assert await office.pid() != first
+        if not stop:
+            with pytest.raises(PartDiedError):
+                await spinning
+
+    office = in_office(tmp_path, scenario, min_stall_s=1.0)
+    assert [event["kind"] for event in office.events] == ["stall", "fault", "respawn"]
+    expected = "was stopped by a signal" if stop else "no reply to 'clerk_0.pid'"
+    assert expected in office.events[1]["cause"]

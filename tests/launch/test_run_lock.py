@@ -1,0 +1,60 @@
+"""Claims of run directories by several processes."""
+
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from titanrl.config import ConfigError
+from titanrl.launch.run_lock import claim_new_run, claim_run
+
+HOLD = "import sys; from pathlib import Path; from titanrl.launch.run_lock import {name}; lock = {name}(Path(sys.argv[1])); "
+
+
+def hold(path: Path, name: str) -> "subprocess.Popen[str]":
+    program = HOLD.format(name=name) + "print(lock.path, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_runs_that_start_together_get_different_directories(tmp_path: Path) -> None:
+    holders = [hold(tmp_path / "run", "claim_new_run") for _ in range(4)]
+    try:
+        with ThreadPoolExecutor() as pool:
+            paths = set(pool.map(line, holders))
+        assert paths == {str(tmp_path / name) for name in ("run", "run-2", "run-3", "run-4")}
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
+
+
+def test_live_run_is_refused_with_its_process_until_it_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    holder = hold(tmp_path, "claim_run")
+    assert line(holder) == str(tmp_path)
+    with pytest.raises(ConfigError, match=rf"--resume: the run has not ended: process {holder.pid} on .* Wait for its end"):
+        claim_run(tmp_path)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    claim_run(tmp_path).release()
+
+
+def test_directory_without_a_run_is_used_and_one_with_a_run_is_not(tmp_path: Path) -> None:
+    first = claim_new_run(tmp_path / "a" / "run")
+    assert first.path == tmp_path / "a" / "run"
+    first.release()
+    second = claim_new_run(tmp_path / "a" / "run")  # nothing was written
+    assert second.path == first.path
+    (second.path / "config.yaml").touch()
+    second.release()
+    (tmp_path / "a" / "run-7").mkdir()
+    assert claim_new_run(tmp_path / "a" / "run").path.name == "run-8"

@@ -1,0 +1,68 @@
+"""Payloads of groups in memory and in files."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanrl.replay.payloads import Payloads
+from titanrl.types import GroupHandle
+
+
+def handle(slot: int, serial: int = 1) -> GroupHandle:
+    return GroupHandle(shard=0, slot=slot, serial=serial)
+
+
+def contents(payloads: Payloads, of: GroupHandle) -> list[bytes]:
+    return [bytes(part) for part in payloads.get(of)]
+
+
+def test_groups_beyond_the_limit_are_in_files_without_a_name(tmp_path: Path) -> None:
+    payloads = Payloads(250, tmp_path)
+    groups = {handle(slot): [bytes([slot]) * 60, bytes([slot + 100]) * 40] for slot in range(6)}
+    for key, parts in groups.items():
+        payloads.put(key, parts)
+    assert (payloads.usage.num_bytes, payloads.usage.num_spilled_bytes) == (600, 400)
+    assert {key: contents(payloads, key) for key in groups} == groups
+    assert os.listdir(tmp_path) == []
+
+
+def test_group_larger_than_the_limit_is_stored(tmp_path: Path) -> None:
+    payloads = Payloads(1, tmp_path)
+    payloads.put(handle(0), [b"long", b"er"])
+    assert contents(payloads, handle(0)) == [b"long", b"er"]
+    assert payloads.usage.num_spilled_bytes == 6
+
+
+def test_reused_slot_and_dropped_group_are_gone(tmp_path: Path) -> None:
+    payloads = Payloads(100, tmp_path)
+    payloads.put(handle(0, 1), [b"old"])
+    payloads.put(handle(0, 2), [b"new"])
+    with pytest.raises(KeyError):
+        payloads.get(handle(0, 1))
+    payloads.drop([handle(0, 1), handle(7)])
+    assert contents(payloads, handle(0, 2)) == [b"new"]
+    payloads.drop([handle(0, 2)])
+    assert payloads.usage.num_bytes == 0
+    with pytest.raises(KeyError):
+        payloads.get(handle(0, 2))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.booleans()), max_size=30))
+def test_any_order_of_writes_and_deletions_equals_a_dictionary(tmp_path_factory, operations) -> None:
+    payloads, expected = Payloads(64, tmp_path_factory.mktemp("spill")), {}
+    for serial, (slot, size, is_write) in enumerate(operations):
+        current = next((key for key in expected if key.slot == slot), None)
+        expected.pop(current, None)
+        if is_write:
+            parts = [pickle.dumps(serial), os.urandom(size)]
+            payloads.put(handle(slot, serial), parts)
+            expected[handle(slot, serial)] = parts
+        elif current is not None:
+            payloads.drop([current])
+    assert {key: contents(payloads, key) for key in expected} == expected
+    assert payloads.usage.num_bytes == sum(len(part) for parts in expected.values() for part in parts)

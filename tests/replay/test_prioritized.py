@@ -1,0 +1,275 @@
+"""Prioritized replay: probabilities, weights, handles, payloads and saved states."""
+
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titanrl.replay import EmptyReplayError, PrioritizedReplay
+
+
+def filled(priorities: Any, **options: Any) -> PrioritizedReplay:
+    """Return a full buffer whose item i is the number i."""
+    replay = PrioritizedReplay(len(priorities), **options)
+    replay.extend(np.arange(len(priorities)), priorities)
+    return replay
+
+
+def chi_square_z(counts: Any, expected: Any) -> float:
+    """Return the deviation of the chi-square statistic from its mean, in standard deviations."""
+    degrees = len(counts) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - degrees) / np.sqrt(2 * degrees))
+
+
+def test_draws_follow_the_priorities() -> None:
+    priorities = np.random.default_rng(0).lognormal(size=10_000)
+    replay = filled(priorities, alpha=0.6, eps=0.0)
+    counts = np.zeros(10_000)
+    for _ in range(100):
+        np.add.at(counts, replay.sample(10_000).handles, 1)
+    exact = priorities**0.6 / (priorities**0.6).sum()
+    assert abs(chi_square_z(counts, 1e6 * exact)) < 2.5  # p > 0.01
+    noise = np.sqrt(2 / np.pi * 1e6 * exact).sum() / 2e6  # expected total variation of a perfect sampler
+    assert abs(counts / 1e6 - exact).sum() / 2 < 1.05 * noise
+
+
+def test_probabilities_and_weights_follow_the_formula() -> None:
+    priorities = np.random.default_rng(1).random(1000)
+    replay = filled(priorities, alpha=0.7, beta=0.5, eps=1e-3)
+    leaves = (priorities + 1e-3) ** 0.7
+    exact = leaves / leaves.sum()
+    unscaled = (1000 * exact) ** -0.5
+    batch = replay.sample(5000)
+    np.testing.assert_allclose(batch.probabilities, exact[batch.handles], rtol=1e-12)
+    np.testing.assert_allclose(batch.weights, (unscaled / unscaled.max())[batch.handles], atol=1e-6)
+    assert batch.weights.max() <= 1.0
+
+
+def test_alpha_zero_is_uniform() -> None:
+    batch = filled(np.array([1.0, 100.0, 0.01, 5.0]), alpha=0.0).sample(1000)
+    assert set(batch.probabilities) == {0.25}
+    assert set(batch.weights) == {1.0}
+
+
+def test_change_of_alpha_uses_the_priorities() -> None:
+    replay = filled(np.array([1.0, 3.0]), alpha=0.0, eps=0.0)
+    replay.alpha = 1.0
+    assert {(handle, p) for handle, p in zip(*draws(replay, 100), strict=True)} == {(0, 0.25), (1, 0.75)}
+
+
+def draws(replay: PrioritizedReplay, count: int) -> tuple[list[int], list[float]]:
+    batch = replay.sample(count)
+    return batch.handles.tolist(), batch.probabilities.tolist()
+
+
+@pytest.mark.parametrize(("ends", "middle"), [((0.4, 1.0), 0.7), ((1.0, 0.0), 0.5), ((0.3, 0.3), 0.3)])
+def test_beta_moves_linearly_over_learner_steps(ends: tuple[float, float], middle: float) -> None:
+    replay = PrioritizedReplay(1, beta=ends, beta_steps=10)
+    found = []
+    for step in (0, 5, 10, 11):
+        for _ in range(4):  # four learners report the same step
+            replay.set_step(step)
+        found.append(replay.beta)
+    assert found == [ends[0], pytest.approx(middle, abs=1e-15), ends[1], ends[1]]
+
+
+def test_new_items_enter_with_the_highest_priority() -> None:
+    replay = filled(np.ones(4), alpha=1.0, eps=0.0)
+    replay.update_priorities([0, 1, 2, 3], [0.5, 8.0, 0.5, 1.0])
+    replay.update_priorities([1], [2.0])
+    assert replay.put(np.int64(4)) == 4
+    assert dict(zip(*draws(replay, 200), strict=True))[4] == 8.0 / (8.0 + 2.0 + 0.5 + 1.0)
+
+
+def test_late_priority_does_not_hit_the_next_item() -> None:
+    replay = filled(np.ones(4), alpha=1.0, eps=0.0)
+    replay.extend(np.array([4, 5]))
+    assert replay.update_priorities([0, 1, 2], [100.0, 100.0, 3.0]) == 2
+    assert replay.stats().num_stale_updates == 2
+    assert dict(zip(*draws(replay, 200), strict=True)) == {2: 0.5, 3: 1 / 6, 4: 1 / 6, 5: 1 / 6}
+
+
+def test_oldest_items_are_overwritten() -> None:
+    replay = PrioritizedReplay(10_000)
+    for start in range(0, 25_000, 1000):
+        handles = replay.extend(np.arange(start, start + 1000))
+        assert handles.tolist() == list(range(start, start + 1000))
+    assert len(replay) == 10_000
+    batch = replay.sample(50_000)
+    assert batch.handles.min() >= 15_000
+    assert (batch.payload == batch.handles).all()
+
+
+def test_write_longer_than_the_capacity_keeps_the_last_items() -> None:
+    replay = PrioritizedReplay(7)
+    assert len(replay.extend(np.arange(25))) == 25
+    assert len(replay) == 7
+    assert set(replay.sample(500).payload) == set(range(18, 25))
+
+
+def test_reserved_item_is_sampled_only_after_its_commit() -> None:
+    replay = filled(np.ones(3))
+    handles = replay.reserve(2)
+    assert len(replay) == 1
+    assert set(replay.sample(50).handles) == {2}
+    assert replay.commit(handles, np.array([30, 40])) == 0
+    assert set(replay.sample(200).payload) == {2, 30, 40}
+
+
+def test_commit_after_its_slot_was_reserved_again_is_dropped() -> None:
+    replay = PrioritizedReplay(2)
+    late = replay.reserve(2)
+    replay.extend(np.array([10]))
+    assert replay.commit(late, np.array([7, 8])) == 1
+    assert replay.stats().num_stale_commits == 1
+    assert set(replay.sample(100).payload) == {10, 8}
+    assert replay.commit(late[1:], np.array([9])) == 1  # twice
+
+
+def test_released_items_and_reservations_are_gone() -> None:
+    replay = filled(np.ones(3))
+    assert replay.release([1, 1]) == 0
+    assert replay.release([1]) == 1
+    handle = replay.reserve(1)
+    replay.release(handle)
+    assert replay.commit(handle, np.array([9])) == 1
+    assert len(replay) == 1
+    assert set(replay.sample(100).handles) == {2}
+    assert replay.update_priorities([1], [5.0]) == 1
+
+
+def test_sequence_numbers_pass_32_bits() -> None:
+    replay = filled(np.ones(8))
+    state = replay.state_dict()
+    state["owners"] += 2**31 - 8
+    state["next"] += 2**31 - 8
+    replay.load_state_dict(state)
+    handles = replay.extend(np.arange(4))
+    assert handles.tolist() == [2**31, 2**31 + 1, 2**31 + 2, 2**31 + 3]
+    assert len(replay) == 8
+    assert replay.update_priorities(handles, np.full(4, 2.0)) == 0
+    assert set(replay.sample(500).handles) == set(range(2**31 - 4, 2**31 + 4))
+
+
+@pytest.mark.parametrize("capacity", [50, 40_000])
+def test_restored_buffer_repeats_the_next_draws(capacity: int) -> None:
+    rng = np.random.default_rng(2)
+    replay = PrioritizedReplay(capacity, beta_steps=100, seed=5)
+    for _ in range(30):
+        replay.extend({"x": rng.random((2000, 3)), "name": [str(n) for n in range(2000)]})
+        batch = replay.sample(64)
+        replay.update_priorities(batch.handles, rng.lognormal(sigma=3, size=64))
+    replay.set_step(40)
+    state = pickle.loads(pickle.dumps(replay.state_dict()))
+    restored = PrioritizedReplay(capacity, alpha=0.1, beta=0.0)
+    restored.load_state_dict(state)
+    for _ in range(10):
+        one, other = replay.sample(100), restored.sample(100)
+        for name in ("handles", "weights", "probabilities"):
+            assert (getattr(one, name) == getattr(other, name)).all()
+        assert (one.payload["x"] == other.payload["x"]).all()
+        assert one.payload["name"] == other.payload["name"]
+        for buffer in (replay, restored):
+            buffer.update_priorities(one.handles, one.probabilities)
+            buffer.put({"x": np.ones(3), "name": "new"})
+    assert replay.stats() == restored.stats()
+
+
+def test_state_of_another_capacity_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"capacity: .*got 4.* Use 3"):
+        PrioritizedReplay(4).load_state_dict(filled(np.ones(3)).state_dict())
+
+
+def test_payload_keeps_its_nesting_and_types() -> None:
+    replay = PrioritizedReplay(4)
+    payload = {
+        "obs": {"image": torch.arange(12, dtype=torch.bfloat16).reshape(3, 2, 2), "state": np.arange(3, dtype=np.int8)},
+        "text": ["a", [1, 2], {"b": 3}],
+    }
+    replay.extend(payload)
+    batch = replay.sample(20)
+    assert batch.payload["obs"]["image"].dtype == torch.bfloat16
+    assert batch.payload["obs"]["state"].dtype == np.int8
+    for row, handle in enumerate(batch.handles.tolist()):
+        assert torch.equal(batch.payload["obs"]["image"][row], payload["obs"]["image"][handle])  # type: ignore[index]
+        assert batch.payload["obs"]["state"][row] == handle
+        assert batch.payload["text"][row] == payload["text"][handle]
+
+
+def test_sampled_payload_is_a_copy() -> None:
+    replay = filled(np.ones(3))
+    replay.sample(10).payload[:] = -1
+    assert replay.sample(10).payload.min() >= 0
+
+
+def test_tensors_with_a_gradient_are_detached() -> None:
+    replay = PrioritizedReplay(2)
+    replay.extend(torch.ones(2, 3, requires_grad=True))
+    assert not replay.sample(1).payload.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        ({"x": np.zeros((2, 3)), "y": np.zeros(3)}, r"payload\.x: 2, payload\.y: 3"),
+        ({"x": np.zeros((2, 3))}, r"keys changed \(got payload\.x\)\. Use .* payload\.x, payload\.y"),
+        ({"x": np.zeros((2, 4)), "y": np.zeros(2)}, r"payload\.x: .*got float64 \[4\].*float64 \[3\]"),
+        ({"x": np.zeros((2, 3), np.float32), "y": np.zeros(2)}, r"payload\.x: .*got float32 \[3\]"),
+        ({"x": 1.0, "y": np.zeros(2)}, r"payload\.x: not rows of items \(got float\)"),
+        ({}, "no leaves"),
+    ],
+)
+def test_payload_that_does_not_fit_is_refused(payload: Any, message: str) -> None:
+    replay = PrioritizedReplay(4)
+    replay.extend({"x": np.zeros((2, 3)), "y": np.zeros(2)})
+    with pytest.raises(ValueError, match=message):
+        replay.extend(payload)
+    assert len(replay) == replay.stats().num_reserved == 2
+
+
+@pytest.mark.parametrize("priorities", [[1.0], [1.0, np.nan], [1.0, np.inf], [[1.0, 1.0]]])
+def test_wrong_priorities_are_refused_and_change_nothing(priorities: Any) -> None:
+    replay = filled(np.array([1.0, 1.0]))
+    with pytest.raises(ValueError, match="priorities: "):
+        replay.update_priorities([0, 1], priorities)
+    assert set(replay.sample(10).probabilities) == {0.5}
+
+
+@pytest.mark.parametrize("handles", [[-1, 0], [0, 2], [[0], [1]]])
+def test_unknown_handles_are_refused(handles: Any) -> None:
+    with pytest.raises(ValueError, match="handles: "):
+        filled(np.ones(2)).update_priorities(handles, [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"alpha": -1}, {"beta": (0.4, -1.0)}, {"beta_steps": 0}, {"eps": -1}, {"initial_priority": 0}]
+)
+def test_wrong_option_is_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        PrioritizedReplay(4, **options)
+
+
+def test_empty_buffer_names_its_reason() -> None:
+    replay = PrioritizedReplay(4, eps=0.0)
+    replay.reserve(3)
+    with pytest.raises(EmptyReplayError, match=r"no item was committed \(3 are reserved\)"):
+        replay.sample(1)
+    replay.extend([1], [0.0])
+    with pytest.raises(EmptyReplayError, match="every priority is 0"):
+        replay.sample(1, timeout_s=0.01)
+
+
+def test_sample_waits_for_the_first_item() -> None:
+    replay = PrioritizedReplay(4)
+    writer = threading.Timer(0.05, replay.put, [np.ones(2)])
+    writer.start()
+    assert replay.sample(3, timeout_s=10).payload.shape == (3, 2)
+    writer.join()
+
+
+def test_same_seed_gives_the_same_draws() -> None:
+    one, other, third = (filled(np.arange(1.0, 1001.0), seed=seed) for seed in (7, 7, 8))
+    assert draws(one, 100) == draws(other, 100) != draws(third, 100)

@@ -1,0 +1,255 @@
+"""The token driver: conversations between a policy made of numbers and scripted environments."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanrl.data.recipe import write_tokenizer
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.environments import Done, Environment, Episode, Message, Observation, Tool
+from titanrl.rollout.driver import Conversation, EpisodeError, Limits
+from titanrl.rollout.renderers import PlainRenderer
+from titanrl.types import Completion, GenerationRequest, SamplingParams
+
+EPISODE = Episode(task_id="sums/0", question="1+1=", entry={"answer": "2"}, seed=5)
+LIMITS = Limits(max_turns=6, max_tokens=400, max_new_tokens=60, step_timeout_s=0.2, episode_timeout_s=0.5)
+ADD = Tool(name="add", parameters={"type": "object", "properties": {"sum": {"type": "string"}}})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+@dataclass
+class Scripted:
+    """Answers with a list of observations; keeps what it saw."""
+
+    script: Sequence[Observation | Done]
+    first: Observation = field(default_factory=lambda: Observation(messages=[user("1+1=")], tools=[ADD]))
+    seen: list[Message] = field(default_factory=list)
+    num_closed: int = 0
+
+    async def reset(self, episode: Episode) -> Observation:
+        return self.first
+
+    async def step(self, message: Message) -> Observation | Done:
+        self.seen.append(message)
+        return self.script[len(self.seen) - 1]
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+def sampling(turn: int, max_new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=1.0, seed=turn)
+
+
+def conversation(environment: Any, tokenizer: Tokenizer, limits: Limits = LIMITS) -> Conversation:
+    make: Callable[[], Environment] = lambda: environment  # noqa: E731
+    return Conversation(make, EPISODE, PlainRenderer(tokenizer), limits, sampling)
+
+
+class Policy:
+    """Replies with given texts, or with random tokens; keeps every request and completion."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str] | random.Random) -> None:
+        self._tokenizer, self._texts = tokenizer, texts
+        self.record: list[tuple[GenerationRequest, Completion]] = []
+
+    def __call__(self, request: GenerationRequest) -> Completion:
+        turn, limit = len(self.record), request.sampling.max_new_tokens
+        if isinstance(self._texts, random.Random):
+            ids = [self._texts.randrange(2, 106) for _ in range(self._texts.randrange(1, 30))]
+            ids = ([*ids, 1])[:limit]
+        else:
+            ids = [*self._tokenizer.encode(self._texts[turn]), 1][:limit]
+        completion = Completion(
+            token_ids=np.array(ids),
+            logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32) - turn,
+            versions=np.full(len(ids), 10 + turn),
+            finish_reason="stop" if ids[-1] == 1 else "length",
+        )
+        self.record.append((request, completion))
+        return completion
+
+
+def play(talk: Conversation, policy: Policy) -> Conversation:
+    async def run() -> None:
+        await talk.start()
+        while (request := talk.request()) is not None:
+            await talk.take(policy(request))
+
+    asyncio.run(run())
+    return talk
+
+
+def tool_result(text: str) -> Message:
+    return {"role": "tool", "tool_call_id": "call_0", "content": text}
+
+
+def test_every_turn_extends_the_tokens_of_the_one_before(tokenizer: Tokenizer) -> None:
+    environment = Scripted([Observation(messages=[tool_result("2")], reward=0.5), Done(rewards={"right": 1.0}, reward=0.25)])
+    policy = Policy(tokenizer, ["hm<tool_call>1+1</tool_call>", "<answer>2</answer>"])
+    talk = play(conversation(environment, tokenizer), policy)
+    (segment,) = talk.segments()
+    text = "1+1=hm<tool_call>1+1</tool_call><tool_response>2</tool_response><answer>2</answer>"
+    assert tokenizer.decode(segment.token_ids.tolist()) == text
+    sampled = [completion for _, completion in policy.record]
+    assert segment.token_ids[segment.mask].tolist() == [int(i) for c in sampled for i in c.token_ids]
+    assert segment.logprobs[segment.mask].tolist() == [float(p) for c in sampled for p in c.logprobs]
+    assert segment.versions[segment.mask].tolist() == [int(v) for c in sampled for v in c.versions]
+    assert (segment.logprobs[~segment.mask] == 0).all()
+    assert (segment.versions[~segment.mask] == -1).all()
+    assert policy.record[1][0].token_ids == tuple(segment.token_ids[: -len(sampled[1].token_ids)].tolist())
+    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"sum": "1+1"}}}
+    assert environment.seen[0] == {"role": "assistant", "content": "hm", "tool_calls": [call]}
+    assert (talk.turn_rewards, talk.rewards, talk.finish_reason) == ([0.5, 0.25], {"right": 1.0}, "stop")
+    assert talk.last_text == "<answer>2</answer>"
+
+
+def test_replaced_history_begins_a_segment_whose_old_turns_are_not_trained_on(tokenizer: Tokenizer) -> None:
+    summary = [user("1+1="), {"role": "assistant", "content": "so far 2"}, user("go on")]
+    environment = Scripted([Observation(messages=summary, replaces=True), Done()])
+    policy = Policy(tokenizer, ["a long thought", "2"])
+    first, second = play(conversation(environment, tokenizer), policy).segments()
+    assert tokenizer.decode(first.token_ids.tolist()) == "1+1=a long thought"
+    assert tokenizer.decode(second.token_ids.tolist()) == "1+1=so far 2go on2"
+    assert tokenizer.decode(second.token_ids[second.mask].tolist()) == "2"
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "add", "arguments": {"sum": "1+1"}}', {"sum": "1+1"}),
+        ('{"name": "add", "arguments": [1]}', "[1]"),
+        ('{"name": "add"}', {}),
+        ("1+1", {"sum": "1+1"}),
+        ('{"name": ', {"sum": '{"name":'}),
+    ],
+)
+def test_tool_calls_are_parsed_or_kept_as_text(tokenizer: Tokenizer, call: str, arguments: object) -> None:
+    environment = Scripted([Done()])
+    talk = play(conversation(environment, tokenizer), Policy(tokenizer, [f"<tool_call>{call}</tool_call>"]))
+    assert environment.seen[0]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert talk.num_malformed == isinstance(arguments, str)
+
+
+def test_turn_cut_at_its_limit_ends_the_episode_unseen(tokenizer: Tokenizer) -> None:
+    environment = Scripted([Done()])
+    talk = play(conversation(environment, tokenizer), Policy(tokenizer, ["x" * 90]))
+    assert talk.finish_reason == "length"
+    assert environment.seen == []
+    assert len(talk.segments()[0].token_ids) == 4 + LIMITS.max_new_tokens
+
+
+def test_conversation_ends_at_its_budget_and_after_its_turns(tokenizer: Tokenizer) -> None:
+    forever = [Observation(messages=[user("again ")])] * 20
+    limits = Limits(max_turns=3, max_tokens=400, max_new_tokens=40, step_timeout_s=1, episode_timeout_s=9)
+    policy = Policy(tokenizer, ["ok"] * 20)
+    talk = play(conversation(Scripted(forever), tokenizer, limits), policy)
+    assert (talk.finish_reason, len(policy.record), len(talk.turn_rewards)) == ("length", 3, 3)
+    limits = Limits(max_turns=20, max_tokens=20, max_new_tokens=5, step_timeout_s=1, episode_timeout_s=9)
+    policy = Policy(tokenizer, ["ok"] * 20)
+    talk = play(conversation(Scripted(forever), tokenizer, limits), policy)
+    assert talk.finish_reason == "length"
+    assert len(policy.record) == 2
+    assert [len(request.token_ids) for request, _ in policy.record] == [4, 13]
+
+
+class Failing(Scripted):
+    """Fails in a method."""
+
+    method = "step"
+    seconds = 0.0
+
+    async def reset(self, episode: Episode) -> Observation:
+        return await self._fail("reset") or await super().reset(episode)
+
+    async def step(self, message: Message) -> Observation | Done:
+        return await self._fail("step") or await super().step(message)
+
+    async def _fail(self, method: str) -> Any:
+        if method != self.method:
+            return None
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        raise ZeroDivisionError("boom")
+
+
+@pytest.mark.parametrize(
+    ("method", "seconds", "outcome", "text"),
+    [
+        ("reset", 0.0, "environment_error", "reset raised ZeroDivisionError: boom"),
+        ("step", 0.0, "environment_error", "step raised ZeroDivisionError: boom"),
+        ("step", 9.0, "timeout", r"step of the environment took longer than 0\.2 s"),
+    ],
+)
+def test_failure_of_the_environment_is_typed(
+    tokenizer: Tokenizer, method: str, seconds: float, outcome: str, text: str
+) -> None:
+    environment = Failing([Done()])
+    environment.method, environment.seconds = method, seconds
+    with pytest.raises(EpisodeError, match=text) as caught:
+        play(conversation(environment, tokenizer), Policy(tokenizer, ["a"]))
+    assert caught.value.outcome == outcome
+
+
+def test_reward_that_is_no_number_is_a_failure(tokenizer: Tokenizer) -> None:
+    for done in (Done(rewards={"right": float("nan")}), Done(reward="much")):  # type: ignore[arg-type]
+        with pytest.raises(EpisodeError, match="must be a finite number") as caught:
+            play(conversation(Scripted([done]), tokenizer), Policy(tokenizer, ["a"]))
+        assert caught.value.outcome == "reward_error"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**9))
+def test_random_conversations_keep_what_the_engine_recorded(tokenizer: Tokenizer, seed: int) -> None:
+    draw = random.Random(seed)
+
+    def observation() -> Observation:
+        messages: list[Message] = [
+            draw.choice([user("and "), tool_result("7"), user("<think>")]) for _ in range(draw.randrange(3))
+        ]
+        return Observation(messages=messages, replaces=draw.random() < 0.2 and bool(messages), tools=[ADD])
+
+    script = [observation() for _ in range(8)] + [Done()] * 20
+    policy = Policy(tokenizer, draw)
+    limits = Limits(
+        max_turns=draw.randrange(1, 12),
+        max_tokens=draw.randrange(40, 300),
+        max_new_tokens=20,
+        step_timeout_s=9,
+        episode_timeout_s=9,
+    )
+    talk = play(conversation(Scripted(script), tokenizer, limits), policy)
+    segments = talk.segments()
+    sampled = [completion for _, completion in policy.record]
+    for column in ("token_ids", "logprobs", "versions"):
+        got = [value for segment in segments for value in getattr(segment, column)[segment.mask].tolist()]
+        assert got == [value for completion in sampled for value in getattr(completion, column).tolist()]
+    turn = 0
+    for segment in segments:  # every request of a segment is a prefix of it, so its tokens were only ever extended
+        starts = np.flatnonzero(np.diff(segment.versions, prepend=-1) * segment.mask)
+        for start in starts.tolist():
+            request, completion = policy.record[turn]
+            assert request.token_ids == tuple(segment.token_ids[:start].tolist())
+            assert segment.token_ids[start : start + len(completion.token_ids)].tolist() == completion.token_ids.tolist()
+            turn += 1
+        assert len(segment.token_ids) <= limits.max_tokens
+        assert segment.mask[-1]
+        assert not segment.mask[0]
+    assert turn == len(policy.record) <= limits.max_turns

@@ -1,0 +1,193 @@
+"""Groups of episodes, with a policy of random numbers and environments that fail according to a plan."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanrl.config import Config
+from titanrl.data.recipe import write_tokenizer
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.environments import Done, Environments, Episode, Message, Observation
+from titanrl.rewards import Answers, Scored
+from titanrl.rollout.episodes import Episodes
+from titanrl.rollout.group import record_of
+from titanrl.rollout.renderers import PlainRenderer
+from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
+
+PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"answer": "2"})
+
+
+class Guess:
+    """Ends after some turns; an attempt may raise or hang at a turn."""
+
+    plan: list[str] = []  # noqa: RUF012  # of the attempts, in the order of their start
+    seeds: list[int] = []  # noqa: RUF012
+
+    async def reset(self, episode: Episode) -> Observation:
+        Guess.seeds.append(episode.seed)
+        self.fate = Guess.plan.pop(0) if Guess.plan else "3"
+        self.turns = 0
+        return Observation(messages=[{"role": "user", "content": episode.question}])
+
+    async def step(self, message: Message) -> Observation | Done:
+        self.turns += 1
+        if self.fate == "raises":
+            raise RuntimeError("boom")
+        if self.fate == "hangs":
+            await asyncio.sleep(60)
+        if self.turns < int(self.fate):
+            return Observation(messages=[{"role": "user", "content": "more"}], reward=0.25)
+        return Done(rewards={"found": 1.0})
+
+    async def close(self) -> None:
+        pass
+
+
+class Policy:
+    """Answers each request with two tokens; keeps the sizes of the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.seeds: list[int | None] = []
+
+    async def __call__(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self.calls.append(len(requests))
+        self.seeds += [request.sampling.seed for request in requests]
+        await asyncio.sleep(0)
+        return [
+            Completion(
+                token_ids=np.array([20 + len(self.calls) % 50, 1]),
+                logprobs=np.array([-0.5, -0.25], np.float32),
+                versions=np.array([4, 4]),
+                finish_reason="stop",
+            )
+            for _ in requests
+        ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def play(
+    tokenizer: Tokenizer, plan: Sequence[str], *, in_round: bool, scores: Sequence[float | None] = (), **data: Any
+) -> tuple[Group, Policy]:
+    """Play a group of four episodes; `scores` are the rewards of the configuration."""
+    Guess.plan, Guess.seeds = list(plan), []
+    environment = {
+        "function": "guess.py:Guess",
+        "max_turns": 4,
+        "step_timeout_s": 0.2,
+        "retries": 1,
+        **data.pop("environment", {}),
+    }
+    config = Config.model_validate(
+        {"name": "guess", "num_steps": 1, "data": {"environment": environment, **data}, "rollout": {"group_size": 4}}
+    )
+
+    async def score(answers: Answers) -> list[Scored]:
+        values = list(scores) or [0.0] * len(answers.completions)
+        return [
+            Scored(reward=None, parts={}, error="answer: broken")
+            if value is None
+            else Scored(reward=value, parts={"answer": value})
+            for value in values
+        ]
+
+    policy = Policy()
+    episodes = Episodes(config=config, renderer=PlainRenderer(tokenizer), environments=Environments(Guess), score=score)
+    return asyncio.run(episodes.roll_out(PROMPT, policy, in_round=in_round)), policy
+
+
+@pytest.mark.parametrize("in_round", [True, False])
+def test_group_has_segments_rewards_and_counts(tokenizer: Tokenizer, in_round: bool) -> None:
+    group, policy = play(tokenizer, ["1", "2", "3", "4"], in_round=in_round)
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.25, 1.5, 1.75]
+    assert group.rollouts[2].reward_parts == {"found": 1.0, "turns": 0.5}
+    assert group.counts == {
+        "episodes": 4,
+        "turns": 10,
+        "malformed_calls": 0,
+        "environment_error": 0,
+        "timeout": 0,
+        "reward_error": 0,
+    }
+    assert sum(policy.calls) == 10
+    if in_round:  # one call per turn, and calls without requests to the end of the round
+        assert policy.calls == [4, 3, 2, 1, 0, 0, 0, 0]
+    assert len(set(policy.seeds)) == 10
+    assert len(set(Guess.seeds)) == 1
+    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
+    assert (record.prompt_len, record.num_segments, record.num_sampled) == (4, (1, 1, 1, 1), (2, 4, 6, 8))
+    assert [message["content"] for message in group.conversations[1]][::2] == ["1+1=", "more"]
+
+
+@pytest.mark.parametrize("in_round", [True, False])
+def test_failed_attempt_is_repeated_and_then_left_out(tokenizer: Tokenizer, in_round: bool) -> None:
+    group, _ = play(tokenizer, ["raises", "1", "hangs", "1", "raises", "2"], in_round=in_round)
+    assert len(group.rollouts) + len(group.failures) == 4
+    assert group.counts["episodes"] == 6
+    assert (group.counts["environment_error"], group.counts["timeout"]) == (2, 1)
+    outcomes = Counter(failure.outcome for failure in group.failures)
+    assert set(outcomes) <= {"environment_error", "timeout"}
+    assert len(group.rollouts) == 4 - outcomes.total() >= 3
+    if group.failures:
+        assert group.failures[0].error.startswith("data.environment: step")
+
+
+def test_configured_rewards_count_where_the_environment_returns_none_or_they_are_written(tokenizer: Tokenizer) -> None:
+    scores = [0.0, 1.0, 1.0, 0.0]
+    group, _ = play(tokenizer, ["1"] * 4, in_round=True, scores=scores)
+    assert [rollout.reward for rollout in group.rollouts] == [1.0] * 4
+    group, _ = play(tokenizer, ["1"] * 4, in_round=True, scores=scores, rewards={"answer": "exact"})
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 2.0, 2.0, 1.0]
+    group, _ = play(
+        tokenizer, ["1"] * 4, in_round=True, scores=scores, rewards={"answer": "exact"}, environment={"weights": {"found": 0.5}}
+    )
+    assert [rollout.reward for rollout in group.rollouts] == [0.5, 1.5, 1.5, 0.5]
+
+
+def test_failed_reward_is_counted(tokenizer: Tokenizer) -> None:
+    group, _ = play(tokenizer, ["1"] * 4, in_round=True, scores=[0.0, None, 1.0, None], rewards={"answer": "exact"})
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 2.0]
+    assert group.counts["reward_error"] == 2
+    assert {failure.outcome for failure in group.failures} == {"reward_error"}
+
+
+def test_everything_fails(tokenizer: Tokenizer) -> None:
+    group, _ = play(tokenizer, ["raises"] * 8, in_round=False)
+    assert not group.rollouts
+    assert len(group.failures) == 4
+    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=False, num_overlong=0)
+    assert (record.num_errors, record.rewards) == (4, ())
+    assert record.first_error == "data.environment: step raised RuntimeError: boom"
+
+
+def test_held_out_episodes_are_played_turn_by_turn(tokenizer: Tokenizer) -> None:
+    Guess.plan, Guess.seeds = ["1", "3", "2", "raises", "1"], []
+    config = Config.model_validate(
+        {"name": "guess", "num_steps": 1, "data": {"environment": {"function": "guess.py:Guess", "max_turns": 3, "retries": 1}}}
+    )
+
+    async def score(answers: Answers) -> list[Scored]:
+        return [Scored(reward=0.0, parts={}) for _ in answers.completions]
+
+    policy = Policy()
+    episodes = Episodes(config=config, renderer=PlainRenderer(tokenizer), environments=Environments(Guess), score=score)
+    prompts = [replace(PROMPT, index=index) for index in range(4)]
+    playing = episodes.answer(prompts, policy, num_samples=1, max_new_tokens=5, temperature=0.0, seed=1)
+    groups = asyncio.run(playing)
+    assert [len(group.rollouts) for group in groups] == [1, 1, 1, 1]
+    assert [group.rollouts[0].reward for group in groups] == [1.0, 1.5, 1.25, 1.0]
+    assert policy.calls == [1] * 4 + [1] * 3 + [1]
+    assert set(policy.seeds) == {None}
+    assert len(set(Guess.seeds)) == 4

@@ -1,0 +1,124 @@
+"""Evaluations of hand-made completions: which requests are sent, and what the result says."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from titanrl.config import Config
+from titanrl.config.evaluation import EvaluationSet
+from titanrl.replay.failures import ScorerError
+from titanrl.rewards import Answers, Scored
+from titanrl.rollout.evaluating import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_set
+from titanrl.rollout.group import roll_out
+from titanrl.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
+
+PROMPTS = [Prompt(index=i, task="sums", text=f"{i}", token_ids=(5, i), entry={"answer": str(i)}) for i in range(200)]
+
+
+def made_set(**values: object) -> EvaluationSet:
+    config = Config.model_validate({"name": "a", "num_steps": 3, "evaluation": {"num_prompts": 0, "sets": {"hard": values}}})
+    return evaluation_set(config)
+
+
+class Engine:
+    """Answers each request with one token, 2 if its seed is odd or missing, of a version per call."""
+
+    def __init__(self, versions: Sequence[int] = (4,)) -> None:
+        self.versions = versions
+        self.calls: list[Sequence[GenerationRequest]] = []
+        self.most_at_once = self.at_once = 0
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self.calls.append(requests)
+        self.at_once += len(requests)
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        version = self.versions[min(len(self.calls), len(self.versions)) - 1]
+        await asyncio.sleep(0)
+        self.at_once -= len(requests)
+        return [
+            Completion(
+                token_ids=np.array([2 if request.sampling.seed is None else 1 + request.sampling.seed % 2]),
+                logprobs=np.zeros(1, np.float32),
+                versions=np.array([version]),
+                finish_reason="stop",
+            )
+            for request in requests
+        ]
+
+
+async def score(answers: Answers) -> list[Scored]:
+    if answers.entry["answer"] == "1":
+        return [Scored(reward=None, parts={}, error="broken") for _ in answers.completions]
+    return [Scored(reward=float(text == "2"), parts={}) for text in answers.completions]
+
+
+def evaluated(subset: EvaluationSet, engine: Engine, prompts: Sequence[Prompt] = PROMPTS) -> EvaluationResult:
+    async def complete(prompt: Prompt) -> Group:
+        requests = evaluation_requests(prompt, subset, seed=3)
+        return await roll_out(prompt, requests, engine.generate, score, lambda tokens: "".join(map(str, tokens)))
+
+    async def answer(prompts: Sequence[Prompt]) -> Sequence[Group]:
+        return await asyncio.gather(*map(complete, prompts))
+
+    return asyncio.run(evaluate_prompts(subset, prompts, answer))
+
+
+def test_samples_have_seeds_that_repeat_in_every_evaluation() -> None:
+    subset = made_set(num_samples=3, temperature=0.5, max_new_tokens=9)
+    requests = evaluation_requests(PROMPTS[7], subset, seed=3)
+    assert requests == evaluation_requests(PROMPTS[7], subset, seed=3)
+    seeds = {request.sampling.seed for request in requests}
+    assert len(seeds) == 3
+    assert not seeds & {request.sampling.seed for request in evaluation_requests(PROMPTS[8], subset, seed=3)}
+    assert {(request.sampling.temperature, request.sampling.max_new_tokens) for request in requests} == {(0.5, 9)}
+
+
+def test_result_leaves_failed_rewards_out_and_counts_them() -> None:
+    result = evaluated(made_set(), Engine())
+    assert (result.task, result.version, result.mean, result.num_prompts) == ("hard", 4, 1.0, 200)
+    assert (result.num_errors, result.first_error, result.response_len_mean) == (1, "broken", 1.0)
+    assert result.statistics == {"mean": 1.0, "mean_ci95": 0.0}
+
+
+def test_several_samples_give_pass_and_avg_of_the_solved_ones() -> None:
+    subset = made_set(num_samples=4, temperature=1.0, pass_k=(1, 2))
+    engine = Engine()
+    result = evaluated(subset, engine)
+    assert result.num_errors == 4
+    solved = [
+        sum(1 + request.sampling.seed % 2 == 2 for request in call if request.sampling.seed is not None)
+        for call in engine.calls
+        if call[0].token_ids != (5, 1)
+    ]
+    assert result.statistics["avg@4"] == pytest.approx(np.mean(solved) / 4)
+    assert result.statistics["pass@1"] == pytest.approx(result.statistics["avg@4"])
+    pairs = [1 - (4 - number) * (3 - number) / 12 for number in solved]
+    assert result.statistics["pass@2"] == pytest.approx(np.mean(pairs))
+
+
+def test_number_of_completions_in_flight_is_limited() -> None:
+    engine = Engine()
+    evaluated(made_set(num_samples=4, temperature=1.0), engine)
+    assert engine.most_at_once == IN_FLIGHT
+    assert len(engine.calls) == 200
+
+
+def test_result_says_if_the_version_changed_meanwhile() -> None:
+    assert evaluated(made_set(), Engine([4])).is_pinned
+    mixed = evaluated(made_set(), Engine([4] * 150 + [5]))
+    assert not mixed.is_pinned
+    assert mixed.version == 4
+
+
+def test_reward_that_always_fails_ends_the_evaluation() -> None:
+    with pytest.raises(ScorerError, match="all 1 completions of the evaluation"):
+        evaluated(made_set(), Engine(), [replace(PROMPTS[0], entry={"answer": "1"})])
+
+
+def test_unknown_set_is_an_error_that_names_the_sets() -> None:
+    config = Config.model_validate({"name": "a", "num_steps": 3, "evaluation": {"sets": {"hard": {}}}})
+    with pytest.raises(ValueError, match=r"no such set \(got 'easy'\)\. Choose one of chain_sum, hard\."):
+        evaluation_set(config, "easy")

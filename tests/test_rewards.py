@@ -1,0 +1,157 @@
+"""Calls of rewards: arguments, returned values, and their check at the start."""
+
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import titanrl
+from titanrl.rewards import Answers, BoundReward, GroupReward, check_reward
+
+ANSWERS = Answers(
+    entry={"question": "2 + 2 =", "answer": "4", "metadata": {}},
+    completions=("4", "five"),
+    num_tokens=(2, 3),
+    finish_reasons=("stop", "length"),
+)
+
+
+def plain(completion: str, entry: dict[str, Any]) -> float:
+    return float(completion == entry["answer"])
+
+
+def measured(text: str, data: dict[str, Any], num_tokens: int, *, finish_reason: str) -> str:
+    return f"{text} {num_tokens} {finish_reason}"
+
+
+def rest(completion: str, entry: dict[str, Any], scale: float = 2.0, **other: Any) -> float:
+    assert not other
+    return scale
+
+
+class Judge:
+    """A reward with a state."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def __call__(self, completion: str, entry: dict[str, Any], num_tokens: int) -> float:
+        return float(completion == self.word) + num_tokens
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (plain, [1.0, 0.0]),
+        (measured, ["4 2 stop", "five 3 length"]),
+        (rest, [2.0, 2.0]),
+        (Judge("five"), [2.0, 4.0]),
+        (functools.partial(rest, scale=3.0), [3.0, 3.0]),
+        (lambda completion, entry: len(completion), [1, 4]),
+    ],
+)
+def test_reward_gets_the_arguments_that_it_takes(function: Callable[..., Any], expected: list[object]) -> None:
+    reward = BoundReward("answer", function)
+    assert [reward.call_one(ANSWERS, index) for index in range(2)] == expected
+    assert not reward.is_group
+
+
+def test_group_reward_gets_all_completions() -> None:
+    @titanrl.group_reward
+    def order(completions: list[str], entry: dict[str, Any], finish_reasons: list[str], num_tokens: list[int]) -> list[Any]:
+        return [(completions, entry["answer"], num_tokens), finish_reasons]
+
+    reward = BoundReward("answer", order)
+    assert reward.is_group
+    assert reward.call_group(ANSWERS) == [(["4", "five"], "4", [2, 3]), ["stop", "length"]]
+
+
+def test_marked_function_can_be_called_and_is_pickled_by_value() -> None:
+    offset = 3.0
+
+    @titanrl.group_reward
+    def shifted(completions: list[str], entry: dict[str, Any]) -> list[float]:
+        """Shift."""
+        return [offset + len(text) for text in completions]
+
+    loaded = pickle.loads(cloudpickle.dumps(shifted))
+    assert isinstance(loaded, GroupReward)
+    assert loaded(["a", "bc"], {}) == shifted(["a", "bc"], {}) == [4.0, 5.0]
+    assert (loaded.__name__, loaded.__doc__) == ("shifted", "Shift.")
+
+
+def test_async_functions_and_objects_are_recognized() -> None:
+    async def waits(completion: str, entry: dict[str, Any]) -> float:
+        return 1.0
+
+    class Waits:
+        async def __call__(self, completion: str, entry: dict[str, Any]) -> float:
+            return 1.0
+
+    flags = [
+        BoundReward("answer", f).is_async
+        for f in (waits, titanrl.group_reward(waits), functools.partial(waits), Waits(), plain)
+    ]
+    assert flags == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (1, {"judge": 1.0}),
+        (True, {"judge": 1.0}),
+        (np.float32(0.5), {"judge": 0.5}),
+        ({"style": 0.5, "facts": 1}, {"judge/style": 0.5, "judge/facts": 1.0}),
+    ],
+)
+def test_value_becomes_parts(value: object, parts: dict[str, float]) -> None:
+    assert BoundReward("judge", plain).parts(value) == parts
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1.5", None, float("nan"), float("inf"), [1.0], 1j, {}, {"style": "good"}, {"a b": 1.0}, {1: 1.0}, {"x": float("nan")}],
+)
+def test_value_that_is_no_reward_is_an_error(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^the reward returned .*Expected "):
+        BoundReward("judge", plain).parts(value)
+
+
+@pytest.mark.parametrize("returned", [[1.0, 2.0], (1.0, 2.0), np.array([1.0, 2.0]), iter([1.0, 2.0])])
+def test_group_returns_one_value_per_completion(returned: object) -> None:
+    assert BoundReward("judge", plain).values(returned, 2) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("returned", [1.0, None, [1.0], "ab", {"a": 1.0, "b": 2.0}])
+def test_wrong_number_of_values_is_an_error(returned: object) -> None:
+    with pytest.raises(TypeError, match="the reward returned"):
+        BoundReward("judge", plain).values(returned, 2)
+
+
+@pytest.mark.parametrize("function", [plain, measured, rest, Judge(""), titanrl.group_reward(plain), len.__call__])
+def test_usable_signatures_are_accepted(function: object) -> None:
+    check_reward(function, key="data.rewards.x", name="x")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem", "expected"),
+    [
+        (lambda completion: 0.0, "wrong signature: too many positional arguments", "def reward(completion: str, entry: "),
+        (lambda a, b, c: 0.0, "wrong signature: missing a required argument: 'c'", "def reward(completion: str, entry: "),
+        (
+            lambda a, b, *, finish_reasons: 0.0,
+            "wrong signature: missing a required argument: 'finish_reasons'",
+            "def reward(completion: str, entry: ",
+        ),
+        (3, "not callable", "def reward(completion: str, entry: "),
+        (titanrl.group_reward(lambda a: []), "wrong signature: too many", "def reward(completions: Sequence[str], entry: "),
+    ],
+)
+def test_wrong_signature_shows_the_expected_one(function: object, problem: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data\.rewards\.x: {problem}") as raised:
+        check_reward(function, key="data.rewards.x", name="mine")
+    assert f"Write it as `{expected}" in str(raised.value)

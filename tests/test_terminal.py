@@ -1,0 +1,64 @@
+"""Standard streams that are closed, full or ASCII, and signals before a run has begun."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PRINT = r"from titanrl import terminal; terminal.prepare(); print('first \u2192 line'); print('second'); "
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+def shell(script: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = ["bash", "-c", script, "bash", sys.executable]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirection", "cause"),
+    [("> /dev/full", "No space left on device"), (">&-", None), ("> /dev/null 2> /dev/full", None), ("0<&- >&- 2>&-", None)],
+)
+def test_command_continues_without_an_output_that_fails(redirection: str, cause: str | None, tmp_path: Path) -> None:
+    program = PRINT + f"open({str(tmp_path / 'done')!r}, 'w')"
+    result = shell(f'"$1" -c "{program}" {redirection}')
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "done").exists()
+    assert result.stderr == (f"warning: stdout: {cause}; the command continues without it\n" if cause else "")
+
+
+def test_reader_that_leaves_does_not_end_the_command(tmp_path: Path) -> None:
+    program = PRINT + "import time; time.sleep(0.5); print('third'); print('fourth')"
+    result = shell(f'set -o pipefail; "$1" -c "{program}" | head -n 1')
+    assert result.returncode == 0
+    assert result.stdout == "first → line\n"
+    assert result.stderr == "warning: stdout: Broken pipe; the command continues without it\n"
+
+
+def test_characters_that_the_locale_lacks_are_replaced() -> None:
+    result = shell(f'"$1" -c "{PRINT}"', **ASCII)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "first ? line\nsecond\n", "")
+
+
+def test_dry_run_works_in_an_ascii_locale(tmp_path: Path) -> None:
+    result = shell('"$1" -m titanrl.grpo --config configs/quickstart.yaml --dry-run', **ASCII)
+    assert result.returncode == 0, result.stderr
+    assert "Ready to start" in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signal_in_the_first_second_ends_without_traceback(number: signal.Signals) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "titanrl.grpo", "--config", "quickstart"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "titanrl.config" not in process.stderr.readline():  # the program is importing
+            pass
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors

@@ -1,0 +1,87 @@
+"""Models of every family: equal to transformers, exact when loaded and exported, with the same gradient on every layout."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from tests.docs.blocks import ROOT, blocks_of
+from tests.models.tiny import FAMILIES, write_model
+from tests.trainer import checks, families, variants
+from tests.trainer.ranks import World
+
+Worlds = Callable[[int], World]
+FSDP, TP = {"dp_shard": 2}, {"tp": 2}
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(request.param, tmp_path_factory.mktemp("families") / request.param)
+
+
+def assert_same_logits(model: Path, world: Worlds, family: str | None = None) -> None:
+    token_ids = np.random.default_rng(0).integers(1, checks.VOCAB, 200)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        expected = policy(torch.from_numpy(token_ids)[None]).logits[0].numpy()
+    (found,) = world(1).run(families.logits, model, token_ids, family)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=0)
+
+
+def test_logits_equal_those_of_transformers(model: Path, world: Worlds) -> None:
+    assert_same_logits(model, world)
+
+
+def test_family_of_the_documentation_equals_transformers(world: Worlds, tmp_path: Path) -> None:
+    (block,) = (block for block in blocks_of(ROOT / "docs/howto/model_families.md") if block.title)
+    (tmp_path / block.title).write_text(block.text)
+    model = write_model("seed_oss", tmp_path / "model", head_dim=64)
+    assert_same_logits(model, world, f"{tmp_path / block.title}:family")
+
+
+def test_tensors_that_a_family_does_not_have_are_refused(world: Worlds, tmp_path: Path) -> None:
+    model = write_model("qwen2", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(AssertionError, match=r"6 tensors are not part of the model, such as .*k_proj\.bias"):
+        world(1).run(variants.loaded_bytes, model, {})
+
+
+@pytest.mark.parametrize("plan", [{}, FSDP, TP], ids=["one rank", "fsdp", "tp"])
+def test_exported_model_equals_the_loaded_one_tensor_by_tensor(model: Path, plan: dict, world: Worlds, tmp_path: Path) -> None:
+    world(2 if plan else 1).run(variants.export, model, {"parallelism": plan}, tmp_path / "out", 0)
+    expected = load_file(model / "model.safetensors")
+    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert np.array_equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_of_two_ranks_equals_that_of_one(family: str, world: Worlds, tmp_path: Path) -> None:
+    model = write_model(family, tmp_path / family, std=0.02)  # larger weights amplify the rounding of partial sums
+    expected, loss = world(1).run(checks.gradient_of, model, (), 2, True)[0]
+    largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
+    for plan in (FSDP, TP):
+        found, same_loss = world(2).run(checks.gradient_of, model, tuple(plan.items()), 2, True)[0]
+        assert found.keys() == expected.keys()
+        assert same_loss == pytest.approx(loss, abs=1e-6)
+        for name, gradient in expected.items():
+            assert np.abs(gradient).max() > 0, name
+            assert np.abs(found[name] - gradient).max() <= 1e-6 * largest, (name, plan)
+
+
+def test_adapters_leave_biases_unchanged(world: Worlds, tmp_path: Path) -> None:
+    model = write_model("qwen2", tmp_path / "model")
+    for size, plan in ((1, {}), (2, TP)):
+        found = world(size).run(variants.train_adapters, model, {"lora": LORA, "parallelism": plan})[0]
+        biases = [name for name in found["before"] if name.endswith(".bias")]
+        assert len(biases) == 6
+        assert all(np.array_equal(found["before"][name], found["merged"][name]) for name in biases)

@@ -1,0 +1,32 @@
+"""Checkpoints, states and models that cannot be written or read: every rank gets one line with folder and cause."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.trainer import full_disk
+from tests.trainer.ranks import World
+from titanrl.files import digests_of
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
+def test_full_disk_is_one_line_on_every_rank(
+    in_background: bool, world: Callable[[int], World], tiny_model: Path, tmp_path: Path
+) -> None:
+    replies = world(2).run(full_disk.save_until_full, tiny_model, {"dp_shard": 2}, tmp_path, in_background)
+    step_1 = tmp_path / "checkpoints" / "step-1"
+    assert {name: digest for digests, _ in replies for name, digest in digests.items()} == digests_of(step_1, step_1.iterdir())
+    assert replies[0][0].keys() == {".metadata", "__0_0.distcp"}
+    for _, errors in replies:
+        assert len(errors) == 4
+        assert all("\n" not in error and len(error) < 600 and "Traceback" not in error for error in errors), errors
+        checkpoint, state, model, missing = errors
+        assert checkpoint.startswith(f"cannot save a checkpoint in {tmp_path}/checkpoints: ")
+        assert state.startswith(f"cannot save a state in {tmp_path}/state: ")
+        assert "No space left on device" in checkpoint or "file write failed" in checkpoint
+        assert "No space left on device" in state or "file write failed" in state
+        assert model.startswith(f"cannot export the model in {tmp_path}/final: ")
+        assert missing.startswith(f"cannot load a checkpoint in {tmp_path}/checkpoints: ")
+        assert in_background or "step-7" in missing  # a failed write in the background fails every later call, too
+    assert not (tmp_path / "final").exists()

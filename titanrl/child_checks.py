@@ -1,0 +1,232 @@
+"""Checks of data and of the user's objects before a start, each in a child process.
+
+Code of the user or of a task may crash or hang there, and the checks run in parallel with whatever the caller does meanwhile.
+Nothing here imports torch or vLLM.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from titanrl.config.data import DataConfig
+from titanrl.config.environment import ENVIRONMENTS, EnvironmentConfig
+from titanrl.config.errors import BrokenRule, BrokenRules, nested, rule_of
+from titanrl.config.evaluation import EvaluationSet
+from titanrl.config.schema import Config
+from titanrl.config.sizes import model_values
+from titanrl.data.recipe import write_tokenizer
+from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_stream, uses_chat_template
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.environments.registry import load_factory
+from titanrl.extensions import point_of
+from titanrl.plugins import Plugin, Plugins, plugins_within
+from titanrl.rollout.renderers import make_renderer
+from titanrl.sandbox.confine import end_with_parent
+
+Check = tuple[Callable[[], None], dict[str, object], float]
+"""Function to call in a child process, the keys that it checks with their values, and its time limit."""
+
+CHECK_LIMIT_S = 60.0
+"""Limit of importing an object of the user, and of sampling from a task."""
+HELDOUT_LIMIT_S = 2.0
+"""Time after which the search for held-out prompts stops without an error."""
+
+_CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.child_checks import _serve; _serve()"
+
+
+class Child:
+    """A check that runs in a child process."""
+
+    def __init__(self, check: Callable[[], None], values: Mapping[str, object], limit_s: float) -> None:
+        """Start the check.
+
+        Args:
+            check: Function to call; it raises `ValueError` if a rule is broken.
+            values: Keys that it checks, with their values, for the messages.
+            limit_s: Time limit.
+        """
+        self._values, self._limit_s = values, limit_s
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
+        with tempfile.TemporaryFile() as order:
+            order.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, values)))
+            order.seek(0)
+            command = [sys.executable, "-c", _CHILD]
+            self._process = subprocess.Popen(command, stdin=order, stdout=subprocess.PIPE, stderr=self._errors)
+
+    def result(self) -> tuple[BrokenRule, ...]:
+        """Wait for the check; return the rules that are broken."""
+        try:
+            output, _ = self._process.communicate(timeout=self._limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return (self._failed(f"loading it must not take longer than {self._limit_s:g} s"),)
+        finally:
+            self._errors.seek(0)
+            last_lines = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            self._errors.close()
+        if self._process.returncode == 0 and output:
+            broken: tuple[BrokenRule, ...] = pickle.loads(output)
+            return broken
+        code = self._process.returncode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return (self._failed(f"loading it must not end the Python process ({', '.join([how, *last_lines])})"),)
+
+    def _failed(self, rule: str) -> BrokenRule:
+        return BrokenRule(values=self._values, rule=rule, fix="correct the module, the task or its options")
+
+
+def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_tokenizer: bool) -> list[Child]:
+    """Start the checks of prompts and rewards, and of the user's objects that are named by an import path.
+
+    Args:
+        config: Configuration.
+        plugins: The user's objects.
+        with_data: Check the prompts.
+        has_tokenizer: False if `model.path` has no usable tokenizer, so that prompts are checked without their length.
+    """
+    sets = [subset for subset in config.evaluation_sets.values() if subset.has_own_data] if with_data else []
+    data = [_data_check(config, plugins, subset, has_tokenizer) for subset in ([None, *sets] if with_data else [])]
+    return [Child(*check) for check in (*data, *_plugin_checks(config, plugins))]
+
+
+def _data_check(config: Config, plugins: Plugins, subset: EvaluationSet | None, has_tokenizer: bool) -> Check:
+    """Return the check of the run's data, or of those of an evaluation set."""
+    data, prefix = (config.data, "") if subset is None else (subset.data, f"{subset.key}.")
+    check = partial(check_data, config, plugins) if subset is None else partial(check_set, config, plugins, subset)
+    prompts = partial(check, has_tokenizer=has_tokenizer)
+    if data.source == "reasoning_gym":
+        return prompts, {f"{prefix}data.task": data.task, f"{prefix}data.task_config": data.task_config}, CHECK_LIMIT_S
+    if data.path is not None:
+        return prompts, {f"{prefix}data.path": str(data.path)}, config.timeouts.start_s
+    return prompts, {f"{prefix}data.source": data.source, f"{prefix}data.options": data.options}, config.timeouts.start_s
+
+
+def _plugin_checks(config: Config, plugins: Plugins) -> Iterator[Check]:
+    """Yield one check for all objects of a module, which is then imported once."""
+    by_module: dict[str, list[Plugin]] = defaultdict(list)
+    for plugin in plugins.values():
+        if (
+            not plugin.is_object and point_of(plugin.key).key != "data.source"
+        ):  # objects of Python are checked before they are pickled
+            by_module[plugin.name.rpartition(":")[0]].append(plugin)
+    for same_module in by_module.values():
+        yield partial(check_plugins, same_module, config), {plugin.key: plugin.name for plugin in same_module}, CHECK_LIMIT_S
+
+
+def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
+    """Import objects that configuration keys name, and check that each fits its extension point.
+
+    Raises:
+        BrokenRules: An object cannot be used.
+    """
+    broken: list[BrokenRule] = []
+    for plugin in plugins:
+        try:
+            point_of(plugin.key).check(plugin, config)
+        except BrokenRules as error:
+            broken += error.broken
+        except ValueError as error:
+            broken.append(rule_of(str(error), {plugin.key: plugin.name}))
+    if broken:
+        raise BrokenRules(*broken)
+
+
+def check_data(config: Config, plugins: Plugins, *, has_tokenizer: bool = True) -> None:
+    """Read the prompts of the run, and split and tokenize them as a rollout worker does.
+
+    Args:
+        config: Configuration.
+        plugins: The user's objects.
+        has_tokenizer: False to check the prompts without their length.
+
+    Raises:
+        ValueError: The data cannot be used.
+    """
+    stream = _open_stream(config, config.data, plugins, has_tokenizer=has_tokenizer, is_trained_on=True)
+    for subset in config.evaluation_sets.values():
+        if not subset.has_own_data:
+            stream.heldout(subset.num_prompts, key=subset.key, limit_s=HELDOUT_LIMIT_S)
+
+
+def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True) -> None:
+    """Read the prompts of an evaluation set with data of its own; see `check_data`.
+
+    Raises:
+        ValueError: The data cannot be used.
+    """
+    plugins = plugins_within(plugins, subset.key)
+    try:
+        stream = _open_stream(config, subset.data, plugins, has_tokenizer=has_tokenizer, is_trained_on=False)
+        stream.heldout(subset.num_prompts, split=subset.split, key=subset.key, limit_s=HELDOUT_LIMIT_S)
+    except BrokenRules as error:
+        raise nested(error, subset.key) from None
+
+
+def _open_stream(
+    config: Config, data: DataConfig, plugins: Plugins, *, has_tokenizer: bool, is_trained_on: bool
+) -> PromptStream:
+    encode: Encode = lambda asked: []  # noqa: E731
+    if has_tokenizer:
+        try:
+            tokenizer = policy_tokenizer(config)
+        except Exception as error:  # the tokenizers library raises bare Exceptions
+            raise BrokenRules(rule_of(str(error), model_values(config))) from error
+        encoder = make_encoder(data, tokenizer)
+        # Rendering a chat imports transformers, which takes seconds; such prompts are checked without their length.
+        encode = encode if uses_chat_template(data, tokenizer) else encoder
+        if data.environment is not None:
+            check_environment(data.environment, tokenizer)
+    if data.source != "reasoning_gym" and any(reward.function == "reasoning_gym" for reward in data.rewards.values()):
+        make_gym_dataset(data.task, data.task_config, seed=0, size=1)
+    return open_stream(data, encode, config.seed, plugins, is_trained_on=is_trained_on)
+
+
+def check_environment(environment: EnvironmentConfig, tokenizer: Tokenizer) -> None:
+    """Make the renderer, and a built-in environment; those of the user are checked as extension points.
+
+    Raises:
+        ValueError: One of them cannot be used.
+    """
+    make_renderer(tokenizer, environment.renderer, environment.renderer_options)
+    if environment.python is None and environment.function in ENVIRONMENTS:
+        load_factory(environment.function, environment.options)
+
+
+def policy_tokenizer(config: Config) -> Tokenizer:
+    """Return the tokenizer that the policy will have.
+
+    Raises:
+        ValueError: `model.path` has no usable tokenizer.
+    """
+    if config.model.path is not None:
+        return load_tokenizer(config.model.path)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tokenizer(Path(scratch))
+        return load_tokenizer(Path(scratch))
+
+
+def _serve() -> None:
+    """Run one check in a child process: read it from stdin, and write the broken rules to stdout."""
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # imported modules may print
+    parent_pid, check, values = pickle.load(sys.stdin.buffer)
+    end_with_parent(parent_pid)
+    broken: tuple[BrokenRule, ...] = ()
+    try:
+        check()
+    except BrokenRules as error:
+        broken = error.broken
+    except Exception as error:  # raised by a task or a file in a way that no rule covers
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        broken = (rule_of(text, values),)
+    with results:
+        pickle.dump(broken, results)
+    os._exit(0)  # threads of imported modules must not delay the end

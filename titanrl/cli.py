@@ -1,0 +1,50 @@
+"""The command `titanrl`. A subcommand's module is imported only when it is called, so that help appears at once."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from titanrl import __version__, terminal
+
+COMMANDS = {
+    "train": ("titanrl.grpo", "train a policy, or continue a run"),
+    "sft": ("titanrl.sft", "fine-tune a model on examples, or continue such a run"),
+    "distill": ("titanrl.distill", "distill a teacher into a policy, on samples of the policy"),
+    "evaluate": ("titanrl.evaluate", "evaluate a model on the evaluation sets of a configuration"),
+    "chat": ("titanrl.chat", "talk to a trained policy"),
+    "configs": ("titanrl.config.shipped", "list the configurations that come with TitanRL, or copy one"),
+    "doctor": ("titanrl.doctor", "check this machine and its packages, or install the packages that a run needs"),
+}
+"""Module and help of each subcommand. The module has `main(argv: Sequence[str] | None, *, prog: str) -> None`, which ends with
+`SystemExit` if the exit code is not 0."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    terminal.prepare()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="titanrl",
+        description="Post-train language models with reinforcement learning.",
+        epilog="`titanrl COMMAND --help` explains a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"titanrl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, purpose) in COMMANDS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    command = parser.parse_args(arguments[:1]).command  # the rest is for the subcommand's own parser
+    # A script starts with its own folder on the path. Modules of the user are found where `python -m` finds them.
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = import_module(COMMANDS[command][0])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("titanrl"):
+            raise
+        parser.exit(2, f"{error.name}: the package is not installed. Install TitanRL again, with its dependencies.\n")
+    module.main(arguments[1:], prog=f"titanrl {command}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Rules on the placement of trainer and generator ranks on hosts and accelerators."""
+
+from collections.abc import Iterator
+
+from titanrl.config.errors import BrokenRule
+from titanrl.config.operations import HostsConfig
+from titanrl.config.sections import GeneratorConfig, ParallelismConfig, WeightsConfig, largest_divisor
+
+
+def broken_by_hosts(
+    hosts: HostsConfig, parallelism: ParallelismConfig, generator: GeneratorConfig, weights: WeightsConfig
+) -> Iterator[BrokenRule]:
+    """Yield the rules that the placement of these ranks on hosts breaks."""
+    ranks, replicas = parallelism.world_size, generator.replicas
+    if hosts.kind == "slurm" and weights.transport == "arena":
+        yield BrokenRule(
+            values={"weights.transport": "arena", "hosts.kind": "slurm"},
+            rule="an arena is shared memory of one host, and slurm starts each mesh on its own",
+            fix="set weights.transport to auto",
+        )
+    if ranks % hosts.trainer_hosts:
+        yield BrokenRule(
+            values={"hosts.trainer_hosts": hosts.trainer_hosts, **_degrees(parallelism)},
+            rule=f"trainer_hosts must divide the {ranks} trainer ranks",
+            fix=f"set hosts.trainer_hosts to {largest_divisor(ranks, hosts.trainer_hosts)}",
+        )
+    if replicas % hosts.generator_hosts:
+        yield BrokenRule(
+            values={"hosts.generator_hosts": hosts.generator_hosts, "generator.replicas": replicas},
+            rule="generator_hosts must divide the number of replicas",
+            fix=f"set hosts.generator_hosts to {largest_divisor(replicas, hosts.generator_hosts)}",
+        )
+    if hosts.kind == "local" and (hosts.trainer_hosts, hosts.generator_hosts) != (1, 1):
+        yield BrokenRule(
+            values={
+                "hosts.kind": hosts.kind,
+                "hosts.trainer_hosts": hosts.trainer_hosts,
+                "hosts.generator_hosts": hosts.generator_hosts,
+            },
+            rule="local runs every mesh on this machine, so each mesh has one host",
+            fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm",
+        )
+    if hosts.kind == "slurm" and hosts.share_devices:
+        yield BrokenRule(
+            values={"hosts.share_devices": True, "hosts.kind": hosts.kind},
+            rule="slurm starts trainer and generators on different hosts, which cannot share devices",
+            fix="remove hosts.share_devices",
+        )
+
+
+def device_shortage(
+    hosts: HostsConfig,
+    parallelism: ParallelismConfig,
+    generator: GeneratorConfig,
+    generators: int,
+    teachers: int,
+    evaluators: int = 0,
+) -> Iterator[BrokenRule]:
+    """Yield the rule broken by a host with too few accelerators; meaningless on CPU.
+
+    Args:
+        hosts: Hosts.
+        parallelism: Degrees of the trainer.
+        generator: Generator replicas.
+        generators: Number of generator ranks that start; 0 for a fine-tuning.
+        teachers: Number of ranks of a teacher.
+        evaluators: Number of ranks of the generator that evaluates in the background.
+    """
+    ranks, further = parallelism.world_size, teachers + evaluators
+    roles = "trainer rank, generator rank and teacher rank" if teachers else "trainer rank and generator rank"
+    roles = "trainer rank, generator rank and evaluator rank" if evaluators else roles if generators else "trainer rank"
+    advice = "lower the degrees or the replicas"
+    advice += ", or set evaluation.background to false" if evaluators else ""
+    if hosts.kind == "slurm":
+        needed = max(ranks // hosts.trainer_hosts, generators // hosts.generator_hosts + further)
+    elif hosts.share_devices:
+        needed = max(ranks, generators + further)
+    else:  # emulated hosts (`process`) are one machine too, and see the same accelerators
+        needed = ranks + generators + further
+        advice += ", or let them share with hosts.share_devices: true"
+    if needed > hosts.devices_per_host:
+        yield BrokenRule(
+            values={
+                "hosts.devices_per_host": hosts.devices_per_host,
+                **_degrees(parallelism),
+                **({"generator.replicas": generator.replicas} if generators else {}),
+                **({"generator.tp": generator.tp} if generator.tp > 1 else {}),
+                **({"distill.teacher.tp": teachers} if teachers else {}),
+                **({"evaluation.background": True} if evaluators else {}),
+            },
+            rule=f"a host must have one accelerator per {roles} on it, which is {needed}",
+            fix=f"set hosts.devices_per_host to {needed} if the host has as many, or {advice}",
+        )
+
+
+def _degrees(parallelism: ParallelismConfig) -> dict[str, int]:
+    """Return the trainer's degrees of parallelism above 1, by key."""
+    degrees = parallelism.model_dump(include={"dp_replicate", "dp_shard", "tp"})
+    return {f"trainer.parallelism.{axis}": degree for axis, degree in degrees.items() if degree > 1}

@@ -1,0 +1,153 @@
+"""Examples of supervised fine-tuning: reading, splitting and ordering them.
+
+Examples have no position: the batch at an index depends only on the seed and the index, so a resumed run continues with the
+next one. An epoch contains every example once, in an order of its own. A batch may contain the end of one epoch and the start
+of the next.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.schema import Config
+from titanrl.config.sft import SFTConfig
+from titanrl.config.shipped import data_file
+from titanrl.data.conversations import render_conversation
+from titanrl.data.demonstrations import Demonstration
+from titanrl.data.jsonl import BadLine, read_jsonl, text_of
+from titanrl.data.messages import Message, read_messages
+from titanrl.data.streams import epoch_order, is_heldout, make_encoder
+from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """Tokenized examples in two splits."""
+
+    training: tuple[Demonstration, ...]
+    """Examples to train on, in the order of the file."""
+    heldout: tuple[Demonstration, ...]
+    """Examples that are never trained on, in the order of their file."""
+    num_truncated: int = 0
+    """Examples whose last tokens were dropped."""
+    num_skipped: int = 0
+    """Examples that were left out, because they are too long or have no token to train on within the limit."""
+
+    def batch(self, first: int, size: int, seed: int) -> list[Demonstration]:
+        """Return the training examples at the indices from `first`, counted over all epochs."""
+        number = len(self.training)
+        places = (divmod(index, number) for index in range(first, first + size))
+        return [self.training[epoch_order(seed, epoch, number)[place]] for epoch, place in places]
+
+    def summary(self, batch_size: int, num_steps: int) -> dict[str, str]:
+        """Return the numbers that a dry run prints, by name."""
+        left_out = f"; {self.num_truncated} cut, {self.num_skipped} left out" if self.num_truncated + self.num_skipped else ""
+        lengths = [len(example.token_ids) for example in self.training]
+        num_trained = sum(example.num_trained for example in self.training)
+        number, epochs = len(self.training), batch_size * num_steps / len(self.training)
+        return {
+            "examples": f"{number:,} to train on, {len(self.heldout):,} held out{left_out}",
+            "tokens to train on": f"{num_trained:,} of {sum(lengths):,} ({max(lengths):,} in the longest example)",
+            "epochs": f"{epochs:.2f} ({number / batch_size:,.1f} steps per epoch)",
+        }
+
+
+def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
+    """Read and tokenize the examples of a configuration with the section `sft`.
+
+    Raises:
+        BrokenRules: A file, a line of it, or a key cannot be used.
+    """
+    assert config.sft is not None
+    converter = _Converter(config, config.sft, tokenizer)
+    listed = read_jsonl(data_file(config.sft.path), "sft.path", converter.convert)
+    fraction, validation_path = config.sft.heldout_fraction, config.sft.validation_path
+    training = [example for text, example in listed if example is not None and not is_heldout(text, fraction)]
+    heldout = [example for text, example in listed if example is not None and is_heldout(text, fraction)]
+    if validation_path is not None:
+        lines = read_jsonl(data_file(validation_path), "sft.validation_path", converter.convert)
+        heldout = [example for _, example in lines if example is not None]
+    if not training:
+        raise _without_examples(config.sft.path, len(listed), len(heldout), converter.num_skipped)
+    return Examples(
+        training=tuple(training),
+        heldout=tuple(heldout),
+        num_truncated=converter.num_truncated,
+        num_skipped=converter.num_skipped,
+    )
+
+
+def _without_examples(path: Path, num_lines: int, num_heldout: int, num_skipped: int) -> BrokenRules:
+    rule = f"must have an example to train on, but of {num_lines} lines {num_heldout} are held out and {num_skipped} left out"
+    fix = "add examples, or raise sft.max_example_tokens"
+    return BrokenRules(BrokenRule(values={"sft.path": str(path)}, rule=rule, fix=fix))
+
+
+class _Converter:
+    """Converts lines to examples, and counts those that are too long."""
+
+    def __init__(self, config: Config, sft: SFTConfig, tokenizer: Tokenizer) -> None:
+        make_encoder(config.data, tokenizer)  # refuses a system prompt without a chat template
+        self.num_truncated = self.num_skipped = 0
+        self._tokenizer, self._train_on, self._overlong = tokenizer, sft.train_on, sft.overlong
+        self._max_tokens = sft.max_example_tokens or config.trainer.row_tokens
+        self._is_chat = config.data.chat_template == "auto" and tokenizer.chat_template
+        system = config.data.system_prompt
+        self._first_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+
+    def convert(self, line: dict[str, Any]) -> tuple[str, Demonstration | None]:
+        """Return the text that assigns a line to a split, and its example; None if it is left out."""
+        if "messages" in line:
+            messages = read_messages(line["messages"])
+            question = next((message["content"] for message in messages if message["role"] == "user"), messages[0]["content"])
+            return question, self._limited(self._conversation([{**m, "content": self._cut(m["content"])} for m in messages]))
+        prompt, completion = (text_of(line, key, "prompt and completion, or messages") for key in ("prompt", "completion"))
+        asked, reply = self._cut(prompt), self._cut(completion)
+        if not self._is_chat:
+            return prompt, self._limited(self._texts(asked, reply))
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
+        return prompt, self._limited(render_conversation(self._tokenizer, [*self._first_messages, *turns], self._train_on))
+
+    def _cut(self, text: str) -> str:
+        """Return the start of a text that is certainly too long, since tokenizing all of it could need too much memory.
+
+        The start has more tokens than the limit, so what follows it cannot be among those that are kept.
+        """
+        return text[: 2 * self._max_tokens * MAX_TOKEN_CHARS]
+
+    def _conversation(self, messages: Sequence[Message]) -> Demonstration:
+        if not self._tokenizer.chat_template:
+            raise BadLine(
+                "messages require a chat template, and the tokenizer has none",
+                "write prompt and completion, or set model.path to a model with a chat template",
+            )
+        return render_conversation(self._tokenizer, messages, self._train_on)
+
+    def _texts(self, prompt: str, completion: str) -> Demonstration:
+        """Tokenize texts without a template; the end-of-sequence token follows the completion."""
+        try:
+            prompt_ids, completion_ids = self._tokenizer.encode(prompt), self._tokenizer.encode(completion)
+        except ValueError as error:
+            raise BadLine(str(error), "correct the line") from error
+        token_ids = np.array([*prompt_ids, *completion_ids, self._tokenizer.eos_ids[0]], np.int64)
+        first = 0 if self._train_on == "all" else len(prompt_ids)
+        return Demonstration(token_ids=token_ids, mask=np.arange(len(token_ids)) >= first)
+
+    def _limited(self, example: Demonstration) -> Demonstration | None:
+        """Return an example that is short enough and has a token to train on; None if it is left out."""
+        length, limit = len(example.token_ids), self._max_tokens
+        if length > limit and self._overlong == "error":
+            raise BadLine(
+                f"the example has {length} tokens, more than {limit}",
+                "shorten it, raise sft.max_example_tokens and trainer.row_tokens, or set sft.overlong to truncate or skip",
+            )
+        kept = Demonstration(token_ids=example.token_ids[:limit], mask=example.mask[:limit])
+        if (length > limit and self._overlong == "skip") or not kept.mask[1:].any():
+            self.num_skipped += 1
+            return None
+        self.num_truncated += length > limit
+        return kept

@@ -1,0 +1,270 @@
+"""On-policy distillation: the loop, and the command `titanrl distill --config FILE`.
+
+The policy samples completions. A teacher computes the log-probabilities of their tokens, and the advantage of a token is the
+teacher's log-probability minus the policy's. The policy thus lowers its reverse KL divergence from the teacher on its own
+samples; rewards are only measured.
+Source: Thinking Machines, On-Policy Distillation (https://thinkingmachines.ai/blog/on-policy-distillation/), and the recipe
+`distillation` of tinker-cookbook.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titanrl import command
+from titanrl.algorithms.schedule import adam_params
+from titanrl.evaluated import EvaluatedRun
+from titanrl.metrics import steps as metrics_of
+from titanrl.metrics.run_directory import append_line
+from titanrl.rewards import Scored
+from titanrl.rollout.group import derive_seed
+from titanrl.rollout.readable import readable_completion, readable_group
+from titanrl.types import EvaluationResult, FloatArray, GenerationStats, OptimUpdate, Prompt, StepMetrics
+
+if TYPE_CHECKING:
+    from titanrl.datums import Datum, ForwardBackwardOutput
+    from titanrl.launch.assembly import Roles
+    from titanrl.launch.sampling import Sample, SamplingClient
+    from titanrl.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The samples of a step, with their scores and advantages."""
+
+    prompts: Sequence[Prompt]
+    """Prompts of the step."""
+    groups: "Sequence[Sequence[Sample]]"
+    """Samples of each prompt."""
+    scores: Sequence[Sequence[Scored]]
+    """Scores of the samples of each prompt."""
+    divergences: Sequence[FloatArray]
+    """Log-probability of the policy minus that of the teacher for each token of each sample, `[T]`."""
+
+
+class Distill(EvaluatedRun):
+    """A distillation run: trainer, generators and teacher, and the order in which they are called.
+
+    Example:
+        async with Distill(load_config("distill_quickstart")) as run:
+            metrics = await run.step()
+    """
+
+    program = "distill"
+    purpose = "Distill a teacher into a policy, on samples of the policy."
+    with_data = True
+    _teacher: "SamplingClient"
+    _task: "Task"
+
+    async def step(self) -> StepMetrics:
+        """Sample, compute the teacher's log-probabilities, train, publish the weights, report."""
+        await self._hooks.before_step(self)
+        started, config = time.perf_counter(), self.config
+        assert config.distill is not None
+        batch = await self._sample()
+        data = distillation_data(list(chain(*batch.groups)), batch.divergences, config.distill.discount)
+        params = self.steered(adam_params(config.algorithm, self.training.version, config.num_steps))
+        with self._timer.phase("train"):
+            passes = self.training.forward_backward(data, config.distill.loss)
+            stepping = self.training.optim_step(params)
+            output = await passes
+        with self._timer.phase("optim"):
+            update = await stepping
+            generated = await self.session.generators.take_stats()
+        with self._timer.phase("sync"):
+            await self._publish(update)
+        samples = list(chain(*batch.groups))
+        num_tokens = sum(len(sample.tokens) for sample in samples)
+        counts = self.state.counts.plus(
+            prompts=len(batch.prompts),
+            rollouts=len(samples),
+            generated_tokens=num_tokens,
+            trained_tokens=0 if update.skipped else num_tokens,
+        )
+        self.state = replace(
+            self.state,
+            step=self.state.step + 1,
+            version=update.version,
+            next_index=self.state.next_index + len(batch.prompts),
+            counts=counts,
+        )
+        values = {
+            **batch_metrics(batch),
+            **metrics_of.optimizer_metrics([update], params.learning_rate),
+            **self._computed(output, data, update, generated, time.perf_counter() - started),
+            **counts.metrics(),
+        }
+        metrics = self._report(batch, values)
+        await self._hooks.after_step(self, metrics)
+        return metrics
+
+    async def take_steps(self, num_steps: int) -> None:
+        """Evaluate the teacher, then train; see `Run.train`."""
+        if self.state.step == 0 and not self.recorder.directory.has_event("teacher"):
+            await self.evaluate_teacher()
+        await super().take_steps(num_steps)
+
+    async def sample_evaluation(self, name: str) -> EvaluationResult:
+        """Sample and score completions of an evaluation set with the newest weights."""
+        return await self._task.evaluate(self.sampling, name=name)
+
+    async def evaluate_teacher(self) -> EvaluationResult:
+        """Score greedy completions of held-out prompts, sampled by the teacher."""
+        with self._timer.phase("evaluate"):
+            result = await self._task.evaluate(self._teacher)
+        self.recorder.directory.event("teacher", mean=result.mean, response_len_mean=result.response_len_mean)
+        self.console.note(f"teacher: mean reward {result.mean:.3f} on held-out {result.task}")
+        return result
+
+    def roles(self) -> "Roles":
+        """Return trainer and generators."""
+        from titanrl.launch.assembly import Roles  # imports torch
+
+        return Roles()
+
+    async def begin(self) -> None:
+        """Publish the policy to the generators, and start the teacher and the processes of the rewards."""
+        assert self.config.distill is not None
+        teacher = self.config.distill.teacher
+        await self.resume()
+        self.console.phase("start", f"teacher x{teacher.tp}")
+        engine = self.config.generator.model_copy(update={"replicas": 1, **teacher.model_dump(exclude={"path"})})
+        self._teacher, self._task, _ = await asyncio.gather(
+            self.session.teacher(teacher.path, engine), self.session.task(), self.training.publish()
+        )
+
+    # Details of a step
+
+    async def _sample(self) -> Batch:
+        """Sample completions of the next prompts; get their scores and the teacher's log-probabilities."""
+        rollout, start = self.config.rollout, self.state.next_index
+        with self._timer.phase("rollout"):
+            prompts = self._task.prompts(rollout.groups_per_step, start=start)
+            seed = derive_seed(self.config.seed, start)
+            groups = await self.sampling.sample(prompts, num_samples=rollout.group_size, seed=seed)
+        samples, published = list(chain(*groups)), self.session.weights.versions[-1]
+        assert all((sample.versions == published).all() for sample in samples), "distillation is on-policy"
+        with self._timer.phase("teacher"):
+            logprobs, scores = await asyncio.gather(
+                self._teacher.compute_logprobs([sample.sequence for sample in samples]), self._task.score(prompts, groups)
+            )
+        divergences = [sample.logprobs - values[len(sample.prompt) :] for sample, values in zip(samples, logprobs, strict=True)]
+        return Batch(prompts=prompts, groups=groups, scores=scores, divergences=divergences)
+
+    async def _publish(self, update: OptimUpdate) -> None:
+        """Publish the weights of an optimizer step, unless it was skipped."""
+        self.count_skipped(update)
+        if not update.skipped:
+            await self.training.publish()
+            self.recorder.directory.event("publication", version=update.version)
+
+    def _computed(
+        self,
+        output: "ForwardBackwardOutput",
+        data: "Sequence[Datum]",
+        update: OptimUpdate,
+        generated: GenerationStats,
+        step_s: float,
+    ) -> dict[str, float]:
+        """Return the metrics of the loss, the speed and the weight sync."""
+        reported = {name.rpartition(":")[0]: value for name, value in output.metrics.items()}
+        num_tokens = sum(len(datum.model_input) for datum in data)
+        return {
+            **{name: value for name, value in reported.items() if "/" in name},
+            "loss/policy": reported["loss"],
+            **metrics_of.speed_metrics(
+                trained_tokens=num_tokens, generated=generated, trainer_busy_s=update.busy_s, step_s=step_s
+            ),
+            **self.session.weights.take_metrics(),
+            **self._timer.take(),
+        }
+
+    def _report(self, batch: Batch, values: dict[str, float]) -> StepMetrics:
+        """Record everything about a step."""
+        metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
+        self.recorder.step(metrics)
+        errors = [score.error for group in batch.scores for score in group if score.reward is None]
+        if errors:
+            self.recorder.directory.event("scorer_error", step=self.state.step, count=len(errors), error=errors[0])
+        self._record_groups(batch)
+        return metrics
+
+    def _record_groups(self, batch: Batch) -> None:
+        """Write the first groups of a step to `rollouts.jsonl`, and the mean advantage of each of their completions."""
+        directory, tokenizer = self.recorder.directory, self.session.tokenizer
+        means = iter([-float(divergence.mean()) for divergence in batch.divergences])
+        shown = list(zip(batch.prompts, batch.groups, batch.scores, strict=True))[: self.config.logging.rollouts_per_step]
+        rows = []
+        for prompt, group, scores in shown:
+            version = int(max(sample.versions.max() for sample in group))
+            completions = [
+                {
+                    **readable_completion(tokenizer, sample.tokens, sample.logprobs, sample.finish_reason),
+                    "reward": score.reward,
+                    **({"reward_parts": score.parts} if score.reward is not None else {"error": score.error}),
+                }
+                for sample, score in zip(group, scores, strict=True)
+            ]
+            append_line(directory.rollouts, readable_group(prompt, version, completions))
+            advantages = [
+                mean for mean, score in zip(islice(means, len(group)), scores, strict=True) if score.reward is not None
+            ]
+            rows.append((prompt.index, version, advantages))
+        directory.log_advantages(self.state.step, rows)
+
+
+def distillation_data(samples: "Sequence[Sample]", divergences: Sequence[FloatArray], discount: float) -> "list[Datum]":
+    """Return the data of a step, with weights that make the sum of the losses their mean over all sampled tokens.
+
+    Args:
+        samples: Samples of the policy.
+        divergences: Log-probability of the policy minus that of the teacher, `[T]` for each sample.
+        discount: Factor per token for later tokens.
+    """
+    weight = 1.0 / sum(len(sample.tokens) for sample in samples)
+    return [
+        sample.datum(-discounted(divergence, discount), weight) for sample, divergence in zip(samples, divergences, strict=True)
+    ]
+
+
+def discounted(values: FloatArray, discount: float) -> FloatArray:
+    """Return sum over k of discount^k * values[t + k] for each t, `[T]`."""
+    sums = np.array(values, np.float32)
+    if discount:
+        for t in range(len(sums) - 2, -1, -1):
+            sums[t] += discount * sums[t + 1]
+    return sums
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Return the metrics of the samples: divergence from the teacher, rewards, lengths."""
+    samples, scores = list(chain(*batch.groups)), list(chain(*batch.scores))
+    scored = [score for score in scores if score.reward is not None]
+    lengths = [len(sample.tokens) for sample in samples]
+    prompt_lengths = [len(prompt.token_ids) for prompt in batch.prompts]
+    parts = dict.fromkeys(part for score in scored for part in score.parts)
+    return {
+        "policy/kl_teacher": metrics_of.mean(np.concatenate(batch.divergences).tolist()),
+        "reward/mean": metrics_of.mean([score.reward for score in scored if score.reward is not None]),
+        "reward/error_frac": 1.0 - len(scored) / len(scores),
+        **{f"reward/{part}": metrics_of.mean([s.parts[part] for s in scored if part in s.parts]) for part in parts},
+        "tokens/prompt_len_mean": metrics_of.mean(prompt_lengths),
+        "tokens/prompt_len_max": float(max(prompt_lengths)),
+        "tokens/response_len_mean": metrics_of.mean(lengths),
+        "tokens/response_len_max": float(max(lengths)),
+        "tokens/truncated_frac": metrics_of.mean([sample.finish_reason == "length" for sample in samples]),
+    }
+
+
+main = partial(command.main, Distill, prog="titanrl distill")
+"""Function `main(argv, prog=...)` that distills as a command."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Check that this machine can run TitanRL: `titanrl doctor`."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from titanrl import __version__
+from titanrl.config.choices import DeviceKind
+from titanrl.config.sizes import gigabytes, host_bytes
+from titanrl.device import missing_for, resolve_device
+from titanrl.packages import install, packages
+from titanrl.sandbox.confine import landlock_abi, missing_features
+
+IMPORT_LIMIT_S = 180.0
+"""Limit of importing every package; on a cold disk it takes a minute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    """Subject: a package, or a part of the machine."""
+    found: str
+    """State here."""
+    required: str = ""
+    """State that a run needs; empty if any will do."""
+    status: Literal["ok", "slower", "error"] = "ok"
+    """`slower`: a run works without it, but takes longer."""
+    fix: str = ""
+    """Change that makes it ok."""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.doctor") -> None:
+    """Print the report; exit with 1 if a run cannot start."""
+    parser = argparse.ArgumentParser(prog=prog, description="Check this machine and the installed packages.")
+    parser.add_argument(
+        "device", nargs="?", choices=("auto", "cpu", "cuda", "npu"), default="auto", help="device of the runs (default: auto)"
+    )
+    parser.add_argument("--install", action="store_true", help="first install the pinned packages of the device with pip")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    device: DeviceKind = resolve_device("auto").kind if arguments.device == "auto" else arguments.device
+    if arguments.install:
+        if code := install(device):
+            sys.exit(code)
+        # The packages of this process may have been replaced.
+        rest = [device, "--json"] if arguments.json else [device]
+        sys.exit(subprocess.run([sys.executable, "-m", "titanrl.doctor", *rest], check=False).returncode)
+    findings = [*check_packages(device), *check_machine(device)]
+    num_errors = sum(finding.status == "error" for finding in findings)
+    if arguments.json:
+        report = {"version": __version__, "device": device, "ready": not num_errors}
+        print(json.dumps(report | {"findings": [dataclasses.asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print_report(findings, device)
+    sys.exit(1 if num_errors else 0)
+
+
+def print_report(findings: Sequence[Finding], device: DeviceKind) -> None:
+    """Print a table, the fixes, and the verdict."""
+    print(f"titanrl {__version__} on {device}, Python {sys.version.split()[0]}, {sys.prefix}\n")
+    name_width, found_width = max(len(finding.name) for finding in findings), max(len(finding.found) for finding in findings)
+    for finding in findings:
+        required = f"needs {finding.required}" if finding.required else ""
+        print(f"{finding.status:6}  {finding.name:{name_width}}  {finding.found:{found_width}}  {required}".rstrip())
+    for fix in dict.fromkeys(finding.fix for finding in findings if finding.fix):
+        print(f"\n{fix[:1].upper()}{fix[1:]}.")
+    errors = [finding.name for finding in findings if finding.status == "error"]
+    if errors:
+        print(f"\nNot ready for a run: {', '.join(errors)}.")
+    else:
+        print("\nReady. Train a policy with `titanrl train --config quickstart`.")
+
+
+# Packages
+
+
+def check_packages(device: DeviceKind) -> Iterator[Finding]:
+    """Yield the packages with their versions, then the result of importing them."""
+    fix = f"install the packages with `titanrl doctor {device} --install`"
+    are_complete = True
+    for package in packages(device):
+        finding = Finding(name=package.name, found=package.installed or "not installed", required=package.required or "")
+        if package.problem is not None:
+            finding, are_complete = dataclasses.replace(finding, status="error", fix=fix), False
+        yield finding
+    yield check_imports(device) if are_complete else Finding(name="imports", found="not tried: packages are missing")
+
+
+def check_imports(device: DeviceKind) -> Finding:
+    """Import the packages in a child process, and return vLLM's platform or the first error."""
+    program = "import torch, monarch.actor, torchstore, torchtitan"
+    if device != "npu":  # there is no vLLM to install
+        program += ", vllm.platforms; print('vLLM on', vllm.platforms.current_platform.device_type)"
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(name="imports", found=f"took more than {IMPORT_LIMIT_S:g} s", status="error", fix="check the disk")
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+        fix = f"install the packages again with `titanrl doctor {device} --install`, in a new environment"
+        return Finding(name="imports", found=last, status="error", fix=fix)
+    platform = (child.stdout.strip().splitlines() or ["without vLLM"])[-1]
+    wrong = device != "npu" and platform != f"vLLM on {device}"
+    fix = f"remove other builds of vLLM, then `titanrl doctor {device} --install`" if wrong else ""
+    return Finding(
+        name="imports",
+        found=platform,
+        required=f"vLLM on {device}" if wrong else "",
+        status="error" if wrong else "ok",
+        fix=fix,
+    )
+
+
+# The machine
+
+
+def check_machine(device: DeviceKind) -> Iterator[Finding]:
+    """Yield what the machine offers."""
+    yield check_device(device)
+    yield Finding(name="cores", found=str(len(os.sched_getaffinity(0))))
+    yield Finding(name="memory", found=f"{gigabytes(host_bytes())}, {gigabytes(available_bytes())} available")
+    yield check_shared_memory()
+    yield check_sandbox()
+    yield check_copy_extension()
+
+
+def check_device(device: DeviceKind) -> Finding:
+    """Return the state of the device."""
+    missing = missing_for(device)
+    if missing is not None:
+        return Finding(name="device", found=missing, required=device, status="error", fix="name another device, such as cpu")
+    if device != "cuda" or shutil.which("nvidia-smi") is None:
+        return Finding(name="device", found=device)
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip().splitlines()
+    return Finding(name="device", found=f"{len(listed)} x {listed[0]}" if listed else device)
+
+
+def available_bytes() -> int:
+    """Return the memory that processes can still allocate."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def check_shared_memory() -> Finding:
+    """Return the state of /dev/shm, where torch and vLLM keep the semaphores and buffers that processes share."""
+    folder = Path("/dev/shm")
+    if not os.access(folder, os.W_OK):
+        fix = "mount a tmpfs on /dev/shm; in a container, use `--shm-size` or `--ipc=host`"
+        return Finding(name="/dev/shm", found="not writable", required="a writable tmpfs", status="error", fix=fix)
+    return Finding(name="/dev/shm", found=f"{gigabytes(shutil.disk_usage(folder).free)} free")
+
+
+def check_sandbox() -> Finding:
+    """Return the state of the kernel features that confine rewards."""
+    missing = missing_features()
+    if missing:
+        return Finding(
+            name="sandbox",
+            found="incomplete",
+            required="Landlock, seccomp",
+            status="error",
+            fix=f"enable {' and '.join(missing)}",
+        )
+    return Finding(name="sandbox", found=f"Landlock {landlock_abi()}, seccomp")
+
+
+def check_copy_extension() -> Finding:
+    """Return the state of the extension that copies weights."""
+    if importlib.util.find_spec("titanrl.weights._stream") is not None:
+        return Finding(name="titanrl.weights._stream", found="built")
+    fix = "install a C compiler and Python's headers, then install TitanRL again, to copy weights faster"
+    return Finding(name="titanrl.weights._stream", found="not built", required="a C compiler", status="slower", fix=fix)
+
+
+if __name__ == "__main__":
+    main()

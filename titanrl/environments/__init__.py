@@ -1,0 +1,65 @@
+"""Environments: tasks of several turns, and tools. They know messages, and neither tokens nor actors.
+
+Importing this package needs nothing but Python; the classes that need more are imported when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from titanrl.environments.errors import EnvironmentDied, EnvironmentFailure, EnvironmentTimeout, ToolError
+from titanrl.environments.interface import Done, Environment, Episode, Message, Observation, Tool
+
+if TYPE_CHECKING:
+    from titanrl.environments.calculator import Calculator
+    from titanrl.environments.python_tool import Python
+    from titanrl.environments.registry import make_environment
+    from titanrl.environments.single_turn import SingleTurn
+    from titanrl.environments.supply import Environments
+    from titanrl.environments.tic_tac_toe import TicTacToe
+    from titanrl.environments.tools import ToolEnvironment, Toolset
+    from titanrl.environments.worker import EnvironmentPool, ProcessEnvironment, ProcessOptions
+
+_MODULES = {
+    "Calculator": "calculator",
+    "EnvironmentPool": "worker",
+    "Environments": "supply",
+    "ProcessEnvironment": "worker",
+    "ProcessOptions": "worker",
+    "Python": "python_tool",
+    "SingleTurn": "single_turn",
+    "TicTacToe": "tic_tac_toe",
+    "ToolEnvironment": "tools",
+    "Toolset": "tools",
+    "make_environment": "registry",
+}
+
+__all__ = [
+    "Calculator",
+    "Done",
+    "Environment",
+    "EnvironmentDied",
+    "EnvironmentFailure",
+    "EnvironmentPool",
+    "EnvironmentTimeout",
+    "Environments",
+    "Episode",
+    "Message",
+    "Observation",
+    "ProcessEnvironment",
+    "ProcessOptions",
+    "Python",
+    "SingleTurn",
+    "TicTacToe",
+    "Tool",
+    "ToolEnvironment",
+    "ToolError",
+    "Toolset",
+    "make_environment",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name on first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'titanrl.environments' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"titanrl.environments.{_MODULES[name]}"), name)

@@ -1,0 +1,191 @@
+"""Environments by name: built-in ones, import paths, and classes or functions of Python. This module loads no library."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from titanrl.environments.interface import Environment
+from titanrl.loading import import_object
+from titanrl.plugins import Plugin, Plugins, check_call, name_of, plugin_of
+
+KEY = "data.environment"
+"""Section of the configuration, for error messages."""
+FUNCTION_KEY = f"{KEY}.function"
+"""Key of the plugin."""
+
+BUILTIN = {
+    "single_turn": "titanrl.environments.single_turn:SingleTurn",
+    "tools": "titanrl.environments.registry:tools",
+    "calculator": "titanrl.environments.calculator:calculator",
+    "python": "titanrl.environments.python_tool:python",
+    "tic_tac_toe": "titanrl.environments.tic_tac_toe:TicTacToe",
+}
+"""Import paths of the built-in environments by name."""
+BUILTIN_TOOLS = {
+    "calculator": "titanrl.environments.calculator:Calculator",
+    "python": "titanrl.environments.python_tool:Python",
+}
+"""Import paths of the built-in tools by name."""
+
+EXPECTED = """\
+class MyEnvironment:
+    async def reset(self, episode: Episode) -> Observation
+    async def step(self, message: Message) -> Observation | Done
+    async def close(self) -> None"""
+
+_METHODS = {
+    "reset": "async def reset(self, episode: Episode) -> Observation",
+    "step": "async def step(self, message: Message) -> Observation | Done",
+    "close": "async def close(self) -> None",
+}
+
+
+class EnvironmentFactory(Protocol):
+    """A class or function that makes the environment of one episode. It gets `data.environment.options` as keywords.
+
+    A class without `reset`, `step` and `close` is a class of tools: its public methods are what the policy may call. A function
+    may return such an object, or a list of them. One environment is made at the start, for a check only.
+
+    Example:
+        def hard_game(skill: float = 0.9) -> Environment:
+            return TicTacToe(skill=skill, first="opponent")
+    """
+
+    def __call__(self) -> Environment:
+        """Return an environment, before its `reset`."""
+        ...
+
+
+def make_environment(
+    function: object, options: Mapping[str, Any] = MappingProxyType({}), plugins: Plugins = MappingProxyType({})
+) -> Environment:
+    """Return an environment for one episode.
+
+    Args:
+        function: Name of a built-in environment, import path, class or function.
+        options: Keywords of the function.
+        plugins: Objects of the user; `data.environment.function` replaces `function`.
+
+    Raises:
+        ValueError: It cannot be loaded, or does not fit the interface.
+
+    Example: `make_environment("tic_tac_toe", {"skill": 1.0})`
+    """
+    return load_factory(function, options, plugins)()
+
+
+def load_factory(
+    function: object, options: Mapping[str, Any] = MappingProxyType({}), plugins: Plugins = MappingProxyType({})
+) -> Callable[[], Environment]:
+    """Load an environment once, and return the function that makes one for each episode.
+
+    Raises:
+        ValueError: It cannot be loaded, or does not fit the interface.
+    """
+    plugin = plugin_for(function, plugins)
+    if plugin is None and isinstance(function, str):
+        path, name = BUILTIN.get(function), function
+        if path is None:
+            raise ValueError(f"{FUNCTION_KEY}: no such environment (got {function!r}). Choose one of {', '.join(BUILTIN)}.")
+        candidate = import_object(path, key=FUNCTION_KEY)
+    else:
+        candidate = function if plugin is None else plugin.load()
+        name = name_of(function) if plugin is None else plugin.name
+    return _checked_factory(candidate, name, options)
+
+
+def plugin_for(function: object, plugins: Plugins) -> Plugin | None:
+    """Return the plugin of an environment; None for a built-in one.
+
+    Raises:
+        ValueError: An object cannot be pickled.
+    """
+    return plugins.get(FUNCTION_KEY) or plugin_of(FUNCTION_KEY, function)
+
+
+def check_environment(candidate: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
+    """Check that an object makes environments: construct one, and compare its methods with the interface.
+
+    Args:
+        candidate: Class or function of the user.
+        key: Configuration key, for the error message.
+        name: Import path or name of the candidate.
+        options: Keywords of the candidate.
+
+    Raises:
+        ValueError: It cannot be called with the options, or what it returns does not fit the interface.
+    """
+    arguments = ", ".join(options)
+    expected = f"def environment({arguments}) -> Environment"
+    check_call(candidate, EnvironmentFactory.__call__, key=key, name=name, expected=expected, options=options)
+    assert callable(candidate)
+    try:
+        environment = _environment_of(candidate(**options))
+    except Exception as error:  # the class is the user's and may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{key}: making an environment raised {cause} (got {name}). Correct it, or its options.") from error
+    check_methods(environment, key=key, name=name)
+
+
+def check_methods(environment: object, *, key: str, name: str) -> None:
+    """Check that the methods of an environment are those of the interface.
+
+    Raises:
+        ValueError: One is missing, is not async, or does not accept its argument.
+    """
+    missing = [method for method in _METHODS if not callable(inspect.getattr_static(environment, method, None))]
+    if missing:
+        rule = f"{type(environment).__name__} has no {' and no '.join(missing)}"
+        raise ValueError(f"{key}: {rule} (got {name}). Write it as\n{EXPECTED}")
+    assert isinstance(environment, Environment)
+    for method, expected in _METHODS.items():
+        function, protocol = getattr(environment, method), getattr(Environment, method)
+        check_call(function, protocol, key=key, name=f"{name}.{method}", expected=expected)
+        if not inspect.iscoroutinefunction(function):
+            raise ValueError(f"{key}: {method} is not async (got {name}). Write it as `{expected}`.")
+
+
+def tools(*, tools: list[str], **options: Any) -> Environment:
+    """Return an environment with some tools; `options` are those of `ToolEnvironment`.
+
+    Args:
+        tools: Names of built-in tools, or import paths of classes or functions.
+        options: Options of `ToolEnvironment`.
+
+    Raises:
+        ValueError: A tool cannot be loaded or used.
+    """
+    from titanrl.environments.tools import ToolEnvironment
+
+    return ToolEnvironment([_tool(name) for name in tools], **options)
+
+
+def _tool(name: str) -> object:
+    if ":" not in name and name not in BUILTIN_TOOLS:
+        fix = f"Choose one of {', '.join(BUILTIN_TOOLS)}, or write an import path."
+        raise ValueError(f"{KEY}.options.tools: no such tool (got {name!r}). {fix}")
+    loaded = import_object(BUILTIN_TOOLS.get(name, name), key=f"{KEY}.options.tools")
+    return loaded() if isinstance(loaded, type) else loaded
+
+
+def _checked_factory(candidate: Any, name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+    check_environment(candidate, key=FUNCTION_KEY, name=name, options=options)
+    return partial(_made, candidate, dict(options))
+
+
+def _made(candidate: Callable[..., object], options: Mapping[str, Any]) -> Environment:
+    environment: Any = _environment_of(candidate(**options))
+    return environment  # type: ignore[no-any-return]
+
+
+def _environment_of(made: object) -> object:
+    """Return an environment as it is. An object of a class without any of its methods is tools, and so is a list."""
+    if any(callable(inspect.getattr_static(made, method, None)) for method in _METHODS):
+        return made
+    if type(made).__module__ == "builtins" and not isinstance(made, list | tuple):
+        return made
+    from titanrl.environments.tools import ToolEnvironment
+
+    return ToolEnvironment(made)

@@ -1,0 +1,248 @@
+"""Tool use: an environment in which the policy calls functions until it answers.
+
+A *malformed call* is an entry of `tool_calls` whose `function.arguments` is a text: what the policy wrote, because it could not
+be parsed as a JSON object. It is answered by a message that says so, like a call of an unknown tool or with wrong arguments.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from titanrl.environments.errors import EnvironmentFailure, EnvironmentTimeout, ToolError
+from titanrl.environments.interface import Done, Episode, Message, Observation
+from titanrl.environments.schema import ToolSignature, signature_of
+from titanrl.environments.single_turn import opening
+
+
+class Toolset:
+    """Base class of tools with a state. Its public methods are tools, except the three of this class.
+
+    A class without a state needs no base class: the public methods of any object are tools.
+
+    Example:
+        class Notes(Toolset):
+            async def start(self, episode: Episode) -> None:
+                self._pages = episode.entry["metadata"]["pages"]
+
+            def read(self, number: int) -> str:
+                '''Return a page.
+
+                Args:
+                    number: Number of the page, from 0.
+                '''
+                if not 0 <= number < len(self._pages):
+                    raise ToolError(f"There are {len(self._pages)} pages.")
+                return self._pages[number]
+    """
+
+    async def start(self, episode: Episode) -> None:
+        """Prepare for an episode."""
+
+    def rewards(self) -> Mapping[str, float]:
+        """Return the rewards of the episode by name, at its end."""
+        return {}
+
+    async def close(self) -> None:
+        """Release what the episode holds."""
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """Calls of an episode."""
+
+    succeeded: int = 0
+    """Calls with a result."""
+    malformed: int = 0
+    """Calls whose arguments were no JSON object."""
+    unknown: int = 0
+    """Calls of a tool that does not exist."""
+    wrong: int = 0
+    """Calls with wrong arguments, and calls for which the tool raised `ToolError`."""
+    refused: int = 0
+    """Calls beyond the limit, which were not run."""
+
+    @property
+    def run(self) -> int:
+        """Calls that count towards the limit."""
+        return self.succeeded + self.failed
+
+    @property
+    def failed(self) -> int:
+        """Calls without a result."""
+        return self.malformed + self.unknown + self.wrong
+
+
+class ToolEnvironment:
+    """Asks the question, runs the calls of each message in order, and ends at a message without one.
+
+    A plain method runs in the event loop and should return within milliseconds. Write others as `async` methods, or give the
+    environment a process of its own.
+
+    Example: `ToolEnvironment(Calculator(), max_calls=4)`
+    """
+
+    def __init__(
+        self,
+        tools: object | Sequence[object],
+        *,
+        max_calls: int = 16,
+        call_timeout_s: float = 60.0,
+        max_result_chars: int = 4000,
+        failed_call_reward: float = 0.0,
+        system_prompt: str | None = None,
+    ) -> None:
+        """Read the signatures of the tools.
+
+        Args:
+            tools: A function, an object whose public methods are tools, or several of them.
+            max_calls: Calls of one episode. Further ones are refused, and the next message with calls ends the episode.
+            call_timeout_s: Time limit of one call; beyond it the episode fails.
+            max_result_chars: Characters of a result that the policy sees.
+            failed_call_reward: Reward of the turn for each call that fails, usually negative.
+            system_prompt: System message before the question.
+
+        Raises:
+            ValueError: A tool has no docstring or no type hints, or two have the same name.
+        """
+        if max_calls < 1:
+            raise ValueError(f"max_calls: must be at least 1 (got {max_calls}). Raise it, or use single_turn without tools.")
+        self._sources = tuple(tools) if isinstance(tools, list | tuple) else (tools,)
+        self._functions: dict[str, tuple[Callable[..., Any], ToolSignature]] = {}
+        for source in self._sources:
+            for function in functions_of(source):
+                signature = signature_of(function)
+                if signature.tool.name in self._functions:
+                    raise ValueError(f"tool {signature.tool.name}: two tools have this name. Rename one of them.")
+                self._functions[signature.tool.name] = (function, signature)
+        if not self._functions:
+            raise ValueError("tools: there is no tool (got an empty list). Add one, or use single_turn.")
+        self._max_calls = max_calls
+        self._call_timeout_s = call_timeout_s
+        self._max_result_chars = max_result_chars
+        self._failed_call_reward = failed_call_reward
+        self._system_prompt = system_prompt
+        self.counts = CallCounts()
+        """Calls so far."""
+
+    async def reset(self, episode: Episode) -> Observation:
+        """Return the question and the tools."""
+        for source in self._sources:
+            if isinstance(source, Toolset):
+                await source.start(episode)
+        messages = opening(episode, self._system_prompt)
+        return Observation(messages=messages, tools=[signature.tool for _, signature in self._functions.values()])
+
+    async def step(self, message: Message) -> Observation | Done:
+        """Run the calls of a message."""
+        calls = message.get("tool_calls") or ()
+        if not calls or self.counts.refused:
+            sources = [source for source in self._sources if isinstance(source, Toolset)]
+            return Done(rewards={name: value for source in sources for name, value in source.rewards().items()})
+        num_failed = self.counts.failed
+        replies = [await self._reply(call, index) for index, call in enumerate(calls)]
+        return Observation(messages=replies, reward=self._failed_call_reward * (self.counts.failed - num_failed))
+
+    async def close(self) -> None:
+        """Close the tools that have a state."""
+        for source in self._sources:
+            if isinstance(source, Toolset):
+                await source.close()
+
+    async def _reply(self, call: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Return the message with the result of a call, or with the reason why it has none."""
+        function = call.get("function") or {}
+        name = function.get("name") or ""
+        if self.counts.run >= self._max_calls:
+            self.counts.refused += 1
+            text = f"Not run: all {self._max_calls} calls are used. Answer without further calls."
+        else:
+            text = await self._result(str(name), function.get("arguments"))
+        reply = {"role": "tool", "tool_call_id": call.get("id") or f"call_{index}", "content": self._cut(text)}
+        return {**reply, "name": name} if name else reply
+
+    async def _result(self, name: str, arguments: object) -> str:
+        if name not in self._functions:
+            self.counts.unknown += 1
+            which = f"There is no tool {name:.60}." if name else "The call names no tool."
+            return f"{which} The tools are {', '.join(self._functions)}."
+        if isinstance(arguments, str):
+            self.counts.malformed += 1
+            return f"The call of {name} is malformed: {_problem(arguments)}. {self._form(name)}"
+        function, signature = self._functions[name]
+        try:
+            result = await self._called(name, function, signature.arguments({} if arguments is None else arguments))
+        except ToolError as error:
+            self.counts.wrong += 1
+            return str(error)
+        self.counts.succeeded += 1
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+    async def _called(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call a tool.
+
+        Raises:
+            ToolError: The tool cannot answer this call.
+            EnvironmentFailure: The tool failed, or took too long.
+        """
+        limit = asyncio.timeout(self._call_timeout_s)
+        try:
+            result = function(**arguments)
+            if not isinstance(result, Awaitable):
+                return result
+            async with limit:
+                return await result
+        except (ToolError, EnvironmentFailure):
+            raise
+        except Exception as error:  # a tool is the user's and may raise anything
+            if limit.expired():
+                raise EnvironmentTimeout(f"tool {name}: took longer than {self._call_timeout_s:g} s") from None
+            raise EnvironmentFailure(f"tool {name}: raised {type(error).__name__}: {error}") from error
+
+    def _form(self, name: str) -> str:
+        properties = self._functions[name][1].tool.parameters["properties"]
+        example = ", ".join(f'"{argument}": ...' for argument in properties)
+        return f"Write the arguments as one JSON object: {{{example}}}"
+
+    def _cut(self, text: str) -> str:
+        limit = self._max_result_chars
+        return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
+
+
+def functions_of(source: object) -> list[Callable[..., Any]]:
+    """Return the tools of an object in the order of their definition: itself if it is a function, else its public methods.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if inspect.isroutine(source):
+        return [source]
+    if isinstance(source, type):
+        raise ValueError(f"tools: expected an object (got the class {source.__name__}). Write {source.__name__}().")
+    names = dict.fromkeys(
+        name
+        for base in reversed(type(source).__mro__)
+        if base not in (object, Toolset)
+        for name, value in vars(base).items()
+        if not name.startswith("_") and isinstance(value, FunctionType | staticmethod | classmethod)
+    )
+    if isinstance(source, Toolset):
+        names = {name: None for name in names if name not in vars(Toolset)}
+    functions = [method for name in names if callable(method := getattr(source, name))]
+    if not functions:
+        raise ValueError(f"tools: {type(source).__name__} has no public method, so it has no tool. Add one.")
+    return functions
+
+
+def _problem(arguments: str) -> str:
+    """Return the reason why arguments could not be parsed."""
+    try:
+        parsed = json.loads(arguments)
+    except RecursionError:
+        return "its arguments are nested too deeply"
+    except ValueError as error:
+        return f"its arguments are not JSON ({error})"
+    return "the call is not complete" if isinstance(parsed, dict) else "its arguments are no JSON object"

@@ -1,0 +1,14 @@
+"""The base classes of the exceptions that TitanRL defines."""
+
+
+class TitanRLError(Exception):
+    """Base of all exceptions of TitanRL, such as `ConfigError`, `DeadlineError` and `ActorDiedError`."""
+
+
+class FaultError(TitanRLError):
+    """A part of a run died, hangs, or does not do the same as others. The run can continue from its last checkpoint."""
+
+    def __init__(self, text: str, part: str = "trainer") -> None:
+        """Keep the text, and the name of the part, such as `trainer` or `generator_0`."""
+        super().__init__(text)
+        self.part = part

@@ -1,0 +1,202 @@
+"""Evaluate a model: `titanrl evaluate --model DIR --config FILE`.
+
+The prompts, rewards and generators are those of a training run with this configuration, and so are the names and the meaning of
+the results. vLLM runs its own implementation of the model.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import rich.console
+
+from titanrl import command, terminal
+from titanrl.config import Config, ConfigError, Source
+from titanrl.config.choices import ConsoleMode
+from titanrl.config.dry_run import print_table
+from titanrl.config.load import validate
+from titanrl.config.source import read_source
+from titanrl.launch.environment import temporary_folder
+from titanrl.metrics.console import Console
+from titanrl.preflight import preflight
+from titanrl.rollout.evaluating import evaluation_set
+from titanrl.types import EvaluationResult
+
+Results = Mapping[str, EvaluationResult]
+"""Results by evaluation set."""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.evaluate") -> None:
+    """Run the command line, then end the process."""
+    terminal.prepare()
+    arguments = parse(argv, prog=prog)
+    try:
+        model, config, source = evaluated_model(arguments.model, arguments.config, arguments.overrides)
+        names = chosen_sets(config, arguments.set)
+        preflight(config, source, training=False)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    command.leave(run(model, config, names, as_json=arguments.json))
+
+
+def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog=prog, description="Evaluate a model on the evaluation sets of a configuration.")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face directory of a model, or directory of a finished run",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="YAML file with the sets, or the name of a shipped configuration; that of the run by default",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME", help="evaluation set, all by default; the option can be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
+    return parser.parse_args(argv)
+
+
+def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[str]) -> tuple[Path, Config, Source]:
+    """Return the directory of a model, and the configuration that evaluates it.
+
+    Args:
+        folder: Hugging Face directory, or run directory, whose exported model is evaluated.
+        config_file: Configuration; None takes that of the run directory.
+        overrides: Overrides of it.
+
+    Raises:
+        ConfigError: There is no model or no configuration, or it has no prompts.
+    """
+    is_run = (folder / "checkpoints").is_dir()
+    model = folder / "checkpoints" / "final" if is_run else folder
+    if not (model / "config.json").is_file():
+        where = "checkpoints/final has no exported model" if is_run else "no config.json"
+        raise ConfigError(f"--model: {where} (got {folder}). Give a Hugging Face model directory, or a finished run.")
+    if config_file is None and not is_run:
+        raise ConfigError("--config: required, unless --model is a run directory. Give the file with the evaluation sets.")
+    own = (f"model.path={json.dumps(str(model.absolute()))}", "warm_start=null", "distill=null")
+    source = read_source(config_file or folder / "config.yaml", [*overrides, *own])
+    config = validate(source)
+    if config.sft is not None:
+        raise ConfigError(
+            f"--config: a fine-tuning has no prompts to evaluate (got {source.path}). Give a configuration of `titanrl train`."
+        )
+    return model, config, source
+
+
+def chosen_sets(config: Config, names: Sequence[str]) -> list[str]:
+    """Return the names of the sets to evaluate: those that were named, or all.
+
+    Raises:
+        ConfigError: There is no set, or none of this name.
+    """
+    try:
+        chosen = [evaluation_set(config, name).name for name in names or config.evaluation_sets]
+        return chosen or [evaluation_set(config).name]
+    except ValueError as error:
+        raise ConfigError(f"--set: {error}") from None
+
+
+def run(model: Path, config: Config, names: Sequence[str], *, as_json: bool) -> int:
+    """Evaluate a model and print the results; return the exit code."""
+    folder = Path(tempfile.mkdtemp(prefix="titanrl-evaluate-"))
+    config = config.model_copy(update={"output_dir": folder})
+    with command.own_stderr() as stderr:
+        err = rich.console.Console(file=stderr, soft_wrap=True)
+        mode: ConsoleMode = "off" if as_json or config.logging.console == "off" else "plain"
+        console = Console(mode, total_steps=0, title=config.name, out=err, err=err)
+        try:
+            with command.log_to(folder / "controller.log"), temporary_folder():
+                results, code = asyncio.run(_interruptibly(config, names, console))
+        except Exception as error:  # the edge of the program: the user gets the cause, the log the traceback
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            err.print(f"error: {cause}. The logs are in {folder}", markup=False, highlight=False)
+            return 1
+    shutil.rmtree(folder, ignore_errors=True)
+    if not code and as_json:
+        print(json.dumps(as_dict(model, results), indent=2))
+    elif not code:
+        shown = rich.console.Console(width=None if sys.stdout.isatty() else 200)
+        print_table(shown, f"Evaluation of {model}", ("set", "completions", "metric", "value", "95 % interval"), rows(results))
+    return code
+
+
+async def evaluate_sets(config: Config, names: Sequence[str], console: Console) -> dict[str, EvaluationResult]:
+    """Start the generators with the model of a configuration, and evaluate it on some sets."""
+    from titanrl.session import connect  # imports torch
+
+    results = {}
+    async with connect(config, training=False, console=console) as session:
+        task = await session.task()
+        for name in names:
+            console.phase("evaluate", name)
+            results[name] = await task.evaluate(session.sampling, name=name)
+    return results
+
+
+def as_dict(model: Path, results: Results) -> dict[str, Any]:
+    """Return the results as the JSON of the command."""
+    sets = {
+        name: {
+            **result.statistics,
+            "num_prompts": result.num_prompts,
+            "num_samples": result.num_samples,
+            "response_len_mean": result.response_len_mean,
+            "num_errors": result.num_errors,
+            "first_error": result.first_error,
+        }
+        for name, result in results.items()
+    }
+    return {"model": str(model), "sets": sets}
+
+
+def rows(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield the rows of the table."""
+    for name, result in results.items():
+        first = name, f"{result.num_prompts} x {result.num_samples}"
+        for metric, value in result.statistics.items():
+            if metric.endswith("_ci95"):
+                continue
+            half = result.statistics.get(f"{metric}_ci95")
+            yield *first, metric, f"{value:.4f}", "" if half is None else f"{value - half:.4f} to {value + half:.4f}"
+            first = "", ""
+        yield *first, "response_len_mean", f"{result.response_len_mean:.1f}", ""
+        if result.num_errors:
+            yield "", "", "failed rewards", str(result.num_errors), result.first_error
+
+
+async def _interruptibly(config: Config, names: Sequence[str], console: Console) -> tuple[dict[str, EvaluationResult], int]:
+    """Evaluate until a signal comes; return the results and the exit code. A second signal ends the process at once."""
+    task, loop, code = asyncio.create_task(evaluate_sets(config, names, console)), asyncio.get_running_loop(), 0
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal code
+        code = 128 + number
+        terminal.end_quietly()
+        loop.call_soon_threadsafe(task.cancel)
+
+    terminal.handle_ending(end)
+    try:
+        return await task, code
+    except asyncio.CancelledError:
+        logging.getLogger(__name__).info("interrupted")
+        return {}, code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The controller's client of the generators. A replica that dies or hangs is replaced by one with the newest weights."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from titanrl.config.operations import TimeoutsConfig
+from titanrl.launch.meshes import start_request
+from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.supervision import PartDiedError
+from titanrl.types import GenerationStats
+from titanrl.weights.manifest import Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Actors of a generator replica."""
+
+    mesh: Any
+    """All tensor-parallel ranks."""
+    leader: Any
+    """Rank 0, which serves the replica's requests."""
+
+    @classmethod
+    def of(cls, mesh: Any) -> Self:
+        """Wrap a mesh. Slicing takes half a millisecond, so it is done once."""
+        return cls(mesh, mesh.slice(procs=0))
+
+
+OnReplica = Callable[[int, Any | None], Awaitable[None]]
+"""Function of a replica's number and its new actor; None if it has ended."""
+
+
+class GeneratorMeshes:
+    """All generator replicas, each a mesh of its tensor-parallel ranks."""
+
+    def __init__(
+        self, spawns: Mapping[str, Callable[[Part], Awaitable[Replica]]], around: Surroundings, timeouts: TimeoutsConfig
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            spawns: by role, function that spawns the processes of a replica and returns their actor mesh.
+            around: supervisor and others.
+            timeouts: limits of requests.
+        """
+        self.parts = [Part(role, around, spawn, self) for role, spawn in spawns.items()]
+        self.supervisor, self.timeouts = around.supervisor, timeouts
+        self.listeners: list[OnReplica] = []
+        """Told of each replica that ends, and of its replacement when it serves."""
+        self.catch_up: Callable[[int], Awaitable[None]] | None = None
+        """Pulls the newest weights into a replica; None if they never change, or if each request pulls its own."""
+        self._pulled = [-1] * len(self.parts)
+        self._newest = -1  # version that a replica needs before it may serve
+        self._serving: set[int] = set()
+
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """Rank 0 of each replica, which serves the replica's requests."""
+        return tuple(part.actors.leader for part in self.parts)
+
+    def serving(self, replica: int) -> Any | None:
+        """Return the actor of a replica; None while it has none that serves."""
+        return self.parts[replica].actors.leader if replica in self._serving else None
+
+    async def spawn(self) -> None:
+        """Spawn the processes and actors."""
+        for part in self.parts:
+            await part.spawn()
+
+    async def start(self) -> None:
+        """Load vLLM and build the engines; from then on, a rank that cannot follow its rank 0 ends the replica."""
+        await asyncio.gather(*(part.start() for part in self.parts))
+
+    async def bring_up(self, part: Part) -> None:
+        """Build the engine of a replica, and let it catch up with the weights of the others."""
+        await part.ask(f"{part.role}.start", lambda replica: replica.mesh.start.call(), self.timeouts.start_s)
+        mesh = part.actors.mesh
+        for rank in range(1, mesh.size()):
+            follower = mesh.slice(procs=rank)
+            self.supervisor.guard(part.role, f"rank {rank} of {part.role}", follower.follow.call_one())
+        replica = self.parts.index(part)
+        self._pulled[replica] = -1
+        part.mark_started()
+        while self.catch_up is not None and self._pulled[replica] < self._newest:  # others are published meanwhile
+            await self.catch_up(replica)
+            if not part.is_started:
+                raise PartDiedError(f"{part.role} died while it pulled the newest weights")
+        self._serving.add(replica)
+        if part.num_lives > 1:
+            await self._tell(replica, part.actors.leader)
+
+    async def on_lost(self, part: Part) -> None:
+        """Make the callers of a replica send its requests again, to others or to the replacement."""
+        self._serving.discard(self.parts.index(part))
+        await self._tell(self.parts.index(part), None)
+
+    def probe(self, part: Part) -> Awaitable[object]:
+        """Request an answer of every rank's event loop and engine."""
+        reply: Awaitable[object] = part.actors.mesh.probe.call()
+        return reply
+
+    async def expect_weights(self, version: int) -> None:
+        """Make every serving replica hold new requests until it has pulled a version."""
+        self._newest = max(self._newest, version)
+        await self._each(
+            "expect_weights", lambda replica: replica.leader.expect_weights.call_one(version), self.timeouts.sync_s
+        )
+
+    async def pull_weights(self, replica: int, commit: Commit) -> None:
+        """Load a committed version on all ranks of one replica.
+
+        A replica that is being replaced does not delay the publication: it pulls the newest version before it serves.
+        """
+        part, timeout_s = self.parts[replica], self.timeouts.sync_s
+        self._newest = max(self._newest, commit.version)
+        if part.is_started:
+            with contextlib.suppress(PartDiedError):
+                await part.ask(f"{part.role}.pull_weights", lambda actors: actors.mesh.pull_weights.call(commit), timeout_s)
+                self._pulled[replica] = commit.version
+
+    def take_stats(self) -> "asyncio.Task[GenerationStats]":
+        """Request the work of all replicas since the last call; what a replica did before it died is not in it."""
+        return start_request(self._take_stats(), "take_stats")
+
+    async def _take_stats(self) -> GenerationStats:
+        stats = await self._each("stats", lambda replica: replica.leader.stats.call_one(), self.timeouts.step_s)
+        return GenerationStats(
+            num_tokens=sum(stat.num_tokens for stat in stats),
+            busy_s=sum(stat.busy_s for stat in stats),
+            wall_s=sum(stat.wall_s for stat in stats),
+            num_replicas=len(stats),
+        )
+
+    async def abandon_round(self) -> None:
+        """Forget the requests of a round that is not complete."""
+        await self._each("abandon_round", lambda replica: replica.leader.abandon_round.call_one(), self.timeouts.step_s)
+
+    async def close(self) -> None:
+        """Stop the engines."""
+        await asyncio.gather(*(part.close() for part in self.parts))
+        await self._each("close", lambda replica: replica.mesh.close.call(), self.timeouts.close_s / 4)
+
+    async def _each(self, endpoint: str, call: Callable[[Replica], Awaitable[Any]], timeout_s: float) -> list[Any]:
+        """Return the replies of the serving replicas; one that dies gives none."""
+
+        async def reply(part: Part) -> list[Any]:
+            with contextlib.suppress(PartDiedError):
+                return [await part.ask(f"{part.role}.{endpoint}", call, timeout_s)]
+            return []
+
+        replies = await asyncio.gather(*(reply(self.parts[replica]) for replica in sorted(self._serving)))
+        return [value for values in replies for value in values]
+
+    async def _tell(self, replica: int, actor: Any | None) -> None:
+        await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))

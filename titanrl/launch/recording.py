@@ -1,0 +1,73 @@
+"""Opens the files of a run and its trackers, for a new run, a resumed one, and one that steps back to a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from titanrl.config import Config, dump_config
+from titanrl.launch.progress import Resumable, checkpoint_dir, set_aside
+from titanrl.metrics.console import Console
+from titanrl.metrics.record import Recorder
+from titanrl.metrics.run_directory import RunDirectory
+from titanrl.metrics.trackers import make_trackers
+from titanrl.plugins import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """The point at which a run begins to record."""
+
+    kind: Literal["start", "resume", "restart"]
+    """New run, run of an earlier process, or run of this process."""
+    found: Resumable
+    """State to continue from, and checkpoints that cannot be used."""
+
+    @property
+    def step(self) -> int | None:
+        """Step after which lines are dropped; None for a new run. It is 0 if there is no checkpoint to restart from."""
+        return None if self.kind == "start" else self.found.state.step
+
+
+def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: Console, plugins: Plugins) -> Recorder:
+    """Open the run directory and start the trackers.
+
+    Lines of later steps are dropped from the files, and later checkpoints are set aside.
+    """
+    state, step = beginning.found.state, beginning.step
+    directory = RunDirectory(
+        run_dir,
+        resume_step=step,
+        resume_index=state.next_index,
+        resume_in_flight=state.in_flight,
+        resume_rates=state.num_rates,
+        resume_published=state.published[-1] if state.published else state.version + bool(state.step),
+        warn=console.warn,
+    )
+    if step is not None:
+        _set_aside(directory, step, beginning, console)
+    directory.write_config(dump_config(config))
+    if beginning.kind != "restart":  # its event comes when the processes run
+        directory.event(beginning.kind, step=state.step)
+    trackers = make_trackers(
+        config.logging.loggers,
+        run_dir,
+        config.model_dump(mode="json"),
+        warn=console.warn,
+        resume_step=step,
+        plugins=plugins,
+    )
+    return Recorder(directory, trackers, console)
+
+
+def _set_aside(directory: RunDirectory, step: int, beginning: Beginning, console: Console) -> None:
+    """Set later checkpoints aside, with a warning if one of them is damaged; complete the events of the one at `step`."""
+    kept = set_aside(directory.checkpoints, step)
+    found = "; ".join(f"{name}: {reason}" for name, reason in beginning.found.unusable.items())
+    if found:
+        console.warn(
+            f"{'--resume' if beginning.kind == 'resume' else 'restart'}: continuing from step {step}, the newest whole "
+            f"checkpoint ({found}). Renamed what is newer to {', '.join(kept)}."
+        )
+    folder = checkpoint_dir(directory.checkpoints, step)
+    if folder.exists() and not directory.has_event("checkpoint", step=step):  # the end came between checkpoint and event
+        directory.event("checkpoint", step=step, path=str(folder))

@@ -1,0 +1,98 @@
+"""Claims of run directories: a directory belongs to one process at a time."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import socket
+from pathlib import Path
+
+from titanrl.config.errors import ConfigError
+
+LOCK_FILE = "run.lock"
+"""File that the owner of a run directory has locked; it holds the owner's process id and host name."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class RunLock:
+    """A run directory of this process. The kernel releases it when the process ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        """Acquire a directory that exists.
+
+        Raises:
+            BlockingIOError: Another process has it.
+        """
+        self.path = path
+        self._file = (path / LOCK_FILE).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # some network file systems cannot lock; runs of other names are still safe
+                self._file.close()
+                raise
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()} {socket.gethostname()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let other processes claim the directory. A second call does nothing."""
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Release a new directory in which no run was started. Delete it, and its parent if nothing else is in it."""
+        (self.path / LOCK_FILE).unlink(missing_ok=True)
+        self.release()
+        with contextlib.suppress(OSError):  # not empty
+            self.path.rmdir()
+            self.path.parent.rmdir()
+
+
+def claim_new_run(wanted: Path) -> RunLock:
+    """Make and claim `wanted`, or `wanted-<n>` with the next free number if that holds a run or is claimed."""
+    path = wanted
+    while True:
+        lock = _claim_without_run(path)
+        if lock is not None:
+            return lock
+        path = _next_free(wanted)
+
+
+def claim_run(run_dir: Path) -> RunLock:
+    """Acquire the directory of a run, to continue it.
+
+    Raises:
+        ConfigError: Another process has it, so the run has not ended.
+    """
+    try:
+        return RunLock(run_dir)
+    except BlockingIOError:
+        owner = (run_dir / LOCK_FILE).read_text(encoding="utf-8").split()
+        who = f"process {owner[0]} on {owner[1]}" if len(owner) == 2 else "another process"
+        raise ConfigError(
+            f"--resume: the run has not ended: {who} runs it (got {run_dir}). Wait for its end, or interrupt it."
+        ) from None
+
+
+def holds_run(path: Path) -> bool:
+    """Return True if a run has been started in a directory."""
+    return any((path / name).exists() for name in ("metrics.jsonl", "config.yaml"))
+
+
+def _claim_without_run(path: Path) -> RunLock | None:
+    """Acquire a directory; return None if it holds a run or is claimed."""
+    if holds_run(path):
+        return None
+    path.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(BlockingIOError):
+        lock = RunLock(path)
+        if not holds_run(path):  # a run may have begun and ended in the meantime
+            return lock
+        lock.release()
+    return None
+
+
+def _next_free(wanted: Path) -> Path:
+    names = [re.fullmatch(re.escape(wanted.name) + r"-(\d+)", path.name) for path in wanted.parent.iterdir()]
+    return wanted.with_name(f"{wanted.name}-{max([1, *(int(match[1]) for match in names if match)]) + 1}")

@@ -1,0 +1,260 @@
+"""The caller's own sampling: completions and log-probabilities from generators, with the version of every token."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from titanrl.config.schema import Config
+from titanrl.data.tokenizer import Tokenizer
+from titanrl.datums import Datum, sampled_datum
+from titanrl.errors import TitanRLError
+from titanrl.launch.deadlines import Pace, size_class
+from titanrl.launch.generators import GeneratorMeshes
+from titanrl.rollout.group import derive_seed
+from titanrl.rollout.pool import GeneratorPool
+from titanrl.types import Completion, FinishReason, FloatArray, GenerationRequest, IntArray, Prompt, SamplingParams
+
+T = TypeVar("T")
+
+PromptLike = str | Sequence[int] | IntArray | Prompt
+"""A prompt: text, tokenized without a chat template, token ids, or a prompt of a task."""
+
+
+class VersionGoneError(TitanRLError):
+    """The generators serve a newer version than the one that a client is pinned to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A sampled completion.
+
+    Example: `Sample(prompt=[5, 6], tokens=[7, 1], logprobs=[-0.1, -0.7], versions=[4, 4], text="9", finish_reason="stop")`
+    """
+
+    prompt: IntArray
+    """Prompt tokens, `[P]`."""
+    tokens: IntArray
+    """Sampled tokens, with the end-of-sequence token if there is one, `[T]`."""
+    logprobs: FloatArray
+    """Log-probability of each token under the sampling distribution, in nats, `[T]`."""
+    versions: IntArray
+    """Policy version that sampled each token, `[T]`."""
+    text: str
+    """Text of the completion, without special tokens."""
+    finish_reason: FinishReason
+    """`stop`: the policy or a stop text ended it; `length`: cut at the limit; `abort`: cancelled."""
+
+    @property
+    def sequence(self) -> IntArray:
+        """Prompt and sampled tokens, `[P + T]`."""
+        return np.concatenate([self.prompt, self.tokens])
+
+    def datum(self, advantage: float | Sequence[float] | FloatArray = 0.0, weight: float = 1.0) -> Datum:
+        """Return the sample as data for a policy loss; see `sampled_datum`."""
+        return sampled_datum(self.prompt, self.tokens, self.logprobs, advantage, weight)
+
+
+class Sampler:
+    """Sends requests to the generators of one model, for all its clients."""
+
+    def __init__(self, generators: GeneratorMeshes, config: Config, tokenizer: Tokenizer) -> None:
+        """Use generators that have their weights."""
+        self.tokenizer = tokenizer
+        self.config = config
+        self.version = 0
+        """Newest version that clients may be pinned to."""
+        self._generators = generators
+        self._pool = GeneratorPool(generators.actors, config.generator.max_num_seqs)
+        generators.listeners.append(self._use)
+        self._num_pinned = 0
+        self._no_pinned = asyncio.Event()
+        self._no_pinned.set()
+
+    async def generate(self, groups: Sequence[Sequence[GenerationRequest]], pinned_to: int | None) -> list[list[Completion]]:
+        """Return the completions of each group. Requests of a pinned client delay the next `publish` of the session.
+
+        Raises:
+            VersionGoneError: The generators serve a newer version than `pinned_to`.
+            DeadlineError: No reply within `timeouts.step_s`.
+        """
+        self._check(pinned_to, self.version)
+        self._num_pinned += pinned_to is not None
+        self._no_pinned.clear() if self._num_pinned else None
+        try:
+            replies = asyncio.gather(*(self._pool.generate(requests) for requests in groups))
+            timeouts = self._generators.timeouts
+            num_tokens = sum(
+                len(request.token_ids) + request.sampling.max_new_tokens for requests in groups for request in requests
+            )
+            pace = Pace(kind=f"generator.generate {size_class(num_tokens)}")
+            completions = await self._generators.supervisor.ask("generator.generate", replies, timeouts.step_s, pace)
+        finally:
+            self._num_pinned -= pinned_to is not None
+            if not self._num_pinned:
+                self._no_pinned.set()
+        for group in completions:
+            for completion in group:
+                self._check(pinned_to, int(completion.versions.max()))
+        return completions
+
+    async def _use(self, replica: int, actor: Any | None) -> None:
+        self._pool.use(replica, actor)
+
+    async def advance(self, version: int) -> None:
+        """Refuse requests of clients pinned to older versions, and wait until their running requests have finished."""
+        self.version = version
+        await self._no_pinned.wait()
+
+    def _check(self, pinned_to: int | None, version: int) -> None:
+        if pinned_to is not None and version > pinned_to:
+            raise VersionGoneError(
+                f"SamplingClient: version {pinned_to} is no longer served (got version {version}). "
+                "Use the client that the last publish() returned, or `session.sampling`, which follows the newest version."
+            )
+
+
+class SamplingClient:
+    """Samples completions, and computes log-probabilities, with one model.
+
+    Example:
+        groups = await client.sample(["1 + 2 ="], num_samples=4, max_tokens=8)
+        print(groups[0][0].text, groups[0][0].logprobs)
+    """
+
+    def __init__(self, sampler: Sampler, version: int | None = None) -> None:
+        """Use a sampler.
+
+        Args:
+            sampler: Access to the generators.
+            version: Version to be pinned to; None follows the newest version.
+        """
+        self._sampler = sampler
+        self.version = version
+        """Version that every token comes from; None if it is the newest at the time."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        return self._sampler.tokenizer
+
+    async def sample(
+        self,
+        prompts: Sequence[PromptLike],
+        *,
+        num_samples: int = 1,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: Sequence[str | int] = (),
+        seed: int | None = None,
+    ) -> list[list[Sample]]:
+        """Sample completions of each prompt.
+
+        Args:
+            prompts: Texts, token ids, or prompts of a task.
+            num_samples: Completions of each prompt.
+            max_tokens: Longest completion; `rollout.max_new_tokens` by default.
+            temperature: Divisor of the logits, 0 for greedy decoding; `rollout.temperature` by default, which is also the
+                temperature of the trainer's log-probabilities.
+            top_p: Probability mass of nucleus sampling; 1 disables it. The returned log-probabilities are of the truncated
+                distribution, so a loss with a ratio to them needs 1.
+            top_k: Number of most likely tokens to sample from; 0 disables the limit.
+            min_p: Lowest probability to sample, as a share of the most likely token's; 0 disables the limit.
+            stop: Texts and token ids that end a completion, in addition to the model's own end tokens.
+            seed: Seed of all samples; the same seed gives the same completions. None draws a new one.
+
+        Returns:
+            A list of `num_samples` samples for each prompt, in order.
+
+        Raises:
+            ValueError: A prompt is empty or too long.
+            VersionGoneError: The client is pinned to a version that is no longer served.
+        """
+        rollout = self._sampler.config.rollout
+        sampling = SamplingParams(
+            max_new_tokens=max_tokens or rollout.max_new_tokens,
+            temperature=rollout.temperature if temperature is None else temperature,
+            seed=None,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop_ids=tuple(value for value in stop if isinstance(value, int)),
+            stop=tuple(value for value in stop if isinstance(value, str)),
+        )
+        prompt_ids = [self._token_ids(prompt) for prompt in prompts]
+        groups = _requests(prompt_ids, sampling, num_samples, seed)
+        completions = await self._sampler.generate(groups, self.version)
+        return [
+            [self._sample(token_ids, completion) for completion in group]
+            for token_ids, group in zip(prompt_ids, completions, strict=True)
+        ]
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Return the completions of requests that share a prompt, as `titanrl.rollout` uses them.
+
+        Raises:
+            ValueError: A prompt is empty or too long.
+            VersionGoneError: The client is pinned to a version that is no longer served.
+        """
+        (completions,) = await self._sampler.generate([requests], self.version)
+        return completions
+
+    async def compute_logprobs(self, sequences: Sequence[PromptLike]) -> list[FloatArray]:
+        """Compute the log-probability of each token given those before it, at temperature 1.
+
+        Args:
+            sequences: Texts or token ids, `[S]` each, no longer than a prompt and a completion together.
+
+        Returns:
+            One array for each sequence, `[S]`, in nats; the first value is NaN, since nothing comes before the first token.
+
+        Raises:
+            ValueError: A sequence is empty or too long.
+            VersionGoneError: The client is pinned to a version that is no longer served.
+        """
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=True)
+        requests = [[GenerationRequest(token_ids=self._token_ids(sequence), sampling=sampling)] for sequence in sequences]
+        completions = await self._sampler.generate(requests, self.version)
+        return [_with_first(completion) for (completion,) in completions]
+
+    def _token_ids(self, prompt: PromptLike) -> tuple[int, ...]:
+        if isinstance(prompt, Prompt):
+            return prompt.token_ids
+        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else map(int, prompt))
+
+    def _sample(self, prompt: tuple[int, ...], completion: Completion) -> Sample:
+        return Sample(
+            prompt=np.asarray(prompt, np.int64),
+            tokens=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            text=self.tokenizer.decode(completion.token_ids.tolist()),
+            finish_reason=completion.finish_reason,
+        )
+
+
+def _with_first(completion: Completion) -> FloatArray:
+    """Return the log-probabilities of a prompt with NaN for its first token."""
+    first = np.full(1, np.nan, np.float32)
+    rest = completion.prompt_logprobs
+    return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
+
+
+def _requests(
+    prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, num_samples: int, seed: int | None
+) -> list[list[GenerationRequest]]:
+    """Return the requests of each prompt; each has a seed of its own, unless decoding is greedy."""
+    base = seed if seed is not None else int(np.random.default_rng().integers(2**62))
+
+    def seeded(p: int, n: int) -> SamplingParams:
+        return replace(sampling, seed=derive_seed(base, p, n)) if sampling.temperature > 0 else sampling
+
+    return [
+        [GenerationRequest(token_ids=token_ids, sampling=seeded(p, n)) for n in range(num_samples)]
+        for p, token_ids in enumerate(prompts)
+    ]

@@ -1,0 +1,139 @@
+"""State and stacks of the processes of a run, read from outside, so that it works for any process however it hangs."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanrl.actors import STACKS_SIGNAL
+
+DUMP_S = 10.0
+"""Limit for one dump of a process's stacks."""
+_AT_ONCE = 4
+_STATES = {"R": "alive", "S": "alive", "D": "in the kernel", "T": "stopped by a signal", "t": "stopped by a debugger"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process of a run."""
+
+    name: str
+    """Role and rank, such as `trainer_0`."""
+    pid: int
+    """Process id on its host."""
+    host: str | None = None
+    """Name of its host; None if that is this machine."""
+
+    @property
+    def role(self) -> str:
+        """Name of its mesh, such as `generator_0`."""
+        return self.name.rpartition("_")[0]
+
+    @property
+    def rank(self) -> int:
+        """Rank in its mesh."""
+        return int(self.name.rpartition("_")[2])
+
+    def __str__(self) -> str:
+        """Return name and process id, as in `trainer_0 (process 77)`."""
+        return f"{self.name} (process {self.pid})"
+
+    def state(self) -> str:
+        """Return the kernel's letter for the state of the process; empty if it has ended or runs on another machine."""
+        if self.host is not None:
+            return ""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                return chr(file.read().rpartition(b") ")[2][0])
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+
+    def is_stopped(self) -> bool:
+        """Return True if a signal (SIGSTOP, SIGTSTP) has stopped the process."""
+        return self.state() == "T"
+
+    def is_debugged(self) -> bool:
+        """Return True if a debugger or tracer is attached."""
+        return self.host is None and self._status("TracerPid") not in ("", "0")
+
+    def _status(self, key: str) -> str:
+        """Return a value of `/proc/<pid>/status`; empty if the process has ended."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+                if line.startswith(f"{key}:"):
+                    return line.partition(":")[2].strip()
+        return ""
+
+    def handles(self, number: signal.Signals) -> bool:
+        """Return True if the process has a handler for a signal, which would otherwise kill it."""
+        return bool(int(self._status("SigCgt") or "0", 16) >> (number - 1) & 1)
+
+
+async def describe(processes: Sequence[Process]) -> str:
+    """Return state and stacks of processes as text. Each dump has its own deadline."""
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def section(process: Process) -> str:
+        state = _STATES.get(letter := process.state(), letter or "ended")  # before the dump, which stops the process
+        async with places:
+            return f"== {process}, {state if process.host is None else f'on {process.host}'}\n{await _stacks(process)}\n"
+
+    return "\n".join(await asyncio.gather(*map(section, processes)))
+
+
+async def _stacks(process: Process) -> str:
+    """Return Python and native stacks of all threads; without py-spy, let the process itself write the Python stacks.
+
+    py-spy can only suspend a process that runs. One that a signal has stopped is read as it is, without native frames.
+    """
+    if process.host is not None:
+        return f"No stacks from another machine. There: py-spy dump --native --pid {process.pid}"
+    reasons: list[str] = []
+    # Reading native symbols can fail or take too long.
+    ways = [("--nonblocking",)] if process.is_stopped() else [("--native",), ()]
+    for options in ways:
+        text, reason = await _py_spy(process.pid, *options)
+        if text:
+            return "\n".join([*reasons, text])
+        reasons.append(f"py-spy dump {' '.join(options)}: {reason}".replace(" :", ":"))
+    if not process.handles(STACKS_SIGNAL):
+        return "\n".join([*reasons, "The process has not started far enough to write its stacks itself."])
+    os.kill(process.pid, STACKS_SIGNAL)
+    when = "once it continues" if process.is_stopped() else "now"
+    return "\n".join([*reasons, f"The process appends the Python stacks of its threads to logs/{process.name}.log {when}."])
+
+
+async def _py_spy(pid: int, *options: str) -> tuple[str, str]:
+    """Run py-spy; return its output, or else why there is none."""
+    program = shutil.which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
+    if program is None:
+        return "", "not installed"
+    dump = await asyncio.create_subprocess_exec(
+        program,
+        "dump",
+        *options,
+        "--pid",
+        str(pid),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        output, errors = await asyncio.wait_for(dump.communicate(), DUMP_S)
+    except TimeoutError:
+        return "", f"no result within {DUMP_S:g} s"
+    finally:
+        if dump.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                dump.kill()
+    return (output.decode(errors="replace"), "") if dump.returncode == 0 else ("", _last_line(errors))
+
+
+def _last_line(errors: bytes) -> str:
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "failed without a message"

@@ -1,0 +1,123 @@
+"""Reports of stalls: which processes do not answer, and their stacks in a file."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanrl.config.faults import FaultsConfig
+from titanrl.errors import FaultError
+from titanrl.launch.deadlines import Pace, ReplyTimes
+from titanrl.launch.stacks import Process, describe
+
+logger = logging.getLogger(__name__)
+
+_ROLES = {
+    "buffer": ("store",),
+    "buffer.take_batch": ("rollout", "generator", "store"),
+    "generator": ("generator", "teacher"),
+    "rollout.evaluate": ("rollout", "generator", "evaluator"),
+    "shards": ("rollout",),
+}
+"""Roles whose processes work on a request, by request or by actor, where they are not named like the actor."""
+
+
+class StallError(FaultError):
+    """A process of the run does not answer; the text names it and the file with its stacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Processes that do not answer."""
+
+    request: str
+    """Request that they do not answer, such as `trainer.forward_backward`; empty if there is none."""
+    seconds: float
+    """Seconds without an answer."""
+    suspects: tuple[Process, ...] = ()
+    """Processes that may have to answer."""
+    reason: str = ""
+    """Known facts about the cause, as a clause."""
+    are_stopped: bool = False
+    """True if the suspects were stopped by a signal, which is why they do not answer."""
+
+    @property
+    def actor(self) -> str:
+        """Name of the actor that does not answer; of stopped processes, their role."""
+        return self.suspects[0].role if self.are_stopped else self.request.partition(".")[0]
+
+    @property
+    def endpoint(self) -> str:
+        """Endpoint that does not answer, with its actor if that is another one."""
+        actor, _, endpoint = self.request.partition(".")
+        return endpoint if actor == self.actor else self.request
+
+    def __str__(self) -> str:
+        """Return the stall as one line."""
+        reason, seconds = f" ({self.reason})" if self.reason else "", f"{round(self.seconds, 1):g}"
+        if self.are_stopped:
+            waiting = f", while waiting for: {self.request}" if self.request else ""
+            verb = "was" if len(self.suspects) == 1 else "were"
+            return f"{_ranks(self.suspects)} {verb} stopped by a signal {seconds} s ago{reason}{waiting}"
+        return f"no reply to '{self.request}' for {seconds} s{reason} from {_ranks(self.suspects)}"
+
+
+def _ranks(processes: Iterable[Process]) -> str:
+    """Return processes as text, as in `trainer rank 0, 1 and store rank 0`."""
+    by_role: dict[str, list[str]] = defaultdict(list)
+    for process in processes:
+        by_role[process.role].append(str(process.rank))
+    return " and ".join(f"{role} rank {', '.join(ranks)}" for role, ranks in by_role.items()) or "processes that are not known"
+
+
+class Watchdog:
+    """Deadlines that are learned from earlier replies, and reports of the stalls that they reveal."""
+
+    def __init__(self, config: FaultsConfig, run_dir: Path, warn: Callable[[str], None] = logger.warning) -> None:
+        """Start without replies.
+
+        Args:
+            config: reaction to stalls.
+            run_dir: its folder `logs` receives the reports.
+            warn: shows a stall to the user when the run does not end with it.
+        """
+        self.config = config
+        self.warn = warn
+        self._run_dir = run_dir
+        self._times = ReplyTimes(config.stall_factor, config.min_stall_s)
+
+    def limit(self, name: str, pace: Pace, hard_s: float) -> float:
+        """Return the learned deadline of a request."""
+        return self._times.limit(pace.kind or name, hard_s, pace.min_s)
+
+    def note_reply(self, name: str, pace: Pace, started: float) -> None:
+        """Learn from a reply to a request that was sent at `started` on the clock of `time.perf_counter`."""
+        self._times.add(pace.kind or name, time.perf_counter() - (started if pace.since is None else pace.since))
+
+    def known(self, name: str, pace: Pace) -> str:
+        """Return what was learned of a request as a clause; empty if nothing was."""
+        return self._times.describe(pace.kind or name)
+
+    async def write(self, stall: Stall) -> Path:
+        """Write state and stacks of the suspects to `logs/stall_<n>.txt`; return the path."""
+        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {stall}\n\n{await describe(stall.suspects)}"
+        logs, number = self._run_dir / "logs", 1
+        while (file := logs / f"stall_{number}.txt").exists():
+            number += 1
+        file.write_text(text, encoding="utf-8")
+        return file
+
+
+def works_on(process: Process, request: str) -> bool:
+    """Return True if a process has a part in answering a request."""
+    actor = request.partition(".")[0]
+    roles = _ROLES.get(request, _ROLES.get(actor, (actor,)))
+    return any(f"{process.role}_".startswith(f"{role}_") for role in roles)
+
+
+def suspects(request: str, processes: Sequence[Process]) -> tuple[Process, ...]:
+    """Return the processes that have a part in answering a request, by role and rank; all if that is not known."""
+    found = [process for process in processes if works_on(process, request)]
+    return tuple(sorted(found or processes, key=lambda process: (process.role, process.rank)))

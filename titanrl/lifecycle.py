@@ -1,0 +1,325 @@
+"""The life of a run: its directory, its processes and records, restarts after faults, and how it ends."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from titanrl.config import Config, Source
+from titanrl.config.choices import Program
+from titanrl.config.program import check_program
+from titanrl.config.sizes import notes
+from titanrl.device import resolve_device
+from titanrl.errors import FaultError
+from titanrl.extensions import plugins_of, with_declared_traits, with_objects
+from titanrl.files import DamagedError
+from titanrl.hooks import Hooks
+from titanrl.launch.progress import Resumable, RunState, resumable
+from titanrl.launch.recording import Beginning, open_recorder
+from titanrl.launch.respawns import Respawns
+from titanrl.launch.restarts import Restart, Restarts, newest_checkpoint
+from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
+from titanrl.loading import loading
+from titanrl.metrics.console import Console
+from titanrl.metrics.outcome import last_lines, summarize
+from titanrl.metrics.phases import PhaseTimer
+from titanrl.metrics.record import Recorder
+from titanrl.preflight import preflight
+
+if TYPE_CHECKING:
+    from titanrl.launch.assembly import Roles
+    from titanrl.launch.sampling import SamplingClient
+    from titanrl.launch.training import TrainingClient
+    from titanrl.session import Session
+
+
+FIRST = RunState(step=0, version=0, next_index=0)
+"""State before the first step."""
+
+
+class Lifecycle:
+    """Start, restart and end of a run, whatever its loop is."""
+
+    program: Program = "train"
+    """Subcommand of `titanrl` that runs the loop."""
+    purpose = "Train a policy with GRPO."
+    """Description of that command."""
+    with_data = False
+    """True if the loop uses the data section and the user's objects."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        console: Console | None = None,
+        source: Source | None = None,
+        **objects: object,
+    ) -> None:
+        """Check everything that can be checked before a process is started.
+
+        Args:
+            config: the run.
+            resume: run directory to continue in; None makes a new one.
+            console: shows progress; made from `config.logging` by default.
+            source: source of the configuration; with it messages name lines and overrides.
+            objects: the user's own objects in place of built-in ones, by the arguments that `titanrl.extensions` lists.
+
+        Raises:
+            ConfigError: a file or device that the configuration names is missing, or it is for another subcommand.
+        """
+        check_program(config, self.program, source)
+        self.config = config = with_objects(config, objects)
+        self._plugins = plugins_of(config, objects)
+        lock = claim_run(resume) if resume is not None and resume.is_dir() else None
+        self._found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
+        self.state = self._found.state
+        preflight(config, source, plugins=self._plugins, rollouts=self.with_data, meanwhile=_import_heavy_packages)
+        self._lock: RunLock = lock or claim_new_run(config.run_dir)
+        self.run_dir = self._lock.path.resolve()
+        self.config = config = with_declared_traits(config, self._plugins)
+        self._hooks = Hooks.of(self._plugins)
+        self.device = resolve_device(config.device)
+        self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
+        self._resume_step = None if resume is None else self.state.step
+        self._saved_step = self.state.step
+        self._saving: asyncio.Task[Path] | None = None
+        self._ending = asyncio.Event()
+        self.is_training = False
+        """True while `train` takes steps; then `end_after_step` makes it end."""
+        self._timer = PhaseTimer(on_change=self.console.current_phase)
+        self._session: Session | None = None
+        self._recorder: Recorder | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._respawns = Respawns(config.faults)
+        self._restarts = Restarts(config.faults, self._respawns)
+        self._restart: Restart | None = None
+
+    def roles(self) -> "Roles":
+        """Return the roles that the loop needs."""
+        raise NotImplementedError
+
+    async def begin(self) -> None:
+        """Prepare the loop after the policy was loaded, and load the checkpoint of a resumed run with `resume`."""
+        await self.resume()
+
+    async def start(self) -> Self:
+        """Start every process, load or warm-start the policy, and prepare the loop."""
+        _import_heavy_packages()
+        for note in notes(self.config):
+            self.console.note(note)
+        self._open_recorder("start" if self._resume_step is None else "resume")
+        await self._surviving()
+        return self
+
+    async def restart(self, cause: FaultError | None = None) -> None:
+        """Start every process again, and continue from the newest whole checkpoint, exactly as `--resume` does.
+
+        `train` does so after a fault. A loop of one's own may do it when a step has raised a `FaultError`. Without a
+        checkpoint the run begins again. Steps after the checkpoint are taken again, and their lines in the files are
+        dropped. The clients of `session`, `training` and `sampling` are new ones.
+
+        Args:
+            cause: fault to record; by default the one that has ended the requests of the session, if any.
+        """
+        await self._step_back(cause or self._session_fault)
+        await self._surviving()
+
+    async def _surviving(self, work: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Open a session if there is none, and do some work. Restart and do it again after each fault, within limits."""
+        while True:
+            try:
+                if self._session is None and not self._ending.is_set():
+                    await self._unless_ending(self._open())
+                return None if work is None else await work()
+            except Exception as error:  # a fault shows up as any exception of a part that needs the failed one
+                fault = self._restarts.fault_in(error, self._session_fault)
+                if fault is None:
+                    raise
+                await self._step_back(fault, self._restarts.count(fault, self.state.step))
+
+    async def _unless_ending(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Await some work; cancel it when the run is to end. Return True if it is done."""
+        working, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            return working.done()
+        finally:
+            working.cancel()
+            ending.cancel()
+            await asyncio.gather(working, ending, return_exceptions=True)
+
+    async def _step_back(self, fault: FaultError | None, budget: str = "") -> None:
+        """Close every process; return state and files of the run to the newest whole checkpoint, or to their beginning."""
+        self._record_restart(has_failed=True)  # of an earlier attempt, if there is one
+        started, reached = time.perf_counter(), self.state.step
+        await self._settle_checkpoint()
+        await self._close_session()
+        newest = await asyncio.to_thread(newest_checkpoint, self.run_dir, had_one=self._saved_step > 0)
+        self._resume_step = None if newest is None else newest.state.step
+        self._found = newest or self._found
+        self.state, self._saved_step = self._found.state, self._found.state.step
+        self._hooks = Hooks.of(self._plugins)
+        self._timer.take()  # of the step that was lost
+        self.recorder.close(resumes=True)
+        self._open_recorder("restart")
+        self._restart = Restart(fault=fault, step=reached, from_step=self._resume_step, started=started)
+        self.console.warn(self._restart.warning(budget))
+
+    def _record_restart(self, *, has_failed: bool = False) -> None:
+        """Record the restart that has begun, if there is one."""
+        restart, self._restart = self._restart, None
+        if restart is not None:
+            self.recorder.directory.event("restart", **restart.event(), failed=has_failed)
+
+    def _open_recorder(self, kind: Literal["start", "resume", "restart"]) -> None:
+        beginning = Beginning(kind=kind, found=self._found)
+        self._recorder = open_recorder(self.config, self.run_dir, beginning, self.console, self._plugins)
+
+    @property
+    def _session_fault(self) -> FaultError | None:
+        return None if self._session is None else self._session.fault
+
+    async def _open(self) -> None:
+        """Open a session, load the policy, and prepare the loop."""
+        from titanrl.session import SessionSetup, open_session  # imports torch, which a dry run does not need
+
+        config, console, roles = self.config, self.console, self.roles()
+        started = {
+            f"trainer x{config.trainer.parallelism.world_size}": roles.trainer,
+            f"generator x{config.generator.num_ranks}": roles.generators,
+        }
+        console.phase("start", ", ".join(text for text, is_started in started.items() if is_started))
+        setup = SessionSetup(
+            config=config,
+            run_dir=self.run_dir,
+            console=console,
+            roles=roles,
+            plugins=self._plugins,
+            on_event=self.recorder.directory.event,
+            first_index=self.state.next_index,
+            respawns=self._respawns,
+        )
+        self._session = await open_session(setup)
+        await self._session.load()
+        await self.begin()
+        self._record_restart()
+
+    async def resume(self) -> None:
+        """Load the checkpoint that the run resumes from, if there is one."""
+        if self._resume_step is not None:
+            version = await self.session.trainer.load_checkpoint(self._resume_step)
+            if version != self.state.version:
+                raise DamagedError(
+                    f"--resume: the trainer's state of step {self._resume_step} has version {version} (got {self.run_dir}). "
+                    f"The controller's has {self.state.version}; restore the files of one checkpoint."
+                )
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """Stop every process, write the report, and print where everything is. A second call does nothing.
+
+        Args:
+            error: why the run ended, if it failed; recorded as its cause.
+        """
+        code, cause = (0, "") if error is None else (1, f"{type(error).__name__}: {error}")
+        was_open = self._recorder is not None
+        await self.stop(code=code, cause=cause)
+        if was_open:
+            self.summarize(code=code, cause=cause)
+
+    async def stop(self, *, code: int = 0, cause: str = "") -> None:
+        """Stop every process and close every file, whatever state the run is in. A second call does nothing.
+
+        Args:
+            code: exit code of the run, for its last event.
+            cause: why it ended, if the code is not 0.
+        """
+        await self._settle_checkpoint()
+        await self._close_session()
+        if self._recorder is not None:
+            recorder, self._recorder = self._recorder, None
+            try:
+                recorder.directory.event("end", code=code, cause=cause)
+                recorder.close()
+            except OSError as error:  # of a full disk; the caller reports why the run ended
+                self.console.warn(f"the end of the run is not recorded: {error}")
+        self.console.close()
+        self._lock.release()
+
+    async def _settle_checkpoint(self) -> None:
+        """Wait a moment for a checkpoint that is almost written, so that it is not lost."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await asyncio.wait({saving}, timeout=self.config.timeouts.close_s / 4)
+            saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)
+
+    async def _close_session(self) -> None:
+        """Stop every process. If this is cancelled, the closing goes on, and the next call waits for its end."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            self._closing = asyncio.create_task(session.close(), name="close session")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            self._closing = None
+
+    def summarize(self, *, code: int = 0, cause: str = "") -> None:
+        """Write the report of a stopped run and print its last lines.
+
+        Args:
+            code: exit code of the run.
+            cause: why it ended, if the code is not 0.
+        """
+        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=self.config.num_steps)
+        self.console.done(last_lines(self.run_dir, outcome, command=f"titanrl {self.program}"))
+
+    async def __aenter__(self) -> Self:
+        """Start the run; stop it if the start fails."""
+        try:
+            return await self.start()
+        except BaseException as error:  # an interrupt, too
+            await self.close(error)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the run; record the exception of the body as its cause."""
+        await self.close(error)
+
+    @property
+    def session(self) -> "Session":
+        """Running processes and their clients."""
+        assert self._session is not None, "the run has not started"
+        return self._session
+
+    @property
+    def training(self) -> "TrainingClient":
+        """Client of the trainer, to train on data of one's own between two steps."""
+        return self.session.training
+
+    @property
+    def sampling(self) -> "SamplingClient":
+        """Client of the generators, which samples with the newest version."""
+        return self.session.sampling
+
+    @property
+    def recorder(self) -> Recorder:
+        """Destination of metrics and events."""
+        assert self._recorder is not None, "the run has not started"
+        return self._recorder
+
+    @property
+    def num_unsaved_steps(self) -> int:
+        """Steps taken since the last checkpoint."""
+        return self.state.step - self._saved_step
+
+
+def _import_heavy_packages() -> None:
+    """Import torch and everything else that `GRPO.start` needs, which takes seconds."""
+    with loading():
+        import titanrl.session  # noqa: F401

@@ -1,0 +1,156 @@
+"""torchtitan's dense decoder for any config.json that `titanrl.models.hf_config` accepts.
+
+torchtitan 0.3.0 builds published sizes only, by name. Its Qwen3 block, with or without the norm of queries and keys and with or
+without biases, computes every dense family. Names are those of its Qwen3, which also has the parallel plan and the adapter.
+
+Shapes: L positions, H head size.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import QKVLinear
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+
+from titanrl.models.family import HFConfig
+from titanrl.models.hf_config import rope_parameters
+
+_NORMAL = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
+_ONES = {"weight": nn.init.ones_}
+
+
+class Llama3RoPE(CosSinRoPE):
+    """Rotary embedding with the scaled frequencies of Llama 3.1, which rotates halves as transformers does.
+
+    torchtitan 0.3.0 scales frequencies only in the form that rotates pairs, which needs permuted weights.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """Configuration with the fields of torchtitan's `scaling: llama`."""
+
+    def _precompute_cache(self) -> Tensor:
+        """Return cosine and sine of every position, `[L, 2 H]`; source: transformers' `_compute_llama3_parameters`."""
+        config = self.config
+        original, low, high = config.original_max_position_embeddings, config.low_freq_factor, config.high_freq_factor
+        frequencies = 1.0 / (config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim))
+        wavelengths = 2 * math.pi / frequencies
+        scaled = torch.where(wavelengths > original / low, frequencies / config.scaling_factor, frequencies)
+        smooth = (original / wavelengths - low) / (high - low)
+        smoothed = (1 - smooth) * scaled / config.scaling_factor + smooth * scaled
+        is_medium = ~(wavelengths < original / high) & ~(wavelengths > original / low)
+        positions_L = torch.arange(config.max_seq_len, dtype=torch.float32)
+        angles = torch.outer(positions_L, torch.where(is_medium, smoothed, scaled))
+        angles_LH = torch.cat([angles, angles], dim=-1)
+        return torch.cat([angles_LH.cos(), angles_LH.sin()], dim=-1)
+
+
+class DenseStateDictAdapter(Qwen3StateDictAdapter):
+    """torchtitan's adapter, which knows no biases, with those of the query, key and value projections."""
+
+    def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
+        """Map the names of the biases, too."""
+        super().__init__(model_config, hf_assets_path)
+        self.from_hf_map |= {
+            f"model.layers.{{}}.self_attn.{name}_proj.bias": f"layers.{{}}.attention.qkv_linear.w{name}.bias" for name in "qkv"
+        }
+
+
+def decoder_spec(
+    name: str, hf: HFConfig, attention: Module.Config, max_positions: int, *, qk_norm: bool, qkv_bias: bool
+) -> ModelSpec:
+    """Return the spec by which torchtitan builds, parallelizes, loads and saves the model of a config.json."""
+    return ModelSpec(
+        name=name,
+        flavor="",
+        model=decoder_config(hf, attention, max_positions, qk_norm=qk_norm, qkv_bias=qkv_bias),
+        parallelize_fn=parallelize_qwen3,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=DenseStateDictAdapter,
+    )
+
+
+def decoder_config(
+    hf: HFConfig, attention: Module.Config, max_positions: int, *, qk_norm: bool, qkv_bias: bool
+) -> Qwen3Model.Config:
+    """Convert a Hugging Face config to torchtitan's model config.
+
+    The query, key and value projections stay separate: with torchtitan's fused projection, `state_dict()` is a collective that
+    replicates them, and the parameter names differ from the checkpoint's.
+
+    Args:
+        hf: Contents of config.json.
+        attention: Attention of each layer.
+        max_positions: Largest number of positions that the run uses. Each layer holds a table of that length.
+        qk_norm: Normalize each head of queries and keys.
+        qkv_bias: Add a bias to the projections of queries, keys and values.
+    """
+    dim, head_dim, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
+    rope = rope_config(hf, max_positions)
+
+    def norm(width: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=width, eps=hf["rms_norm_eps"], param_init=_ONES)
+
+    def block() -> Qwen3TransformerBlock.Config:
+        gqa = make_gqa_config(
+            dim=dim,
+            n_heads=hf["num_attention_heads"],
+            n_kv_heads=hf["num_key_value_heads"],
+            head_dim=head_dim,
+            wqkv_param_init=_NORMAL,
+            wo_param_init=_NORMAL,
+            inner_attention=attention,
+            fuse_qkv=False,
+            rope=rope,
+            qk_norm=norm(head_dim) if qk_norm else None,
+        )
+        assert isinstance(gqa.qkv_linear, QKVLinear.Config)
+        gqa.qkv_linear.wq.bias = gqa.qkv_linear.wkv.bias = qkv_bias
+        feed_forward = make_ffn_config(
+            dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=_NORMAL, w2w3_param_init=_NORMAL
+        )
+        return Qwen3TransformerBlock.Config(
+            attention_norm=norm(dim), ffn_norm=norm(dim), attention=gqa, feed_forward=feed_forward
+        )
+
+    return Qwen3Model.Config(
+        vocab_size=vocab,
+        dim=dim,
+        norm=norm(dim),
+        enable_weight_tying=hf["tie_word_embeddings"],
+        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=_NORMAL),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=_NORMAL),
+        layers=[block() for _ in range(hf["num_hidden_layers"])],
+    )
+
+
+def rope_config(hf: HFConfig, max_positions: int) -> CosSinRoPE.Config:
+    """Convert the rotary embedding of a Hugging Face config."""
+    parameters = rope_parameters(hf)
+    sizes: dict[str, Any] = {
+        "dim": hf["head_dim"],
+        "max_seq_len": min(max_positions, hf["max_position_embeddings"]),
+        "theta": float(parameters["rope_theta"]),
+    }
+    if parameters["rope_type"] == "default":
+        return CosSinRoPE.Config(**sizes)
+    return Llama3RoPE.Config(
+        **sizes,
+        scaling="llama",
+        scaling_factor=parameters["factor"],
+        low_freq_factor=parameters["low_freq_factor"],
+        high_freq_factor=parameters["high_freq_factor"],
+        original_max_position_embeddings=parameters["original_max_position_embeddings"],
+    )

@@ -1,0 +1,124 @@
+"""Families whose model is torchtitan's dense decoder block.
+
+The block has grouped-query attention, rotary embedding, RMSNorm before attention and feed-forward, and SwiGLU. Families
+differ in the norm of queries and keys, in biases, and in transformers' defaults. Nothing here imports torch.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from titanrl.config.sections import RecipeConfig
+from titanrl.config.shapes import ModelShape
+from titanrl.models.family import HFConfig, ModelFamily, VllmName
+from titanrl.models.hf_config import option_problems, recipe_config, rope_problems
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+    from torchtitan.protocols.module import Module
+
+OPTIONS: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+"""The only supported value of each option; an absent or null option has it, too."""
+
+VLLM_NAMES: Mapping[str, VllmName] = {
+    "norm.weight": VllmName("model.norm.weight"),
+    "tok_embeddings.weight": VllmName("model.embed_tokens.weight", part="vocab"),
+    "lm_head.weight": VllmName("lm_head.weight", part="vocab"),
+    "layers.{}.attention.qkv_linear.wq.weight": VllmName("model.layers.{}.self_attn.qkv_proj.weight", part="q", dim=0),
+    "layers.{}.attention.qkv_linear.wk.weight": VllmName("model.layers.{}.self_attn.qkv_proj.weight", part="k", dim=0),
+    "layers.{}.attention.qkv_linear.wv.weight": VllmName("model.layers.{}.self_attn.qkv_proj.weight", part="v", dim=0),
+    "layers.{}.attention.wo.weight": VllmName("model.layers.{}.self_attn.o_proj.weight", dim=1),
+    "layers.{}.feed_forward.w1.weight": VllmName("model.layers.{}.mlp.gate_up_proj.weight", part="gate", dim=0),
+    "layers.{}.feed_forward.w3.weight": VllmName("model.layers.{}.mlp.gate_up_proj.weight", part="up", dim=0),
+    "layers.{}.feed_forward.w2.weight": VllmName("model.layers.{}.mlp.down_proj.weight", dim=1),
+    "layers.{}.attention_norm.weight": VllmName("model.layers.{}.input_layernorm.weight"),
+    "layers.{}.ffn_norm.weight": VllmName("model.layers.{}.post_attention_layernorm.weight"),
+}
+QK_NORM_NAMES: Mapping[str, VllmName] = {
+    "layers.{}.attention.q_norm.weight": VllmName("model.layers.{}.self_attn.q_norm.weight"),
+    "layers.{}.attention.k_norm.weight": VllmName("model.layers.{}.self_attn.k_norm.weight"),
+}
+QKV_BIAS_NAMES: Mapping[str, VllmName] = {
+    "layers.{}.attention.qkv_linear.wq.bias": VllmName("model.layers.{}.self_attn.qkv_proj.bias", part="q", dim=0),
+    "layers.{}.attention.qkv_linear.wk.bias": VllmName("model.layers.{}.self_attn.qkv_proj.bias", part="k", dim=0),
+    "layers.{}.attention.qkv_linear.wv.bias": VllmName("model.layers.{}.self_attn.qkv_proj.bias", part="v", dim=0),
+}
+
+
+def dense_family(
+    model_type: str,
+    architecture: str,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    renderer: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    further_problems: Callable[[HFConfig], list[str]] | None = None,
+    published: Mapping[str, ModelShape] | None = None,
+) -> ModelFamily:
+    """Return the family of a model that torchtitan's dense decoder block computes exactly.
+
+    Args:
+        model_type: `model_type` of its config.json.
+        architecture: Name of its class in transformers and vLLM.
+        qk_norm: Normalize each head of queries and keys.
+        qkv_bias: Add a bias to the projections of queries, keys and values.
+        renderer: Renderer of its chat template in the package `renderers`.
+        defaults: Values of keys that config.json may omit, as in transformers.
+        options: Supported values of options that differ from `OPTIONS`.
+        further_problems: Function that returns messages for what `options` cannot express.
+        published: Sizes of published models by their id on the hub.
+    """
+    options, defaults = options or {}, defaults or {}
+    written = {**options, "sliding_window": None} if "sliding_window" in defaults else options
+    return ModelFamily(
+        model_type=model_type,
+        problems=partial(_problems, supported={**OPTIONS, **options}, further=further_problems),
+        shape=partial(_shape, qk_norm=qk_norm, qkv_bias=qkv_bias),
+        spec=partial(_spec, name=model_type, qk_norm=qk_norm, qkv_bias=qkv_bias),
+        vllm_names={**VLLM_NAMES, **(QK_NORM_NAMES if qk_norm else {}), **(QKV_BIAS_NAMES if qkv_bias else {})},
+        lora_targets={"attention": ("wq", "wkv", "wo"), "mlp": ("w1", "w2", "w3")},
+        renderer=renderer,
+        defaults=defaults,
+        recipe=partial(_recipe, model_type=model_type, architecture=architecture, options=written),
+        published=published or {},
+    )
+
+
+def _problems(hf: HFConfig, *, supported: Mapping[str, Any], further: Callable[[HFConfig], list[str]] | None) -> list[str]:
+    return [*option_problems(hf, supported), *rope_problems(hf), *(further(hf) if further is not None else [])]
+
+
+def _shape(hf: HFConfig, *, qk_norm: bool, qkv_bias: bool) -> ModelShape:
+    return ModelShape(
+        hidden_size=hf["hidden_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
+        num_kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        intermediate_size=hf["intermediate_size"],
+        vocab_size=hf["vocab_size"],
+        max_positions=hf["max_position_embeddings"],
+        tied_embeddings=bool(hf["tie_word_embeddings"]),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+    )
+
+
+def _spec(
+    hf: HFConfig, attention: "Module.Config", max_positions: int, *, name: str, qk_norm: bool, qkv_bias: bool
+) -> "ModelSpec":
+    from titanrl.models.decoder import decoder_spec
+
+    return decoder_spec(name, hf, attention, max_positions, qk_norm=qk_norm, qkv_bias=qkv_bias)
+
+
+def _recipe(sizes: RecipeConfig, *, model_type: str, architecture: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type, **recipe_config(sizes, options)}

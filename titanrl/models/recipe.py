@@ -1,0 +1,112 @@
+"""The tiny model of the quick start, as a Hugging Face directory: by default 408 320 parameters with random weights."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.sections import ModelConfig, RecipeConfig
+from titanrl.config.shapes import ModelShape
+from titanrl.data.recipe import EOS_ID, PAD_ID, write_tokenizer
+from titanrl.models.directory import recipe_model
+from titanrl.types import FloatArray
+
+_SPECIAL_IDS = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+_STAMP = "recipe.json"
+
+
+def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str | None = None) -> None:
+    """Write the model directory with random weights; keep an existing one of the same recipe and seed.
+
+    The directory appears atomically, also if several processes create it concurrently.
+
+    Args:
+        directory: Hugging Face directory to write.
+        recipe: Sizes and family of the model.
+        seed: Seed of the weights.
+        family: `model.family`, if the family is the user's.
+
+    Raises:
+        ValueError: The family has no recipe, or the directory exists and contains something else.
+    """
+    settings = {"recipe": recipe.model_dump(exclude_none=True), "seed": seed} | ({"family": family} if family else {})
+    stamp = json.dumps(settings, indent=2)
+    if not directory.exists():
+        model = recipe_model(ModelConfig(recipe=recipe, family=family), directory)
+        if isinstance(model, BrokenRule):
+            raise BrokenRules(model)
+        assert model.family.recipe is not None
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
+            made = Path(scratch) / directory.name
+            made.mkdir()
+            write_tokenizer(made)
+            write_model_config(made, model.family.recipe(recipe))
+            weights = _random_weights(model.shape, recipe.init_std, seed)
+            save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+            (made / _STAMP).write_text(stamp, encoding="utf-8")
+            _move(made, directory)
+    if not (directory / _STAMP).is_file() or (directory / _STAMP).read_text(encoding="utf-8") != stamp:
+        raise ValueError(f"{directory}: not the model of this recipe and seed {seed}. Move the directory away.")
+
+
+def write_model_config(directory: Path, hf: Mapping[str, Any]) -> None:
+    """Write `config.json` and `generation_config.json`."""
+    _write_json(directory / "config.json", {**hf, **_SPECIAL_IDS})
+    _write_json(directory / "generation_config.json", _SPECIAL_IDS)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename a directory; keep the target if another process created it first."""
+    try:
+        os.replace(source, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, FloatArray]:
+    """Return weights by name: ones for norms, N(0, std^2) for matrices and biases, and none for the tied output layer."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: np.ones(size, np.float32) if "norm" in name else np.float32(std) * rng.standard_normal(size, dtype=np.float32)
+        for name, size in weight_shapes(shape).items()
+    }
+
+
+def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of a dense decoder with tied embeddings, by Hugging Face name."""
+    hidden, head_dim, feed_forward = shape.hidden_size, shape.head_dim, shape.intermediate_size
+    query, key_value = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key_value, hidden),
+        "self_attn.v_proj.weight": (key_value, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+    }
+    if shape.qkv_bias:
+        layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else key_value,) for name in "qkv"}
+    if shape.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    layer |= {
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (feed_forward, hidden),
+        "mlp.up_proj.weight": (feed_forward, hidden),
+        "mlp.down_proj.weight": (hidden, feed_forward),
+    }
+    return {
+        "model.embed_tokens.weight": (shape.vocab_size, hidden),
+        **{f"model.layers.{i}.{name}": size for i in range(shape.num_layers) for name, size in layer.items()},
+        "model.norm.weight": (hidden,),
+    }
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

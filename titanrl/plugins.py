@@ -1,0 +1,199 @@
+"""Objects of the user in place of built-in ones: named by an import path, or given as Python objects.
+
+A `Plugin` crosses process boundaries. One named by a path is imported where it is used. An object is pickled by value, unless
+its module belongs to an installed package. Functions of a script or of a notebook cell therefore work as well.
+"""
+
+import inspect
+import pickle
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from titanrl.loading import import_object
+
+OBJECT = "object"
+"""Replaces the module in the import path of an object given in Python, in the configuration that a run records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """An object of the user that takes the place of a built-in one.
+
+    Example: `Plugin(key="algorithm.loss", name="my_losses.py:clipped")`
+    """
+
+    key: str
+    """Configuration key that it fills, for error messages."""
+    name: str
+    """Import path, or the name of an object given in Python."""
+    pickled: bytes | None = None
+    """The pickled object; None if `name` is an import path."""
+    value: Any = None
+    """The object itself, if only this process uses it; it does not cross process boundaries."""
+
+    def load(self) -> Any:
+        """Import or unpickle the object.
+
+        Raises:
+            ValueError: It cannot be imported.
+        """
+        if self.value is not None:
+            return self.value
+        if self.pickled is None and self.name.startswith(f"{OBJECT}:"):
+            what = "an object of Python, which a configuration cannot hold"
+            raise ValueError(
+                f"{self.key}: {what} (got {self.name!r}). Start the run from Python, and give it the object again."
+            )
+        return import_object(self.name, key=self.key) if self.pickled is None else pickle.loads(self.pickled)
+
+    @property
+    def is_object(self) -> bool:
+        """True for an object given in Python, False for an import path."""
+        return self.pickled is not None or self.value is not None
+
+    @property
+    def path(self) -> str:
+        """Text of the object in a configuration: its import path, or `object:NAME`."""
+        return object_path(self.name) if self.is_object else self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the plugin without `value`."""
+        return _plugin, (self.key, self.name, self.pickled)
+
+
+def _plugin(key: str, name: str, pickled: bytes | None) -> Plugin:
+    return Plugin(key=key, name=name, pickled=pickled)
+
+
+Plugins = Mapping[str, Plugin]
+"""The plugins of a run, by configuration key."""
+
+
+def plugin_of(key: str, value: object, *, is_local: bool = False) -> Plugin | None:
+    """Return the plugin that a configuration value or a Python object names; None for a built-in one.
+
+    Args:
+        key: Configuration key, such as `algorithm.loss`.
+        value: Name of a built-in, an import path (it contains a colon), None, or the object itself.
+        is_local: Keep an object as it is, because only this process uses it.
+
+    Raises:
+        ValueError: The object cannot be pickled.
+    """
+    if value is None or (isinstance(value, str) and ":" not in value):
+        return None
+    if isinstance(value, str):
+        return Plugin(key=key, name=_with_absolute_file(value))
+    name = name_of(value)
+    if is_local:
+        return Plugin(key=key, name=name, value=value)
+    try:
+        return Plugin(key=key, name=name, pickled=_pickle_by_value(value))
+    except Exception as error:  # pickling runs code of the user's classes
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{key}: cannot be sent to other processes: {cause} (got {name}). Remove what holds it open."
+        ) from error
+
+
+def loaded(plugins: Plugins, key: str) -> Any:
+    """Return the object of a plugin; None if the run has none for this key."""
+    plugin = plugins.get(key)
+    return None if plugin is None else plugin.load()
+
+
+def _with_absolute_file(path: str) -> str:
+    file, _, name = path.rpartition(":")
+    return f"{Path(file).absolute()}:{name}" if file.endswith(".py") else path
+
+
+def plugins_under(plugins: Plugins, key: str) -> list[Plugin]:
+    """Return the plugins of a key that holds a list, in its order."""
+    return [plugin for full_key, plugin in plugins.items() if full_key.startswith(f"{key}.")]
+
+
+def plugins_within(plugins: Plugins, section: str) -> dict[str, Plugin]:
+    """Return the plugins of a section's own keys, such as `data.source`, by these keys. The plugins know their full keys."""
+    prefix = f"{section}."
+    return {key.removeprefix(prefix): plugin for key, plugin in plugins.items() if key.startswith(prefix)}
+
+
+def object_path(name: str) -> str:
+    """Return the text of an object given in Python in the configuration that a run records."""
+    identifier = re.sub(r"\W+", "_", name).strip("_")
+    return f"{OBJECT}:{identifier}"
+
+
+def name_of(value: object) -> str:
+    """Return the name of an object of Python, for messages; the type of one without a name."""
+    value = unwrapped(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def unwrapped(value: object) -> object:
+    """Return the function of a `functools.partial`, which has the name, module and traits; anything else as it is."""
+    while isinstance(value, partial):
+        value = value.func
+    return value
+
+
+def check_call(
+    candidate: object, protocol: Callable[..., Any], *, key: str, name: str, expected: str, options: Iterable[str] = ()
+) -> None:
+    """Check that a callable accepts the arguments of a protocol's `__call__`.
+
+    Args:
+        candidate: The object of the user.
+        protocol: The unbound `__call__` of the protocol, whose first parameter is `self`.
+        key: Configuration key, for the error message.
+        name: Import path or name of the candidate.
+        expected: How to write it, as the error message shows it.
+        options: Further keywords that the call passes.
+
+    Raises:
+        ValueError: It is not callable, or does not accept the arguments.
+    """
+    if not callable(candidate):
+        raise ValueError(f"{key}: not callable (got {name}, of type {type(candidate).__name__}). Write it as `{expected}`.")
+    try:
+        signature = inspect.signature(candidate)
+    except (TypeError, ValueError):
+        return  # some builtins have no signature
+    _, *parameters = inspect.signature(protocol).parameters.values()
+    positional = [None for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    keywords = dict.fromkeys(options)
+    keywords |= {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise ValueError(f"{key}: wrong signature: {error} (got {name}{signature}). Write it as `{expected}`.") from error
+
+
+def _pickle_by_value(value: object) -> bytes:
+    import cloudpickle  # scoring processes load plugins, but never write one
+
+    function = unwrapped(value)
+    module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+    if module is None or module.__name__ == "__main__" or _is_installed(module):
+        return bytes(cloudpickle.dumps(value))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_installed(module: ModuleType) -> bool:
+    """Return True if the module is part of Python, of TitanRL or of an installed package, which other processes can import."""
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__.partition(".")[0] == "titanrl":
+        return True
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(Path(file).is_relative_to(folder) for folder in folders)

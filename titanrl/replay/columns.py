@@ -1,0 +1,180 @@
+"""Payloads of a replay buffer: dictionaries of arrays, tensors or objects, stored as one column per leaf.
+
+A leaf is a numpy array, a torch tensor or a list of any objects. Torch is used only if the caller's payload has tensors.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Index = slice | npt.NDArray[np.int64]
+Path = tuple[str, ...]
+
+
+class Columns:
+    """Slots whose columns are created by the first write."""
+
+    def __init__(self, capacity: int, columns: dict[Path, Any] | None = None) -> None:
+        """Start without columns, or with given ones."""
+        self._capacity = capacity
+        self._columns: dict[Path, Any] = columns or {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the columns; for objects, those of the references."""
+        return sum(int(column.nbytes) for column in self._columns.values())
+
+    def check(self, payload: Any) -> int:
+        """Return the number of items of a payload.
+
+        Raises:
+            ValueError: Its leaves differ in length, or do not fit into the columns.
+        """
+        leaves = dict(leaves_of(payload))
+        lengths = {path: len(leaf) for path, leaf in leaves.items()}
+        if len(set(lengths.values())) != 1:
+            shown = ", ".join(f"{leaf_name(path)}: {length}" for path, length in lengths.items())
+            raise ValueError(f"payload: leaves must have equal lengths (got {shown or 'no leaves'}). Give one row per item.")
+        if self._columns and leaves.keys() != self._columns.keys():
+            got, expected = (", ".join(map(leaf_name, paths)) for paths in (leaves, self._columns))
+            raise ValueError(f"payload: the keys changed (got {got}). Use those of the first write: {expected}.")
+        for path, column in self._columns.items():
+            if _kind(leaves[path]) != _kind(column):
+                raise ValueError(
+                    f"{leaf_name(path)}: the type of an item changed (got {_text(leaves[path])}). "
+                    f"Use that of the first write: {_text(column)}."
+                )
+        return next(iter(lengths.values()))
+
+    def write(self, index: Index, payload: Any, part: Index) -> None:
+        """Store a part of the items of a payload that `check` accepted in the slots `index`."""
+        for path, leaf in leaves_of(payload):
+            if path not in self._columns:
+                self._columns[path] = _new_column(self._capacity, leaf)
+            if isinstance(leaf, list | tuple):
+                self._columns[path][index] = _objects(leaf[part] if isinstance(part, slice) else [leaf[i] for i in part])
+            else:
+                self._columns[path][_indexer(leaf, index)] = leaf[_indexer(leaf, part)]
+
+    def read(self, index: npt.NDArray[np.int64]) -> Any:
+        """Return a copy of the items of these slots, nested like the payload of the first write."""
+        torch = sys.modules.get("torch")
+        tensor_index = None
+        found: dict[Path, Any] = {}
+        for path, column in self._columns.items():
+            if torch is not None and isinstance(column, torch.Tensor):
+                tensor_index = torch.from_numpy(index) if tensor_index is None else tensor_index
+                found[path] = column.index_select(0, tensor_index)
+            else:
+                rows = column.take(index, axis=0)
+                found[path] = rows.tolist() if column.dtype == object else rows
+        return _nested(found)
+
+    def all(self) -> Any:
+        """Return all slots without a copy, nested like the payload of the first write."""
+        return _nested(self._columns)
+
+    def state(self, num_slots: int) -> dict[Path, Any]:
+        """Return copies of the first slots of every column."""
+        return {path: _copy(column[:num_slots]) for path, column in self._columns.items()}
+
+    def load(self, state: Mapping[Path, Any]) -> None:
+        """Replace all contents."""
+        self._columns = {}
+        for path, rows in state.items():
+            self._columns[path] = _new_column(self._capacity, rows)
+            self._columns[path][: len(rows)] = rows
+
+
+def single(item: Any) -> Any:
+    """Return a payload of one item. Numbers become arrays; other values that are no arrays or tensors become objects."""
+    if isinstance(item, Mapping):
+        return {key: single(value) for key, value in item.items()}
+    if isinstance(item, np.ndarray | np.generic | int | float):
+        return np.asarray(item)[None]
+    return item[None] if is_tensor(item) else [item]
+
+
+def map_tensors(payload: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to every tensor of a payload."""
+    if isinstance(payload, dict):
+        return {key: map_tensors(value, function) for key, value in payload.items()}
+    return function(payload) if is_tensor(payload) else payload
+
+
+def leaves_of(payload: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the arrays, tensors and lists of a payload, with their keys.
+
+    Raises:
+        ValueError: A leaf has no rows.
+    """
+    if isinstance(payload, Mapping):
+        for key, value in payload.items():
+            yield from leaves_of(value, (*path, key))
+    elif is_tensor(payload) and payload.ndim:
+        yield path, payload.detach()
+    elif isinstance(payload, list | tuple) or (isinstance(payload, np.ndarray) and payload.ndim):
+        yield path, payload
+    else:
+        raise ValueError(
+            f"{leaf_name(path)}: not rows of items (got {type(payload).__name__}). Give an array, a tensor or a list."
+        )
+
+
+def _nested(leaves: Mapping[Path, Any]) -> Any:
+    if () in leaves:
+        return leaves[()]
+    payload: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        parent = payload
+        for key in path[:-1]:
+            parent = parent.setdefault(key, {})
+        parent[path[-1]] = leaf
+    return payload
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Return True for a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(leaf, torch.Tensor)
+
+
+def _kind(leaf: Any) -> object:
+    """Return what all rows of a column share."""
+    if isinstance(leaf, list | tuple) or leaf.dtype == object:
+        return "objects"
+    return (is_tensor(leaf), leaf.dtype, tuple(leaf.shape[1:]))
+
+
+def _text(leaf: Any) -> str:
+    return "objects" if _kind(leaf) == "objects" else f"{leaf.dtype} {list(leaf.shape[1:])}"
+
+
+def leaf_name(path: Path) -> str:
+    """Return the name of a leaf, for messages."""
+    return ".".join(("payload", *path))
+
+
+def _new_column(capacity: int, leaf: Any) -> Any:
+    if is_tensor(leaf):
+        return leaf.new_empty((capacity, *leaf.shape[1:]), device="cpu")
+    if _kind(leaf) == "objects":
+        return np.empty(capacity, object)
+    return np.empty((capacity, *leaf.shape[1:]), leaf.dtype)
+
+
+def _objects(items: Sequence[object]) -> npt.NDArray[np.object_]:
+    return np.fromiter(items, dtype=object, count=len(items))  # assignment would turn nested lists into rows
+
+
+def _indexer(leaf: Any, index: Index) -> Any:
+    if isinstance(index, slice) or not is_tensor(leaf):
+        return index
+    return sys.modules["torch"].from_numpy(index)
+
+
+def _copy(rows: Any) -> Any:
+    return rows.clone() if is_tensor(rows) else rows.copy()

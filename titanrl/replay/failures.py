@@ -1,0 +1,65 @@
+"""The reasons for which no batch can be taken, and the texts that explain them."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from titanrl.errors import TitanRLError
+from titanrl.types import GroupRecord
+
+
+class StarvationError(TitanRLError):
+    """No batch with a signal was complete in time; the text names the cause and what to change."""
+
+
+class RolloutError(TitanRLError):
+    """A rollout worker failed; the text is the worker's exception."""
+
+
+class ScorerError(RolloutError):
+    """The reward failed on every completion; the text has its first exception."""
+
+
+def scorer_failed(tried: str, error: str) -> ScorerError:
+    """Return the exception for a reward, or an environment, that failed on everything that was tried."""
+    if error.startswith("data.environment: "):
+        return ScorerError(f"{error} (and so did {tried}). Correct the environment, or raise its time limits.")
+    return ScorerError(
+        f"data.rewards: the reward failed on {tried} (first error: {error}). Correct the reward; if it lacks time or memory, "
+        "raise sandbox.timeout_s or sandbox.memory_bytes."
+    )
+
+
+def why_starved(tried: Sequence[GroupRecord], indices: Sequence[int], num_groups: int, waited_s: float) -> str:
+    """Explain why no batch of `num_groups` groups was complete after `waited_s` seconds.
+
+    Args:
+        tried: Groups that finished since the last batch.
+        indices: Positions of the prompts whose groups are in flight, oldest first.
+        num_groups: Groups of a batch.
+        waited_s: Seconds since the batch was requested.
+    """
+    in_flight = f"groups in flight: {len(indices)}"
+    if indices:
+        in_flight += f", the oldest for prompt {indices[0]}"
+    if not tried:
+        return (
+            f"rollout.starvation_timeout_s: no group finished in {waited_s:g} s; {in_flight}. "
+            "See logs/rollout_0_0.log and logs/generator_0_0.log, or raise the timeout."
+        )
+    with_signal = sum(record.has_payload for record in tried)
+    silent = [record for record in tried if record.rewards and not (record.has_payload or record.is_filtered)]
+    equal = Counter(record.rewards[0] for record in silent if not record.has_signal)
+    reasons = [f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3)]
+    if num_masked := sum(record.has_signal for record in silent):
+        reasons.append(f"{num_masked} without a token to train on (algorithm.mask_truncated, trainer.overlong)")
+    if unscored := [record for record in tried if not record.rewards]:
+        reasons.append(f"{len(unscored)} whose reward always failed ({unscored[0].first_error}; see data.rewards)")
+    if num_filtered := sum(record.is_filtered for record in tried):
+        reasons.append(f"{num_filtered} rejected by rollout.group_filter")
+    others = ", ".join(reasons) or "none"
+    return (
+        f"rollout.starvation_timeout_s: no batch of {num_groups} groups with a signal in {waited_s:g} s. "
+        f"{len(tried)} groups finished, {with_signal} with a signal; the others: {others}; {in_flight}. "
+        "If rewards are all low, the task is too hard for the policy: use warm_start, an easier data.task_config or "
+        "a larger rollout.group_size. If they are all high, the task is solved."
+    )

@@ -1,0 +1,436 @@
+"""Metadata of a replay buffer: sequence numbers, priorities, leases, versions and draws, but no payload.
+
+Prioritized experience replay (Schaul et al., 2016, arXiv:1511.05952) with exact probabilities and unique handles. Item i has a
+leaf (|p_i| + eps)^alpha in a tree. It is drawn with probability P_i = leaf_i / sum of leaves, and its importance weight is
+(N P_i)^-beta divided by the largest such weight of the buffer, which is (leaf_i / smallest leaf)^-beta.
+
+Every item has a sequence number of 64 bits, its handle. Its slot is the number modulo the capacity. A slot remembers the
+number of its item, so a priority that arrives after the item was overwritten has no effect.
+"""
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titanrl.replay.batches import Draw, EmptyReplayError, ReplayStats
+from titanrl.replay.trees import Floats, Integers, PriorityTree
+
+NO_ITEM = -1
+ANY_VERSION = int(np.iinfo(np.int64).min)
+Store = Callable[[Integers | slice, Integers | slice], None]
+"""A function that writes the payload of slots; its second argument selects these items of the caller's payload."""
+
+logger = logging.getLogger(__name__)
+
+
+class ReplayIndex:
+    """Slots of a buffer that overwrites its oldest item when it is full. All methods are safe to call from several threads."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alpha: float = 0.6,
+        beta: float | tuple[float, float] = (0.4, 1.0),
+        beta_steps: int = 100_000,
+        eps: float = 1e-8,
+        initial_priority: float = 1.0,
+        max_staleness: int | None = None,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start empty. `ReplayOptions` describes the options; `clock` returns the seconds that leases count."""
+        require(capacity >= 1, "capacity", capacity, "Use at least 1.")
+        require(beta_steps >= 1, "beta_steps", beta_steps, "Use at least 1.")
+        require(0.0 <= eps < np.inf, "eps", eps, "Use a finite number of at least 0.")
+        require(0.0 < initial_priority < np.inf, "initial_priority", initial_priority, "Use a finite number above 0.")
+        require(max_staleness is None or max_staleness >= 0, "max_staleness", max_staleness, "Use at least 0, or None.")
+        self.capacity = capacity
+        self.changed = threading.Condition()
+        """Lock of all metadata; notified when items can be sampled or reservations end."""
+        self._beta_ends = beta if isinstance(beta, tuple) else (beta, beta)
+        require(min(self._beta_ends) >= 0.0, "beta", beta, "Use numbers of at least 0.")
+        self._beta_steps = beta_steps
+        self._eps = eps
+        self._alpha = _checked_alpha(alpha)
+        self._max_staleness = max_staleness
+        self._step = self._version = 0
+        self._rng = np.random.default_rng(seed)
+        self._clock = clock
+        self._max_priority = initial_priority
+        self._next = 0
+        self._owners = np.full(capacity, NO_ITEM)  # by slot: number of the item, or `_reserved(number)` before its commit
+        self._priorities = np.zeros(capacity)
+        self._versions = np.zeros(capacity, np.int64)
+        self._tree = PriorityTree(capacity)
+        self._leases: list[tuple[float, int, int]] = []  # a heap of deadlines, with first and last number plus 1
+        self._num_items = 0
+        self._counts = {"committed": 0, "sampled": 0, "stale_updates": 0, "stale_commits": 0, "expired": 0}
+
+    def __len__(self) -> int:
+        return self._num_items
+
+    @property
+    def next(self) -> int:
+        """Sequence number of the next item."""
+        return self._next
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities. Setting it computes every leaf again from its priority."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        with self.changed:
+            self._alpha = _checked_alpha(value)
+            is_sampled = (self._owners >= 0) & (self._versions >= self._oldest_version)
+            self._tree[:] = np.where(is_sampled, self._leaves(self._priorities), 0.0)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of importance weights at the current learner step."""
+        first, last = self._beta_ends
+        share = min(self._step / self._beta_steps, 1.0)
+        return last if share == 1.0 else first + (last - first) * share
+
+    @property
+    def step(self) -> int:
+        """Learner step, which decides beta."""
+        return self._step
+
+    def set_step(self, step: int) -> None:
+        """Set the learner step. Several learners may report the same step; beta advances once."""
+        require(step >= 0, "step", step, "Use the number of optimizer steps.")
+        self._step = step
+
+    @property
+    def version(self) -> int:
+        """Newest version of the policy that was reported."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Report the version of the policy. Items older than `max_staleness` allows are not sampled from now on.
+
+        A report of an older version than the current one has no effect.
+        """
+        require(version >= 0, "version", version, "Use the number of published versions.")
+        with self.changed:
+            before, self._version = self._oldest_version, max(version, self._version)
+            if self._oldest_version > before:
+                is_late = (self._owners >= 0) & (self._versions >= before) & (self._versions < self._oldest_version)
+                self._tree[np.flatnonzero(is_late)] = 0.0
+
+    def append(
+        self, num_items: int, priorities: npt.ArrayLike | None, versions: npt.ArrayLike | None, store: Store
+    ) -> Integers:
+        """Store new items in the next slots, and return their handles."""
+        with self.changed:
+            values = self._checked_priorities(priorities, num_items)
+            ages = self._checked_versions(versions, num_items)
+            first = self._next
+            for slots, part in self._spans(num_items):
+                store(slots, part)
+                numbers = self._claim(slots)
+                self._admit(slots, numbers, values[part], ages[part])
+            self.changed.notify_all()
+            return np.arange(first, self._next)
+
+    def reserve(self, num_items: int, lease_s: float | None = None) -> Integers:
+        """Reserve the next slots and return their handles. Items in them leave the buffer."""
+        self.check_count(num_items)
+        require(lease_s is None or 0.0 < lease_s < np.inf, "lease_s", lease_s, "Use a number of seconds above 0, or None.")
+        with self.changed:
+            first = self._next
+            for slots, _ in self._spans(num_items):
+                self._claim(slots)
+                self._tree[slots] = 0.0
+            if lease_s is not None:
+                heapq.heappush(self._leases, (self._clock() + lease_s, first, self._next))
+            return np.arange(first, self._next)
+
+    def commit(
+        self,
+        handles: npt.ArrayLike,
+        priorities: npt.ArrayLike | None,
+        versions: npt.ArrayLike | None,
+        store: Store,
+        is_written: npt.NDArray[np.bool_] | bool = True,
+    ) -> npt.NDArray[np.bool_]:
+        """Store the items of reservations, so that they can be sampled. Return which of the reservations were open.
+
+        Args:
+            handles: Sequence numbers, each once.
+            priorities: One per item; by default the highest priority so far.
+            versions: Version of the policy, one for all or one per item; by default the current one.
+            store: Writes the payload of the slots that are open.
+            is_written: Marks the handles that count; the others are stale.
+        """
+        with self.changed:
+            self.expire()
+            numbers = self.checked_handles(handles)
+            values = self._checked_priorities(priorities, len(numbers))
+            ages = self._checked_versions(versions, len(numbers))
+            if len(np.unique(numbers)) != len(numbers):
+                raise ValueError(f"handles: give each item's own handle, once (got {len(numbers)} handles).")
+            is_open = self.is_open(numbers) & is_written
+            places = np.flatnonzero(is_open)
+            if len(places):
+                slots = numbers[places] % self.capacity
+                store(slots, places)
+                self._admit(slots, numbers[places], values[places], ages[places])
+            self._counts["stale_commits"] += len(numbers) - len(places)
+            self.changed.notify_all()
+            return is_open
+
+    def release(self, handles: npt.ArrayLike) -> int:
+        """Remove items and reservations. Return the number of handles that were removed or overwritten before."""
+        with self.changed:
+            self.expire()
+            numbers = np.unique(self.checked_handles(handles))
+            slots = numbers % self.capacity
+            slots = slots[(self._owners[slots] == numbers) | self.is_open(numbers)]
+            self._num_items -= int(np.count_nonzero(self._owners[slots] >= 0))
+            self._owners[slots] = NO_ITEM
+            self._tree[slots] = 0.0
+            self.changed.notify_all()
+            return len(numbers) - len(slots)
+
+    def end_leases(self, numbers: Integers) -> None:
+        """Remove those of the reservations that are still open, and count them as expired."""
+        with self.changed:
+            numbers = numbers[self.is_open(numbers)]
+            self._owners[numbers % self.capacity] = NO_ITEM
+            self._counts["expired"] += len(numbers)
+            self.changed.notify_all()
+
+    def expire(self) -> None:
+        """Remove reservations whose lease is over."""
+        while self._leases and self._leases[0][0] <= self._clock():
+            _, first, end = heapq.heappop(self._leases)
+            self.end_leases(np.arange(first, end))
+
+    def next_expiry_s(self) -> float:
+        """Return the seconds until the next lease can expire; infinite without leases."""
+        return self._leases[0][0] - self._clock() if self._leases else np.inf
+
+    def is_open(self, numbers: Integers) -> npt.NDArray[np.bool_]:
+        """Mark reservations that are neither committed nor removed."""
+        is_open: npt.NDArray[np.bool_] = self._owners[numbers % self.capacity] == _reserved(numbers)
+        return is_open
+
+    def items(self) -> Integers:
+        """Return the sequence numbers of all items."""
+        return self._owners[self._owners >= 0]
+
+    def draw(self, batch_size: int, timeout_s: float) -> Draw:
+        """Draw items with replacement, each in proportion to its leaf; wait up to `timeout_s` for a first one.
+
+        Raises:
+            EmptyReplayError: No item could be sampled in time.
+        """
+        require(batch_size >= 1, "batch_size", batch_size, "Use at least 1.")
+        with self.changed:
+            if not self._can_sample():
+                if timeout_s > 0.0:
+                    logger.info("sample waits up to %g s: %s", timeout_s, self._why_empty())
+                if not self.changed.wait_for(self._can_sample, timeout_s):
+                    raise EmptyReplayError(
+                        f"sample: nothing to sample after {timeout_s:g} s: {self._why_empty()}. "
+                        "Write items first, or pass a longer timeout_s."
+                    )
+            tree = self._tree
+            slots = tree.find(self._rng.random(batch_size) * tree.total)
+            leaves = tree[slots]
+            weights = ((leaves / tree.minimum) ** -self.beta).astype(np.float32)
+            self._counts["sampled"] += batch_size
+            return Draw(self._owners[slots], weights, leaves / tree.total, self._versions[slots])
+
+    def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
+        """Set priorities; the absolute value counts. The last priority of a repeated handle wins.
+
+        Returns:
+            Number of handles whose item was overwritten or released. They have no effect.
+        """
+        with self.changed:
+            numbers = self.checked_handles(handles)
+            values = self._checked_priorities(priorities, len(numbers))
+            slots = numbers % self.capacity
+            is_current = self._owners[slots] == numbers
+            num_stale = len(numbers) - int(np.count_nonzero(is_current))
+            if num_stale:
+                slots, values = slots[is_current], values[is_current]
+                self._counts["stale_updates"] += num_stale
+            if len(slots):
+                self._set_priorities(slots, values)
+                self.changed.notify_all()
+            return num_stale
+
+    def stats(self, num_bytes: int) -> ReplayStats:
+        """Return counters; the payload has `num_bytes`."""
+        with self.changed:
+            self.expire()
+            counts = {f"num_{name}": count for name, count in self._counts.items()}
+            return ReplayStats(
+                num_items=self._num_items, capacity=self.capacity, num_reserved=self._next, num_bytes=num_bytes, **counts
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of everything that decides the next draws."""
+        with self.changed:
+            num_slots = min(self._next, self.capacity)
+            return {
+                "capacity": self.capacity,
+                "alpha": self._alpha,
+                "eps": self._eps,
+                "beta": self._beta_ends,
+                "beta_steps": self._beta_steps,
+                "max_staleness": self._max_staleness,
+                "step": self._step,
+                "version": self._version,
+                "max_priority": self._max_priority,
+                "next": self._next,
+                "counts": dict(self._counts),
+                "rng": self._rng.bit_generator.state,
+                "leases": [(deadline - self._clock(), first, end) for deadline, first, end in self._leases],
+                "owners": self._owners[:num_slots].copy(),
+                "priorities": self._priorities[:num_slots].copy(),
+                "versions": self._versions[:num_slots].copy(),
+                "leaves": self._tree[:num_slots].copy(),  # a power can differ in the last bit when computed again
+            }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that a saved state fits.
+
+        Raises:
+            ValueError: The capacities differ.
+        """
+        saved = state["capacity"]
+        require(saved == self.capacity, "capacity", self.capacity, f"Use {saved}, as when the buffer was saved.")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace metadata, settings, counters and the generator of random numbers."""
+        with self.changed:
+            num_slots = len(state["owners"])
+            self._alpha, self._eps, self._beta_ends = state["alpha"], state["eps"], tuple(state["beta"])
+            self._beta_steps, self._step = state["beta_steps"], state["step"]
+            self._max_staleness, self._version = state["max_staleness"], state["version"]
+            self._max_priority, self._next = state["max_priority"], state["next"]
+            self._counts = dict(state["counts"])
+            self._rng.bit_generator.state = state["rng"]
+            self._leases = [(self._clock() + left_s, first, end) for left_s, first, end in state["leases"]]  # still a heap
+            self._owners[:], self._priorities[:], self._versions[:] = NO_ITEM, 0.0, 0
+            self._owners[:num_slots] = state["owners"]
+            self._priorities[:num_slots] = state["priorities"]
+            self._versions[:num_slots] = state["versions"]
+            self._num_items = int(np.count_nonzero(self._owners >= 0))
+            self._tree = PriorityTree(self.capacity)
+            self._tree[:num_slots] = state["leaves"]
+            self.changed.notify_all()
+
+    def checked_handles(self, handles: npt.ArrayLike) -> Integers:
+        """Return handles as an array.
+
+        Raises:
+            ValueError: They are not handles of this buffer.
+        """
+        numbers = np.array(handles, np.int64)
+        if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < self._next):
+            raise ValueError("handles: not handles of this buffer. Use those that extend, reserve or sample returned.")
+        return numbers
+
+    def check_count(self, num_items: int) -> None:
+        """Check the size of a reservation."""
+        require(1 <= num_items <= self.capacity, "num_items", num_items, f"Use 1 to {self.capacity}.")
+
+    @property
+    def _oldest_version(self) -> int:
+        return ANY_VERSION if self._max_staleness is None else self._version - self._max_staleness
+
+    def _spans(self, num_items: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the slots of the next items, and which of the items they are, without a wrap."""
+        done = 0
+        while done < num_items:
+            slot = self._next % self.capacity
+            count = min(num_items - done, self.capacity - slot)
+            yield slice(slot, slot + count), slice(done, done + count)
+            done += count
+
+    def _claim(self, slots: slice) -> Integers:
+        """Give slots to new sequence numbers, and return these."""
+        numbers = np.arange(self._next, self._next + slots.stop - slots.start)
+        self._num_items -= int(np.count_nonzero(self._owners[slots] >= 0))
+        self._owners[slots] = _reserved(numbers)
+        self._next += len(numbers)
+        return numbers
+
+    def _admit(self, slots: Integers | slice, numbers: Integers, priorities: Floats, versions: Integers) -> None:
+        self._owners[slots] = numbers
+        self._versions[slots] = versions
+        self._num_items += len(numbers)
+        self._counts["committed"] += len(numbers)
+        self._set_priorities(slots, priorities)
+
+    def _set_priorities(self, slots: Integers | slice, priorities: Floats) -> None:
+        self._priorities[slots] = priorities
+        self._max_priority = max(self._max_priority, float(priorities.max()))
+        leaves = self._leaves(priorities)
+        if self._max_staleness is not None:
+            leaves = np.where(self._versions[slots] >= self._oldest_version, leaves, 0.0)
+        self._tree[slots] = leaves
+
+    def _leaves(self, priorities: Floats) -> Floats:
+        leaves: Floats = (priorities + self._eps) ** self._alpha
+        return np.where(priorities + self._eps > 0.0, leaves, 0.0) if self._eps == 0.0 else leaves
+
+    def _can_sample(self) -> bool:
+        return self._tree.minimum < np.inf
+
+    def _why_empty(self) -> str:
+        if not self._num_items:
+            return f"no item was committed ({int(np.count_nonzero(self._owners < NO_ITEM))} are reserved)"
+        newest = int(self._versions[self._owners >= 0].max())
+        if newest < self._oldest_version:
+            return (
+                f"all {self._num_items} items are too old (newest: version {newest}; current version {self._version}, "
+                f"max_staleness {self._max_staleness})"
+            )
+        return "every priority is 0 and eps is 0"
+
+    def _checked_priorities(self, priorities: npt.ArrayLike | None, count: int) -> Floats:
+        if priorities is None:
+            return np.full(count, self._max_priority)
+        values = np.abs(np.asarray(priorities, np.float64))
+        if values.shape != (count,):
+            raise ValueError(f"priorities: one per item is needed (got shape {list(values.shape)} for {count} items).")
+        if count and not values.max() < np.inf:
+            raise ValueError("priorities: a value is not finite. Check the loss that they come from.")
+        return values
+
+    def _checked_versions(self, versions: npt.ArrayLike | None, count: int) -> Integers:
+        values = np.asarray(self._version if versions is None else versions, np.int64)
+        if values.shape not in {(), (count,)}:
+            raise ValueError(f"versions: one, or one per item, is needed (got shape {list(values.shape)} for {count} items).")
+        return np.broadcast_to(values, (count,))
+
+
+def _reserved(numbers: Integers) -> Integers:
+    """Return the marks of slots whose items are not committed: numbers below `NO_ITEM`."""
+    return NO_ITEM - 1 - numbers
+
+
+def _checked_alpha(alpha: float) -> float:
+    require(0.0 <= alpha < np.inf, "alpha", alpha, "Use a finite number of at least 0.")
+    return alpha
+
+
+def require(is_valid: bool, key: str, value: object, fix: str) -> None:
+    """Raise a `ValueError` that names key, value and fix, unless the value is valid."""
+    if not is_valid:
+        raise ValueError(f"{key}: invalid value (got {value}). {fix}")

@@ -1,0 +1,89 @@
+"""Payloads of groups in memory, and in memory-mapped files where memory is not enough."""
+
+import mmap
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanrl.types import GroupHandle
+
+Parts = tuple[bytes | memoryview, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardUsage:
+    """Size of the groups in a storage shard."""
+
+    num_bytes: int
+    """Bytes of all groups."""
+    num_spilled_bytes: int
+    """Bytes of those in files."""
+
+
+class Payloads:
+    """Pickled segments by handle. When they exceed the limit, the groups that were written first are moved to files.
+
+    A file has no name: the operating system deletes it when its group is dropped, or when the process ends in any way.
+    """
+
+    def __init__(self, memory_bytes: int, folder: Path) -> None:
+        """Start empty; `folder` must exist when a file is needed."""
+        self._limit, self._folder = memory_bytes, folder
+        self._groups: dict[int, tuple[GroupHandle, Parts]] = {}  # by slot
+        self._in_memory: dict[int, int] = {}  # bytes by slot, oldest first
+        self._in_files: dict[int, int] = {}  # bytes by slot
+        self._num_memory_bytes = 0
+
+    @property
+    def usage(self) -> ShardUsage:
+        """Bytes of all groups."""
+        spilled = sum(self._in_files.values())
+        return ShardUsage(num_bytes=self._num_memory_bytes + spilled, num_spilled_bytes=spilled)
+
+    def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
+        """Store a group in place of the previous one in its slot."""
+        self._forget(handle.slot)
+        self._groups[handle.slot] = (handle, tuple(parts))
+        size = sum(map(len, parts))
+        self._in_memory[handle.slot] = size
+        self._num_memory_bytes += size
+        while self._num_memory_bytes > self._limit:
+            self._spill(next(iter(self._in_memory)))
+
+    def get(self, handle: GroupHandle) -> Parts:
+        """Return the parts of a group.
+
+        Raises:
+            KeyError: The slot holds another group by now, or none.
+        """
+        stored, parts = self._groups[handle.slot]
+        if stored != handle:
+            raise KeyError(handle)
+        return parts
+
+    def drop(self, handles: Iterable[GroupHandle]) -> None:
+        """Delete groups. A handle whose slot holds another group by now, or none, has no effect."""
+        for handle in handles:
+            if handle.slot in self._groups and self._groups[handle.slot][0] == handle:
+                self._forget(handle.slot)
+
+    def _forget(self, slot: int) -> None:
+        self._groups.pop(slot, None)
+        self._num_memory_bytes -= self._in_memory.pop(slot, 0)
+        self._in_files.pop(slot, None)
+
+    def _spill(self, slot: int) -> None:
+        handle, parts = self._groups[slot]
+        size = self._in_memory.pop(slot)
+        self._num_memory_bytes -= size
+        self._in_files[slot] = size
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            file.writelines(parts)
+            file.flush()
+            view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+        spilled, start = [], 0
+        for part in parts:
+            spilled.append(view[start : start + len(part)])
+            start += len(part)
+        self._groups[slot] = (handle, tuple(spilled))

@@ -1,0 +1,181 @@
+"""The groups of a checkpoint: the state that a buffer writes, and how a resumed run continues with it.
+
+A resumed run continues with the finished groups, and samples the prompts again that were in flight. A finished group that could
+become older than the bound on staleness is sampled again, too. That happens only if the run resumes with fewer slots or another
+interval of publications, or after a publication of the user's own.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from titanrl.replay.memory import Stored
+from titanrl.tables import HANDLE, DoubleArray, PackedRecord, Table
+from titanrl.types import GroupHandle, GroupRecord
+
+DropReason = Literal["no signal", "no reward", "filtered", "too old"]
+"""Reason why a group was discarded: equal rewards, no completion with a reward, `rollout.group_filter`, or its age."""
+TrainedBatch = tuple[Table, DoubleArray | None]
+"""Handles of the groups of a batch that was trained on, and their priorities for replay."""
+Move = tuple[GroupHandle, GroupHandle]
+"""Handle of a group when it was written, and now."""
+
+
+def versions_behind(published: Sequence[int], version: int) -> int:
+    """Return how many versions were published after `version`."""
+    return len(published) - bisect_right(published, version)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished group, packed when it is committed so that taking a batch is fast."""
+
+    record: GroupRecord
+    packed: PackedRecord
+    has_signal: bool
+
+    def stored(self, priority: float) -> Stored:
+        """Return the group as the memory holds it."""
+        record = self.record
+        return Stored(handle=record.handle, record=self.packed, min_version=record.min_version, priority=priority)
+
+    def without_tokens(self) -> "Finished":
+        """Return the group for a buffer whose shards do not have its tokens."""
+        return replace(self, record=replace(self.record, has_payload=False))
+
+    def at(self, handle: GroupHandle) -> "Finished":
+        """Return the group with another location of its tokens."""
+        return replace(self, record=replace(self.record, handle=handle), packed=self.packed.at(handle))
+
+
+@dataclass(frozen=True, slots=True)
+class LastBatch:
+    """The part of a buffer's state that the last batch has replaced."""
+
+    discarded: Sequence[Finished] = ()
+    """Groups discarded before it."""
+    drops: Mapping[DropReason, int] | None = None
+    """Number of these groups by reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferState:
+    """The state of a buffer between two steps. A batch that was taken, but not trained on, counts as not taken."""
+
+    next_index: int
+    """First position of the prompt stream that was not admitted."""
+    in_flight: tuple[int, ...] = ()
+    """Earlier positions whose groups were being generated, oldest first."""
+    ready: tuple[Finished, ...] = ()
+    """Finished groups that wait for a batch, oldest first."""
+    held: tuple[Finished, ...] = ()
+    """Groups trained on since the last publication, which keep their slots until the next one."""
+    trained: tuple[TrainedBatch, ...] = ()
+    """The batches of these groups, with the replayed ones."""
+    overtakers: frozenset[int] = frozenset()
+    """Positions trained on while an older group was in flight."""
+    discarded: tuple[Finished, ...] = ()
+    """Groups discarded since the last batch that was trained on."""
+    drops: Mapping[DropReason, int]
+    """Number of these groups by reason."""
+    has_scored: bool
+    """True after the first group with a reward."""
+    memory: Mapping[str, Any] | None
+    """State of the memory; None without replay."""
+
+    @property
+    def payloads(self) -> list[GroupHandle]:
+        """Handles of the groups whose tokens a resumed run needs."""
+        kept = self.ready if self.memory is None else (*self.ready, *self.held)
+        stored = [] if self.memory is None else [group.handle for group in self.memory["groups"]]
+        return [*(group.record.handle for group in kept if group.record.has_payload), *stored]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The controller's part of a buffer's state."""
+
+    next_index: int
+    """First position of the prompt stream that was not admitted."""
+    in_flight: tuple[int, ...]
+    """Earlier positions that a resumed run samples again."""
+    num_held: int
+    """Slots of groups trained on since the last publication."""
+    payloads: list[GroupHandle]
+    """Handles of the groups whose tokens the storage shards must write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """Result of restoring a buffer's state."""
+
+    moves: list[Move]
+    """Groups whose tokens the storage shards must read."""
+    trained: list[TrainedBatch]
+    """Batches trained on since the last publication, with handles of now."""
+    num_ready: int
+    """Finished groups that were kept."""
+    num_in_flight: int
+    """Positions that will be sampled again because their groups were in flight."""
+    too_old: tuple[int, ...]
+    """Positions of finished groups that will be sampled again because they could become too old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freshness:
+    """The rule for the age of restored groups; see docs/async.md."""
+
+    published: tuple[int, ...]
+    """Versions published so far, the newest last."""
+    groups_per_publish: int
+    """Groups trained on between two publications."""
+    bound: int
+    """Largest age of a token when it is trained on, in published versions."""
+
+    def holds(self, group: Finished, num_before: int) -> bool:
+        """Return True if a group can be trained on within the bound after `num_before` others that hold slots."""
+        age = versions_behind(self.published, group.record.min_version)
+        return age + num_before // self.groups_per_publish <= self.bound
+
+
+def split_by_freshness(state: BufferState, freshness: Freshness, num_slots: int) -> tuple[list[Finished], list[int]]:
+    """Return the finished groups to continue with, and the positions to sample again, both oldest first.
+
+    The oldest positions get the slots, whether finished or not, so that no group waits for a slot that a younger one holds.
+    """
+    by_index: dict[int, Finished | None] = dict.fromkeys(state.in_flight) | {group.record.index: group for group in state.ready}
+    kept, again = [], []
+    for place, (index, group) in enumerate(sorted(by_index.items(), key=lambda item: item[0])):
+        num_before = len(state.held) + place
+        if group is not None and num_before < num_slots and freshness.holds(group, num_before):
+            kept.append(group)
+        else:
+            again.append(index)
+    return kept, again
+
+
+def moved_batch(batch: TrainedBatch, moves: Mapping[GroupHandle, GroupHandle]) -> TrainedBatch:
+    """Return a batch with the handles of now, without groups that were not restored."""
+    handles, priorities = batch
+    keys = handles_of(handles)
+    kept = [place for place, handle in enumerate(keys) if handle in moves]
+    now = [moves[keys[place]] for place in kept]
+    table = np.array([(handle.shard, handle.slot, handle.serial) for handle in now], HANDLE)
+    return table, None if priorities is None else priorities[kept]
+
+
+def handles_of(table: Table) -> list[GroupHandle]:
+    """Return the handles of a table of `HANDLE`."""
+    return [GroupHandle(shard=shard, slot=slot, serial=serial) for shard, slot, serial in table.tolist()]
+
+
+def joined(batches: Sequence[TrainedBatch]) -> TrainedBatch:
+    """Join batches, so that their slots are freed at once. NaN is the priority of a group that has none."""
+    handles = np.concatenate([table for table, _ in batches])
+    if all(values is None for _, values in batches):
+        return handles, None
+    values = [np.full(len(table), np.nan) if priorities is None else priorities for table, priorities in batches]
+    return handles, np.concatenate(values)

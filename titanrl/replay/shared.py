@@ -1,0 +1,400 @@
+"""A prioritized replay buffer that processes share, on one host or several, without actors.
+
+One process owns the metadata; clients copy payload straight into and out of memory-mapped files. See `titanrl.replay.owner`
+for the verbs, `rows` for the protection of rows, `storage` for files and hosts, and `wire` for sessions.
+"""
+
+import contextlib
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from titanrl.replay.batches import ReplayBatch, ReplayClosedError, ReplayOptions, ReplayStats
+from titanrl.replay.columns import Columns, single
+from titanrl.replay.index import ReplayIndex
+from titanrl.replay.layouts import file_size, layout_of, template
+from titanrl.replay.owner import OwnerSettings, Shard, remove
+from titanrl.replay.rows import rows_per_shard
+from titanrl.replay.storage import Storage, serve
+from titanrl.replay.trees import Integers
+from titanrl.replay.wire import Address, Link
+
+REPLY_S = 30.0
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Indices of the list of work, and the reservations for their items.
+
+    Example: `Work(indices=[4, 5], handles=[17, 18])`
+    """
+
+    indices: Integers
+    """Places in the list, `[B]`; empty when all work is done."""
+    handles: Integers
+    """Handles to commit, `[B]`."""
+
+
+class SharedReplay:
+    """A buffer for several processes. Pass the object to them: it can be pickled. All methods are safe in several threads.
+
+    The process that creates it ends the buffer with `close`, or by its own end; use it as a context manager.
+
+    Example:
+        with SharedReplay(10_000, {"obs": np.zeros(8, np.float32), "reward": 0.0}, alpha=0.6) as replay:
+            replay.put({"obs": np.ones(8, np.float32), "reward": 1.0})
+            batch = replay.sample(32)
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        example: Any,
+        *,
+        shards: int | Sequence[Shard] = 1,
+        folder: str | None = None,
+        spare: int | None = None,
+        num_work: int = 0,
+        address: Address | None = None,
+        reply_s: float = REPLY_S,
+        **options: Unpack[ReplayOptions],
+    ) -> None:
+        """Start the process that owns the buffer.
+
+        Args:
+            capacity: Number of slots.
+            example: An item. All items have the keys, shapes and types of its arrays, tensors and numbers.
+            shards: Number of files that share the rows, or a description of each if several hosts have them.
+            folder: Folder for the files, whose space is reserved at once; by default shared memory. A disk holds more.
+            spare: Rows for items that are being written or copied while the buffer is full; by default capacity / 4 + 256.
+            num_work: Length of the list that `take_work` gives out.
+            address: Interface and port, if clients run on other hosts; by default a Unix socket.
+            reply_s: Longest time for a reply of the owner, beside the timeout of a call.
+            **options: See `ReplayOptions`.
+        """
+        if isinstance(shards, int):
+            default = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
+            shards = [Shard(folder or default, socket.gethostname())] * shards
+        spare = capacity // 4 + 256 if spare is None else spare
+        if not shards or spare < 1 or capacity < 1 or num_work < 0:
+            raise ValueError(
+                f"capacity, shards, spare, num_work: out of range (got {capacity}, {len(shards)}, {spare}, {num_work}). "
+                "Use at least 1 slot, shard and spare row, and no negative length."
+            )
+        ReplayIndex(1, **options)  # raises here if an option is wrong
+        layout = layout_of(example)
+        settings = OwnerSettings(
+            capacity=capacity,
+            options=options,
+            layout=pickle.dumps(layout),
+            shard_bytes=file_size(layout, rows_per_shard(capacity, len(shards), spare)),
+            spare=spare,
+            num_work=num_work,
+            shards=tuple(shards),
+            host=socket.gethostname(),
+            address=address,
+            key=secrets.token_bytes(32),
+        )
+        self._process: subprocess.Popen[bytes] | None
+        self._process, address, self._folders = _start(settings)
+        self._creator = os.getpid()
+        self._connect(address, settings.key, settings.host, reply_s)
+
+    def _connect(self, address: Address, key: bytes, host: str, reply_s: float) -> None:
+        self._description = (address, key, host, reply_s)
+        self._link = Link(address, key, "replay buffer", reply_s)
+        self._storage: Storage | None = None
+        self._template: Columns | None = None
+        self._own_rows: tuple[str, dict[int, int]] = ("", {})  # of a session: rows of its open reservations
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"description": self._description}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        address, key, host, reply_s = state["description"]
+        self._process = None
+        self._connect(address, key, host, reply_s)
+
+    def __enter__(self) -> "SharedReplay":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return self.stats().num_items
+
+    @property
+    def beta(self) -> float:
+        """Exponent of importance weights at the current learner step."""
+        return float(self._link.call("beta"))
+
+    def on_host(self, host: str) -> "SharedReplay":
+        """Return a client for processes of another host: it maps the shards there, and calls the servers of the others."""
+        client = SharedReplay.__new__(SharedReplay)
+        address, key, _, reply_s = self._description
+        client.__setstate__({"description": (address, key, host, reply_s)})
+        return client
+
+    def close(self) -> None:
+        """Close the connections; in the process that created the buffer, end it and remove its files."""
+        self._link.close()
+        if self._storage is not None:
+            self._storage.close()
+        if self._process is not None and self._creator == os.getpid():  # a forked process does not end it
+            _stop(self._process)
+            remove(self._folders)
+
+    def put(self, item: Any, priority: float | None = None, version: int | None = None) -> int:
+        """Write one item. Return its handle."""
+        return int(self.extend(single(item), None if priority is None else [priority], version)[0])
+
+    def extend(
+        self,
+        payload: Any,
+        priorities: npt.ArrayLike | None = None,
+        versions: npt.ArrayLike | None = None,
+        *,
+        timeout_s: float = REPLY_S,
+    ) -> Integers:
+        """Write items, overwriting the oldest ones, and return their handles.
+
+        Args:
+            payload: One row per item, like the example; at most as many as there are slots.
+            priorities: One per item; by default the highest priority so far.
+            versions: Version of the policy that made the items, one for all or one per item; by default the current one.
+            timeout_s: Longest wait for free rows.
+        """
+        num_items = self._columns().check(payload)
+        if not num_items:
+            return np.empty(0, np.int64)
+        handles = self.reserve(num_items, timeout_s=timeout_s)
+        self.commit(handles, payload, priorities, versions)
+        return handles
+
+    def reserve(self, num_items: int, *, lease_s: float | None = None, timeout_s: float = REPLY_S) -> Integers:
+        """Reserve slots and return their handles. The oldest items leave the buffer; nothing is sampled before its commit.
+
+        Args:
+            num_items: Number of slots.
+            lease_s: Seconds after which an uncommitted reservation ends; its commit is stale then. None: with this process.
+            timeout_s: Longest wait for free rows.
+
+        Raises:
+            ReplayFullError: Too many rows are being written or copied.
+        """
+        handles, rows = self._link.call("reserve", num_items, lease_s, timeout_s, wait_s=timeout_s)
+        self._rows().update(zip(handles.tolist(), rows.tolist(), strict=True))
+        return handles  # type: ignore[no-any-return]
+
+    def take_work(self, limit: int, *, lease_s: float | None = None, timeout_s: float = REPLY_S) -> Work:
+        """Reserve slots for the next indices of the list of work, at most `limit`.
+
+        Indices of writers that died, or whose lease expired, are given out again. An index is done when the commit of its
+        handle is not stale. Wait while others work on all remaining indices; return none when all are done.
+
+        Raises:
+            EmptyReplayError: Others still work on all remaining indices.
+        """
+        indices, handles, rows = self._link.call("take_work", limit, lease_s, timeout_s, wait_s=timeout_s)
+        self._rows().update(zip(handles.tolist(), rows.tolist(), strict=True))
+        return Work(indices, handles)
+
+    def commit(
+        self,
+        handles: npt.ArrayLike,
+        payload: Any,
+        priorities: npt.ArrayLike | None = None,
+        versions: npt.ArrayLike | None = None,
+    ) -> int:
+        """Write the items of this process's reservations, so that they can be sampled.
+
+        Returns:
+            Number of handles whose slot was reserved by another writer in the meantime, was released, or whose lease expired.
+            Their items are dropped.
+        """
+        numbers = np.array(handles, np.int64).reshape(-1)
+        own = self._rows()
+        if self._columns().check(payload) != len(numbers) or len(np.unique(numbers)) != len(numbers):
+            raise ValueError(f"handles: give each item's own handle, once (got {len(numbers)} handles).")
+        if unknown := [number for number in numbers.tolist() if number not in own]:
+            raise ValueError(
+                f"handles: not reserved by this process, or committed (got {unknown[0]}). Commit where you reserve."
+            )
+        rows = np.array([own[number] for number in numbers.tolist()], np.int64)
+        self._shards().write(numbers, rows, payload)
+        num_stale = self._link.call("commit", numbers, rows, _array(priorities), _array(versions))
+        for number in numbers.tolist():
+            del own[number]
+        return int(num_stale)
+
+    def release(self, handles: npt.ArrayLike) -> int:
+        """Remove items and reservations. Return the number of handles that were removed or overwritten before."""
+        numbers = np.array(handles, np.int64).reshape(-1)
+        own = self._rows()
+        rows = np.array([own.pop(number, -1) for number in numbers.tolist()], np.int64)
+        return int(self._link.call("release", numbers, rows))
+
+    def sample(self, batch_size: int, *, timeout_s: float = REPLY_S) -> ReplayBatch:
+        """Draw items with replacement, each in proportion to its leaf.
+
+        Args:
+            batch_size: Number of items.
+            timeout_s: Longest wait for a first item that can be sampled.
+
+        Raises:
+            EmptyReplayError: No item could be sampled in time; the text says whether items are missing, too old or have
+                priority 0.
+        """
+        shards = self._shards()
+        draw, rows, ticket = self._link.call("draw", batch_size, timeout_s, wait_s=timeout_s)
+        try:
+            payload = shards.read(rows)
+        finally:
+            self._link.send("done", ticket)
+        return ReplayBatch(payload, draw.handles, draw.weights, draw.probabilities, draw.versions)
+
+    def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
+        """Set priorities; the absolute value counts. The last priority of a repeated handle wins.
+
+        Returns:
+            Number of handles whose item was overwritten or released. They have no effect.
+        """
+        return int(self._link.call("update_priorities", _array(handles), _array(priorities)))
+
+    def set_step(self, step: int) -> None:
+        """Set the learner step. Several learners may report the same step; beta advances once."""
+        self._link.call("set_step", step)
+
+    def set_version(self, version: int) -> None:
+        """Report the version of the policy. Items older than `max_staleness` allows are not sampled from now on.
+
+        A report of an older version than the current one has no effect.
+        """
+        self._link.call("set_version", version)
+
+    def stats(self) -> ReplayStats:
+        """Return counters."""
+        stats: ReplayStats = self._link.call("stats")
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of everything that decides the next draws, and of the payload; `PrioritizedReplay` loads it, too."""
+        shards = self._shards()
+        state, rows, ticket = self._link.call("snapshot")
+        try:
+            items = shards.read(rows)
+        finally:
+            self._link.send("done", ticket)
+        payload = Columns(len(state["owners"]))
+        if len(rows):
+            payload.write(np.flatnonzero(state["owners"] >= 0), items, slice(None))
+        return {**state, "payload": payload.state(len(state["owners"]))}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, timeout_s: float = REPLY_S) -> None:
+        """Replace contents, settings, counters and the generator of random numbers; open reservations end.
+
+        Call it before other processes write: handles of an earlier life may belong to other items afterwards.
+
+        Raises:
+            ValueError: The capacities differ, or another process wrote in the meantime.
+        """
+        metadata = {name: value for name, value in state.items() if name != "payload"}
+        payload = Columns(len(state["owners"]))
+        payload.load(state["payload"])
+        if state["payload"]:
+            self._columns().check(payload.all())
+        numbers, rows = self._link.call("restore", metadata, timeout_s, wait_s=timeout_s)
+        if len(numbers):
+            self._shards().write(numbers, rows, payload.read(np.flatnonzero(state["owners"] >= 0)))
+        self._link.call("restored")
+
+    def _columns(self) -> Columns:
+        """Return columns without rows that payloads must fit into."""
+        if self._template is None:
+            settings, _ = self._link.call("describe")
+            self._template = template(pickle.loads(settings.layout))
+        return self._template
+
+    def _shards(self) -> Storage:
+        if self._storage is None:
+            _, key, host, reply_s = self._description
+            settings, num_rows = self._link.call("describe")
+            places = self._link.call("places", host, reply_s, wait_s=reply_s)
+            self._storage = Storage(pickle.loads(settings.layout), num_rows, places, host, key, reply_s)
+        return self._storage
+
+    def _rows(self) -> dict[int, int]:
+        if self._own_rows[0] != self._link.session:  # a forked process has none
+            self._own_rows = (self._link.session, {})
+        return self._own_rows[1]
+
+
+def serve_shard(replay: SharedReplay, shard: int, address: Address = ("127.0.0.1", 0)) -> None:
+    """Serve a shard to clients on other hosts, until the buffer is closed. Run it in a process on the shard's host.
+
+    Args:
+        replay: The buffer.
+        shard: Number of the shard.
+        address: Interface and port to listen on; other hosts need an interface that they reach. Port 0 takes a free one.
+    """
+    with contextlib.suppress(ReplayClosedError):  # closed before it was served
+        serve(replay._link, shard, address)
+
+
+def _start(settings: OwnerSettings) -> tuple["subprocess.Popen[bytes]", Address, list[Path]]:
+    """Start the owner. Return its process, its address and the folders of its files.
+
+    Raises:
+        ValueError: An option is wrong, or there is no room for the files.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from titanrl.replay.owner import main; main()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))},
+        start_new_session=True,  # an interrupt from the keyboard lets this process decide
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        pickle.dump(settings, process.stdin)
+        process.stdin.flush()
+        if not wait([process.stdout.fileno()], START_S):
+            raise ReplayClosedError(
+                f"the process of the buffer is not ready after {START_S:g} s. The machine may be overloaded."
+            )
+        is_ready, value = pickle.load(process.stdout)
+        if not is_ready:
+            raise value
+    except BaseException as error:
+        code = _stop(process)
+        if isinstance(error, EOFError | BrokenPipeError):
+            raise ReplayClosedError(f"the process of the buffer ended with exit code {code}; see its output.") from None
+        raise
+    return process, *value
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> int:
+    """Let a process end, and return its exit code; kill it if it does not end."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(b"\0", timeout=REPLY_S)
+    process.kill()
+    return process.wait()
+
+
+def _array(values: npt.ArrayLike | None) -> npt.NDArray[Any] | None:
+    """Return values as numpy's, which the owner can read without other libraries."""
+    return None if values is None else np.asarray(values)

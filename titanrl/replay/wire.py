@@ -1,0 +1,287 @@
+"""Calls between processes over sockets: pickled requests of peers that proved to know a key.
+
+Each client process is a *session*. It has one connection that stays open and carries no calls, its anchor, and one connection
+for every call in progress. A session ends when its anchor closes, thus at once when its process dies, and not when a call
+fails: the caller may still read or write rows then. There is no keep-alive for the same reason.
+"""
+
+import os
+import pickle
+import socket
+import struct
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+from titanrl.replay.batches import ReplayClosedError
+
+Address = str | tuple[str, int]
+"""Path of a Unix socket, or interface and port."""
+Verb = Callable[..., Any]
+"""A function that takes the number of the session and the arguments of a call."""
+
+
+class Server:
+    """Answers calls, each connection on a thread of its own."""
+
+    def __init__(
+        self,
+        address: Address,
+        key: bytes,
+        verbs: Mapping[str, Verb],
+        *,
+        on_end: Callable[[int], None] = lambda session: None,
+        on_lost: Callable[[int, str, Any], None] = lambda session, verb, reply: None,
+    ) -> None:
+        """Listen.
+
+        Args:
+            address: Path of a Unix socket, or interface and port; port 0 takes a free one.
+            key: Secret that clients must know.
+            verbs: Functions by name.
+            on_end: Called with the number of a session that ended.
+            on_lost: Called with session, verb and reply, if the client closed the connection without having read the reply.
+                It is also called for the last reply of every connection of a session that ends.
+
+        Raises:
+            ValueError: The address cannot be used.
+        """
+        self._key, self._verbs, self._on_end, self._on_lost = key, verbs, on_end, on_lost
+        self._sessions: dict[str, int] = {}
+        self._num_sessions = 0
+        self._lock = threading.Lock()
+        self._listener = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+        try:
+            if isinstance(address, tuple):
+                self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(address)
+        except OSError as error:
+            raise ValueError(f"address: cannot listen (got {address}: {error.strerror}). Use another one.") from None
+        self._listener.listen(128)
+        self.address: Address = self._listener.getsockname()
+        """Address with the port that was taken."""
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            threading.Thread(target=self._serve, args=(_connection(client),), name="client", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            kind, name = pickle.loads(connection.recv_bytes())
+            if kind == "anchor":
+                self._hold(connection, name)
+            elif name in self._sessions:
+                self._answer(connection, self._sessions[name])
+        except (EOFError, OSError, AuthenticationError):  # the client has ended, or knows no key
+            pass
+        finally:
+            connection.close()
+
+    def _hold(self, connection: Connection, name: str) -> None:
+        """Keep a session until its anchor closes."""
+        with self._lock:
+            session = self._sessions[name] = self._num_sessions
+            self._num_sessions += 1
+        try:
+            connection.send_bytes(b"")
+            connection.recv_bytes()  # a client sends nothing here
+        finally:
+            del self._sessions[name]
+            self._on_end(session)
+
+    def _answer(self, connection: Connection, session: int) -> None:
+        """Answer the calls of a connection. The next call shows that the client has read the last reply."""
+        last: tuple[str, Any] | None = None
+        try:
+            while True:
+                verb, arguments, has_reply = pickle.loads(connection.recv_bytes())
+                last = None
+                reply: tuple[bool, Any]
+                try:
+                    reply = True, self._verbs[verb](session, *arguments)
+                    last = (verb, reply[1])
+                except Exception as error:  # the client raises it
+                    reply = False, error
+                if has_reply:
+                    connection.send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
+        finally:
+            if last is not None:
+                self._on_lost(session, *last)
+
+
+class Link:
+    """The connections of this process to a server. Threads may call at the same time."""
+
+    def __init__(self, address: Address, key: bytes, name: str, reply_s: float) -> None:
+        """Describe the server; the first call connects.
+
+        Args:
+            address: Address of the server.
+            key: Its secret.
+            name: Its name, for messages.
+            reply_s: Longest time for a reply, beside what a call may wait.
+        """
+        self._address, self._key, self._name, self._reply_s = address, key, name, reply_s
+        self._start()
+        LINKS.add(self)
+
+    def _start(self) -> None:
+        self.session = ""
+        """Name of the session, once it has started; another one in a forked process."""
+        self._anchor: Connection | None = None
+        self._idle: list[Connection] = []
+        self._broken: list[Connection] = []
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def call(self, verb: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        """Return the reply of the server, or raise its exception.
+
+        Args:
+            verb: Name of the function.
+            *arguments: Its arguments.
+            wait_s: Time that the function may wait.
+
+        Raises:
+            ReplayClosedError: The server has ended, or does not answer.
+        """
+        return self._exchange((verb, arguments, True), wait_s)
+
+    def send(self, verb: str, *arguments: Any) -> None:
+        """Call without a reply.
+
+        Raises:
+            ReplayClosedError: The server has ended.
+        """
+        self._exchange((verb, arguments, False), None)
+
+    def wait_until_closed(self) -> None:
+        """Wait until the server ends."""
+        self._open_anchor().poll(None)
+
+    def close(self) -> None:
+        """End the session."""
+        with self._lock:
+            self._is_closed = True
+            for connection in (self._anchor, *self._idle, *self._broken):
+                if connection is not None:
+                    connection.close()
+            self._anchor, self._idle, self._broken = None, [], []
+
+    def after_fork(self) -> None:
+        """Start a session of its own in a forked process; the parent keeps its connections."""
+        self._lock = threading.Lock()
+        self.close()
+        self._start()
+
+    def _exchange(self, request: tuple[str, tuple[Any, ...], bool], wait_s: float | None) -> Any:
+        try:
+            connection = self._take()
+            try:
+                connection.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
+            except BaseException:
+                # Closing it would tell the server that the reply before was not read.
+                self._broken.append(connection)
+                raise
+            try:
+                is_value, reply = (True, None) if wait_s is None else pickle.loads(self._receive(connection, wait_s))
+            except BaseException:
+                connection.close()
+                raise
+        except (EOFError, OSError, AuthenticationError) as error:
+            raise self._closed(error) from None
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+        if not is_value:
+            assert isinstance(reply, Exception)
+            raise reply
+        return reply
+
+    def _take(self) -> Connection:
+        self._open_anchor()
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return self._connect("join")
+
+    def _open_anchor(self) -> Connection:
+        with self._lock:
+            if self._is_closed:
+                raise self._closed("this client was closed")
+            if self._anchor is None:
+                self.session = uuid.uuid4().hex
+                anchor = self._connect("anchor")
+                try:
+                    self._receive(anchor, 0.0)
+                except BaseException:
+                    anchor.close()
+                    raise
+                self._anchor = anchor
+            return self._anchor
+
+    def _connect(self, kind: str) -> Connection:
+        with socket.socket(socket.AF_UNIX if isinstance(self._address, str) else socket.AF_INET) as client:
+            client.settimeout(self._reply_s)
+            client.connect(self._address)
+            client.setblocking(True)
+            # A peer that stops within a message does not stop this process.
+            limit = struct.pack("ll", int(self._reply_s), int(self._reply_s % 1 * 1e6))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connection = _connection(client)
+        try:
+            answer_challenge(connection, self._key)
+            deliver_challenge(connection, self._key)
+            connection.send_bytes(pickle.dumps((kind, self.session)))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _receive(self, connection: Connection, wait_s: float) -> bytes:
+        if not connection.poll(wait_s + self._reply_s):
+            raise TimeoutError(f"no reply after {wait_s + self._reply_s:g} s")
+        return connection.recv_bytes()
+
+    def _closed(self, error: Exception | str) -> ReplayClosedError:
+        if isinstance(error, AuthenticationError):
+            why = "it has another key"
+        elif isinstance(error, BlockingIOError):
+            why = f"no reply after {self._reply_s:g} s"
+        else:
+            why = str(error) or "it closed the connection"
+        return ReplayClosedError(f"{self._name} does not answer: {why}. See whether its process has ended, and start it again.")
+
+
+LINKS: "weakref.WeakSet[Link]" = weakref.WeakSet()
+
+
+def _forget_connections() -> None:
+    for link in LINKS:
+        link.after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_connections)
+
+
+def local_address(folder: Path) -> str:
+    """Return the address of a Unix socket in a folder."""
+    return str(folder / "socket")
+
+
+def _connection(client: socket.socket) -> Connection:
+    if client.family == socket.AF_INET:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(client.detach())

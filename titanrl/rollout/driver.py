@@ -1,0 +1,299 @@
+"""The token driver: lets a policy that knows tokens talk to an environment that knows messages.
+
+A conversation is rendered once. Every later turn extends its tokens, so the policy is trained on exactly the tokens that it
+sampled. Where the tokens cannot be extended, because the history was edited or the model's template strips the thinking of
+earlier turns, the conversation continues in a new segment, whose earlier turns are context only.
+
+Shape suffix: S tokens of a segment.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from titanrl.environments import Done, Environment, EnvironmentTimeout, Episode, Message, Observation, Tool
+from titanrl.errors import TitanRLError
+from titanrl.rollout.renderers import Renderer
+from titanrl.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment
+
+T = TypeVar("T")
+
+
+class EpisodeError(TitanRLError):
+    """An episode failed. It has no reward, and nothing of it is trained on."""
+
+    def __init__(self, outcome: Outcome, text: str) -> None:
+        """Keep the outcome."""
+        super().__init__(text)
+        self.outcome: Outcome = outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of an episode."""
+
+    max_turns: int
+    """Turns of the policy."""
+    max_tokens: int
+    """Tokens of a segment: the conversation so far and the policy's next turn."""
+    max_new_tokens: int
+    """Tokens of one turn of the policy."""
+    step_timeout_s: float
+    """Longest call of the environment."""
+    episode_timeout_s: float
+    """Longest time of all calls of the environment together."""
+    may_queue: bool = False
+    """True if `reset` waits for a process of its own, which then has the time limit of a call itself."""
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A segment that is being extended; the columns are those of `Segment`."""
+
+    token_ids: list[int]
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def add_context(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self.token_ids += token_ids
+        self._pad()
+
+    def add(self, completion: Completion) -> None:
+        """Append what the policy sampled, as it was recorded."""
+        self._pad()
+        self.token_ids += completion.token_ids.tolist()
+        self.mask += [True] * len(completion.token_ids)
+        self.logprobs += completion.logprobs.tolist()
+        self.versions += completion.versions.tolist()
+
+    def segment(self) -> Segment:
+        """Return the segment without tokens after the last sampled one, which no loss needs."""
+        end = len(self.mask) - self.mask[::-1].index(True)
+        return Segment(
+            token_ids=np.array(self.token_ids[:end], np.int64),
+            mask=np.array(self.mask[:end], np.bool_),
+            logprobs=np.array(self.logprobs[:end], np.float32),
+            versions=np.array(self.versions[:end], np.int64),
+        )
+
+    def _pad(self) -> None:
+        missing = len(self.token_ids) - len(self.mask)
+        self.mask += [False] * missing
+        self.logprobs += [0.0] * missing
+        self.versions += [-1] * missing
+
+
+class Conversation:
+    """One episode between the policy and an environment.
+
+    Example:
+        await conversation.start()
+        while (request := conversation.request()) is not None:
+            await conversation.take(await generate(request))
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        episode: Episode,
+        renderer: Renderer,
+        limits: Limits,
+        sampling: Callable[[int, int], SamplingParams],
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            make: Function that makes the environment of this episode.
+            episode: What the environment is started with.
+            renderer: Renderer of the policy's model.
+            limits: Limits of the episode.
+            sampling: Function from the number of a turn, from 0, and its longest length in tokens to its sampling options.
+        """
+        self.episode = episode
+        self.messages: list[Message] = []
+        """Messages of the whole episode, also those that the environment has replaced."""
+        self.rewards: Mapping[str, float] = {}
+        """Rewards of the environment by name."""
+        self.turn_rewards: list[float] = []
+        """Reward of each turn of the policy."""
+        self.num_malformed = 0
+        """Tool calls that could not be parsed."""
+        self.num_turns = 0
+        """Turns that the policy has taken."""
+        self._make, self._renderer, self._limits, self._sampling = make, renderer, limits, sampling
+        self._environment: Environment | None = None
+        self._history: list[Message] = []
+        self._tools: Sequence[Tool] = ()
+        self._segments: list[_Growing] = []
+        self._finish_reason: FinishReason | None = None
+        self._left_s = limits.episode_timeout_s
+
+    @property
+    def is_done(self) -> bool:
+        """True if the episode has ended."""
+        return self._finish_reason is not None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """`stop`: the environment ended the episode; `length`: a turn, the conversation or the number of turns was too long."""
+        assert self._finish_reason is not None, "the episode goes on"
+        return self._finish_reason
+
+    @property
+    def last_text(self) -> str:
+        """Text of the policy's last message."""
+        return next(
+            (str(message.get("content") or "") for message in self.messages[::-1] if message["role"] == "assistant"), ""
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(sum(growing.mask) for growing in self._segments)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Return the segments with a sampled token."""
+        return tuple(growing.segment() for growing in self._segments if any(growing.mask))
+
+    async def start(self) -> None:
+        """Reset the environment, and render its first messages.
+
+        Raises:
+            EpisodeError: The environment failed.
+        """
+        try:
+            self._environment = self._make()
+        except Exception as error:  # of any kind: it is the user's code
+            raise EpisodeError("environment_error", f"making it raised {type(error).__name__}: {error}") from error
+        observation = await self._call("reset", self._environment.reset(self.episode), has_limit=not self._limits.may_queue)
+        if not isinstance(observation, Observation):
+            raise EpisodeError("environment_error", f"reset must return an Observation (got {observation!r})")
+        self._tools = observation.tools
+        self._show(observation.messages)
+        self._begin_segment(observation.messages)
+
+    def request(self) -> GenerationRequest | None:
+        """Return the request of the policy's next turn; None at the end of the episode."""
+        if self.is_done:
+            return None
+        token_ids = self._segments[-1].token_ids
+        max_new_tokens = min(self._limits.max_new_tokens, self._limits.max_tokens - len(token_ids))
+        return GenerationRequest(token_ids=tuple(token_ids), sampling=self._sampling(self.num_turns, max_new_tokens))
+
+    async def take(self, completion: Completion) -> None:
+        """Continue with the policy's turn.
+
+        A turn that was cut at its limit ends the episode; the environment does not see it.
+
+        Raises:
+            EpisodeError: The environment failed.
+        """
+        assert self._environment is not None, "take follows start"
+        segment = self._segments[-1]
+        before = tuple(segment.token_ids)
+        segment.add(completion)
+        message = self._parse(completion)
+        self._history.append(message)
+        self._show([message])
+        self.num_turns += 1
+        if completion.finish_reason != "stop":
+            self._end(0.0, {}, "length")
+            return
+        observation = await self._call("step", self._environment.step(message))
+        if isinstance(observation, Done):
+            self._end(observation.reward, observation.rewards, "stop")
+        elif not isinstance(observation, Observation):
+            raise EpisodeError("environment_error", f"step must return an Observation or Done (got {observation!r})")
+        else:
+            self.turn_rewards.append(_number("reward", observation.reward))
+            self._show(observation.messages)
+            self._continue(before, completion, observation)
+            has_room = len(self._segments[-1].token_ids) < self._limits.max_tokens
+            if self.num_turns == self._limits.max_turns or not has_room:
+                self._finish_reason = "length"
+
+    async def close(self) -> None:
+        """Close the environment once; what it raises is ignored, because the episode has ended already."""
+        environment, self._environment = self._environment, None
+        if environment is None:
+            return
+        try:
+            await asyncio.wait_for(environment.close(), self._limits.step_timeout_s)
+        except Exception:  # of any kind: it is the user's code
+            return
+
+    def _begin_segment(self, messages: Sequence[Message]) -> None:
+        self._history = list(messages)
+        token_ids = self._renderer.render(self._history, self._tools)
+        if len(token_ids) >= self._limits.max_tokens:
+            if not self._segments:
+                text = f"the first messages have {len(token_ids)} tokens, and data.environment.max_conversation_tokens is"
+                raise EpisodeError("environment_error", f"{text} {self._limits.max_tokens}")
+            self._finish_reason = "length"
+            return
+        self._segments.append(_Growing(token_ids))
+        self._segments[-1].add_context(())
+
+    def _continue(self, before: Sequence[int], completion: Completion, observation: Observation) -> None:
+        """Extend the segment by the environment's messages, or begin a new one where that is impossible."""
+        if observation.replaces:
+            self._begin_segment(observation.messages)
+            return
+        self._history += observation.messages
+        added = self._renderer.extend(before, completion.token_ids.tolist(), observation.messages, self._tools)
+        if added is None:
+            self._begin_segment(self._history)
+        else:
+            self._segments[-1].add_context(added)
+
+    def _parse(self, completion: Completion) -> dict[str, Any]:
+        message = self._renderer.parse(completion.token_ids.tolist(), self._tools)
+        calls = message.get("tool_calls", ())
+        self.num_malformed += sum(isinstance(call["function"]["arguments"], str) for call in calls)
+        return message
+
+    def _show(self, messages: Sequence[Message]) -> None:
+        self.messages += messages
+
+    def _end(self, reward: float, rewards: Mapping[str, float], reason: FinishReason) -> None:
+        self.turn_rewards.append(_number("reward", reward))
+        self.rewards = {name: _number(f"rewards[{name!r}]", value) for name, value in rewards.items()}
+        self._finish_reason = reason
+
+    async def _call(self, name: str, call: Awaitable[T], *, has_limit: bool = True) -> T:
+        """Await a method of the environment, within the limits of the call and of the episode."""
+        if not has_limit:
+            return await self._checked(name, call)
+        limit_s = min(self._limits.step_timeout_s, self._left_s)
+        started = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await self._checked(name, call)
+        except TimeoutError:
+            assert limit.expired()
+            raise EpisodeError("timeout", f"{name} of the environment took longer than {limit_s:g} s") from None
+        finally:
+            self._left_s -= asyncio.get_running_loop().time() - started
+
+    async def _checked(self, name: str, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except EnvironmentTimeout as error:
+            raise EpisodeError("timeout", f"{name} of the environment: {error}") from error
+        except Exception as error:  # of any kind: it is the user's code
+            raise EpisodeError("environment_error", f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not np.isfinite(number):
+        raise EpisodeError("reward_error", f"{name} must be a finite number (got {value!r})")
+    return number

@@ -1,0 +1,224 @@
+"""Evaluation of a policy: the prompts and rewards of the evaluation sets, and the statistics of what was sampled for them."""
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from titanrl.algorithms.evaluation import evaluation_statistics
+from titanrl.config.errors import BrokenRules, nested
+from titanrl.config.evaluation import EvaluationSet
+from titanrl.config.schema import Config
+from titanrl.data.streams import PromptStream, make_stream
+from titanrl.data.tokenizer import Tokenizer
+from titanrl.plugins import Plugins, plugins_within
+from titanrl.replay.failures import scorer_failed
+from titanrl.rollout.episodes import Episodes, start_episodes
+from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out
+from titanrl.rollout.scoring import Scoring
+from titanrl.types import EvaluationResult, GenerationRequest, Group, Prompt, SamplingParams
+
+IN_FLIGHT = 128
+"""Completions in flight at once, at least those of one prompt."""
+
+
+class EvaluationSets:
+    """The evaluation sets of a run. Each opens its prompts and starts its rewards when it is first used."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        plugins: Plugins,
+        stream: PromptStream,
+        scoring: Scoring,
+        episodes: Episodes | None = None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            config: Configuration of the run.
+            tokenizer: Tokenizer of the policy.
+            plugins: The user's objects.
+            stream: Prompts of the run, for sets without data of their own.
+            scoring: Rewards of the run, which are started.
+            episodes: Episodes of the run, if it has an environment.
+        """
+        self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
+        self._of_run = _Opened(stream, scoring, episodes)
+        self._own: dict[str, _Opened] = {}
+        self._prompts: dict[tuple[str, int], list[Prompt]] = {}
+        self._opening = asyncio.Lock()
+
+    def named(self, name: str | None) -> EvaluationSet:
+        """Return a set; None means the first, which is the default set unless it was left out.
+
+        Raises:
+            ValueError: There is no such set.
+        """
+        return evaluation_set(self._config, name)
+
+    async def evaluate(self, subset: EvaluationSet, generate: Generate) -> EvaluationResult:
+        """Sample completions of a set's prompts, and score them.
+
+        Raises:
+            ScorerError: The reward failed on every completion.
+            ValueError: The data of the set or its rewards cannot be used.
+        """
+        opened = await self._open(subset)
+        prompts = await self._prompts_of(subset, opened.stream)
+        seed = derive_seed(self._config.seed, zlib.crc32(subset.name.encode()))
+
+        async def complete(prompt: Prompt) -> Group:
+            requests = evaluation_requests(prompt, subset, seed)
+            return await roll_out(prompt, requests, generate, opened.scoring.score, self._tokenizer.decode)
+
+        async def answer(prompts: Sequence[Prompt]) -> Sequence[Group]:
+            if opened.episodes is None:
+                return await asyncio.gather(*map(complete, prompts))
+            return await opened.episodes.answer(
+                prompts,
+                generate,
+                num_samples=subset.num_samples,
+                max_new_tokens=subset.max_new_tokens,
+                temperature=subset.temperature,
+                seed=seed,
+            )
+
+        return await evaluate_prompts(subset, prompts, answer)
+
+    async def close(self) -> None:
+        """Stop the processes of the sets' own rewards."""
+        for opened in self._own.values():
+            await opened.scoring.close()
+            if opened.episodes is not None:
+                await opened.episodes.environments.close()
+        self._own.clear()
+
+    async def _prompts_of(self, subset: EvaluationSet, stream: PromptStream) -> list[Prompt]:
+        """Return the prompts of a set. Some tasks take seconds to generate theirs, so a thread does it, and only once."""
+        key = subset.name, subset.num_prompts
+        if key not in self._prompts:
+            try:
+                prompts = await asyncio.to_thread(stream.heldout, subset.num_prompts, split=subset.split, key=subset.key)
+            except BrokenRules as error:
+                raise nested(error, subset.key) if subset.has_own_data else error from None
+            self._prompts[key] = prompts
+        return self._prompts[key]
+
+    async def _open(self, subset: EvaluationSet) -> "_Opened":
+        if not subset.has_own_data:
+            return self._of_run
+        async with self._opening:
+            if subset.name not in self._own:
+                rollout = self._config.rollout.model_copy(update={"max_new_tokens": subset.max_new_tokens})
+                config = self._config.model_copy(update={"data": subset.data, "rollout": rollout})
+                plugins = plugins_within(self._plugins, subset.key)
+                try:
+                    stream = make_stream(subset.data, self._tokenizer, config.seed, plugins, is_trained_on=False)
+                except BrokenRules as error:
+                    raise nested(error, subset.key) from None
+                scoring = Scoring(config, plugins)
+                await scoring.start()
+                episodes = None
+                if subset.data.environment is not None:
+                    episodes = await start_episodes(config, self._tokenizer, scoring.score, plugins)
+                self._own[subset.name] = _Opened(stream, scoring, episodes)
+        return self._own[subset.name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Prompts of a set, its rewards, and its episodes if it has an environment."""
+
+    stream: PromptStream
+    scoring: Scoring
+    episodes: Episodes | None
+
+
+def evaluation_set(config: Config, name: str | None = None) -> EvaluationSet:
+    """Return an evaluation set; None means the first.
+
+    Raises:
+        ValueError: There is no such set.
+    """
+    sets = config.evaluation_sets
+    if not sets:
+        raise ValueError(
+            "evaluation: no set (got num_prompts=0). Raise evaluation.num_prompts, or add a set to evaluation.sets."
+        )
+    if name is None:
+        return next(iter(sets.values()))
+    if name not in sets:
+        raise ValueError(f"evaluation set: no such set (got {name!r}). Choose one of {', '.join(sets)}.")
+    return sets[name]
+
+
+async def evaluate_prompts(
+    subset: EvaluationSet, prompts: Sequence[Prompt], answer: Callable[[Sequence[Prompt]], Awaitable[Sequence[Group]]]
+) -> EvaluationResult:
+    """Answer the prompts of a set, some of them at the same time.
+
+    Args:
+        subset: Evaluation set.
+        prompts: Its prompts.
+        answer: Function from prompts to the scored completions of each.
+
+    Raises:
+        ScorerError: The reward failed on every completion.
+    """
+    at_once = max(1, IN_FLIGHT // subset.num_samples)
+    groups = [group for start in range(0, len(prompts), at_once) for group in await answer(prompts[start : start + at_once])]
+    return evaluation_result(subset, groups)
+
+
+def evaluation_requests(prompt: Prompt, subset: EvaluationSet, seed: int) -> list[GenerationRequest]:
+    """Return the requests of one prompt of an evaluation, which are the same in every evaluation of the set."""
+    if subset.temperature == 0:
+        return [greedy_request(prompt, subset.max_new_tokens)]
+    return [
+        GenerationRequest(
+            token_ids=prompt.token_ids,
+            sampling=SamplingParams(
+                max_new_tokens=subset.max_new_tokens,
+                temperature=subset.temperature,
+                seed=derive_seed(seed, prompt.index, n),
+            ),
+        )
+        for n in range(subset.num_samples)
+    ]
+
+
+def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> EvaluationResult:
+    """Return the result of an evaluation from the scored completions of each prompt.
+
+    Raises:
+        ScorerError: The reward failed on every completion.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    errors = [failure.error for group in groups for failure in group.failures]
+    if not rollouts:
+        raise scorer_failed(f"all {len(errors)} completions of the evaluation", errors[0])
+    statistics: Mapping[str, float] = evaluation_statistics(
+        [[rollout.reward for rollout in group.rollouts] for group in groups],
+        num_samples=subset.num_samples,
+        pass_k=subset.pass_k,
+        solved_from=subset.solved_from,
+    )
+    versions = [rollout.sampled.versions for rollout in rollouts]
+    newest = [int(sampled.max()) for sampled in versions]
+    oldest = min(int(sampled.min()) for sampled in versions)
+    return EvaluationResult(
+        task=subset.name,
+        version=min(newest),
+        mean=statistics["mean"],
+        num_prompts=len(groups),
+        response_len_mean=float(np.mean(list(map(len, versions)))),
+        num_errors=len(errors),
+        first_error=errors[0] if errors else "",
+        num_samples=subset.num_samples,
+        statistics=statistics,
+        is_pinned=oldest == max(newest),
+    )

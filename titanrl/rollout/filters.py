@@ -1,0 +1,99 @@
+"""The user's filter of groups: which groups are trained on."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from titanrl.types import Group
+
+EXPECTED = "def keep(group: ScoredGroup) -> bool"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """The completions of one prompt with their rewards. Sequences have one value per completion, `[G]`.
+
+    Completions whose reward failed are left out.
+
+    Example: `ScoredGroup(index=3, task="chain_sum", entry={"question": "2 + 2 =", "answer": "4", "metadata": {}},
+    completions=("4", "5"), rewards=(1.0, 0.0), parts={"answer": (1.0, 0.0)}, num_tokens=(2, 2),
+    finish_reasons=("stop", "stop"), num_errors=0)`
+    """
+
+    index: int
+    """Position of the prompt in the stream."""
+    task: str
+    """Name of the task."""
+    entry: Mapping[str, Any]
+    """Data of the prompt: `question`, `answer`, `metadata`."""
+    completions: Sequence[str]
+    """Texts."""
+    rewards: Sequence[float]
+    """Summed rewards."""
+    parts: Mapping[str, Sequence[float]]
+    """Values of each part of the reward; NaN where a completion does not have the part."""
+    num_tokens: Sequence[int]
+    """Number of sampled tokens."""
+    finish_reasons: Sequence[str]
+    """Reason why each completion ended: `stop` or `length`."""
+    num_errors: int
+    """Number of completions whose reward failed."""
+
+
+class GroupFilter(Protocol):
+    """A filter of groups. It runs in the rollout workers, after scoring, so it should return within milliseconds.
+
+    A group for which it returns False is not trained on, and another prompt replaces it.
+
+    Example:
+        def not_solved(group: ScoredGroup) -> bool:
+            return sum(group.rewards) < 0.9 * len(group.rewards)
+    """
+
+    def __call__(self, group: ScoredGroup, /) -> bool:
+        """Return True to train on the group."""
+        ...
+
+
+def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: Callable[[list[int]], str], name: str) -> bool:
+    """Return True if a filter keeps a group, which must have at least one reward.
+
+    Args:
+        group_filter: Filter of the user.
+        group: Group with its rewards.
+        decode: Function from token ids to their text.
+        name: Import path or name of the filter, for error messages.
+
+    Raises:
+        ValueError: The filter raised, or returned neither True nor False.
+    """
+    scored = scored_group(group, decode)
+    try:
+        kept = group_filter(scored)
+    except Exception as error:  # the filter is the user's and may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"rollout.group_filter: {name} raised {cause} (got group {scored.index}). Correct it.") from error
+    if kept not in (True, False):
+        raise ValueError(f"rollout.group_filter: {name} must return True or False (got {kept!r}). Write it as `{EXPECTED}`.")
+    return bool(kept)
+
+
+def scored_group(group: Group, decode: Callable[[list[int]], str]) -> ScoredGroup:
+    """Return a group as a filter gets it."""
+    rollouts, prompt = group.rollouts, group.prompt
+    sampled = [rollout.sampled.token_ids.tolist() for rollout in rollouts]
+    return ScoredGroup(
+        index=prompt.index,
+        task=prompt.task,
+        entry=prompt.entry,
+        completions=tuple(map(decode, sampled)),
+        rewards=tuple(rollout.reward for rollout in rollouts),
+        parts={
+            part: tuple(rollout.reward_parts.get(part, math.nan) for rollout in rollouts)
+            for part in dict.fromkeys(part for rollout in rollouts for part in rollout.reward_parts)
+        },
+        num_tokens=tuple(map(len, sampled)),
+        finish_reasons=tuple(rollout.finish_reason for rollout in rollouts),
+        num_errors=len(group.failures),
+    )

@@ -1,0 +1,157 @@
+"""The judge: a model behind an OpenAI-compatible endpoint that grades each completion.
+
+It runs in the event loop of the rollout worker. Every problem is an error, never a grade: the completion then has no
+reward and is counted in `reward/error_frac`.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from titanrl.config.rewards import JudgeOptions
+
+RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+"""Codes of replies after which another attempt can succeed."""
+MAX_PAUSE_S = 30.0
+"""Longest pause before another attempt, also if the server asks for more."""
+_MAX_CHARS = 80
+
+
+class JudgeError(Exception):
+    """Raised if the judge gave no grade; the completion then has no reward."""
+
+
+class Judge:
+    """An async reward that asks a model for a grade and scales it to 0 to 1.
+
+    Example: `await Judge(options, key="data.rewards.judge")("4", {"question": "2 + 2 =", "answer": "4", "metadata": {}})`
+    """
+
+    def __init__(self, options: JudgeOptions, *, key: str) -> None:
+        """Read the API key from the environment; no request is made yet.
+
+        Args:
+            options: Options of the judge.
+            key: Configuration key of the reward, for error messages.
+
+        Raises:
+            ValueError: The environment variable with the API key is not set.
+        """
+        headers = {}
+        if options.key_variable is not None:
+            if not (secret := os.environ.get(options.key_variable)):
+                raise ValueError(
+                    f"{key}.options.key_variable: the environment variable must hold the API key, but it is not set "
+                    f"(got {options.key_variable}). Export it where the run starts."
+                )
+            headers["Authorization"] = f"Bearer {secret}"
+        self._options = options
+        self._url = f"{options.url.rstrip('/')}/chat/completions"
+        # The limit of a whole request is set around each call; those of httpx hold for single reads.
+        self._client = httpx.AsyncClient(headers=headers, timeout=None)
+
+    @property
+    def limit_s(self) -> float:
+        """Time after which a call has ended in any case: all attempts and the pauses between them."""
+        options = self._options
+        return (1 + options.num_retries) * options.timeout_s + options.num_retries * MAX_PAUSE_S + 1.0
+
+    async def __call__(self, completion: str, entry: Mapping[str, Any]) -> float:
+        """Return the grade of a completion, from 0 to 1.
+
+        Raises:
+            JudgeError: The judge did not reply, or its reply has no grade.
+        """
+        prompt = self._options.prompt.format(
+            question=entry["question"], answer=entry["answer"], metadata=entry["metadata"], completion=completion
+        )
+        return grade_of(await self._ask(prompt), self._options)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _ask(self, prompt: str) -> str:
+        """Return the judge's reply to a prompt, from one of several attempts."""
+        system = self._options.system_prompt
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": prompt})
+        body = {**self._options.request, "model": self._options.model, "messages": messages}
+        attempt = 0
+        while True:
+            try:
+                return await self._attempt(body)
+            except _Temporary as failure:
+                if attempt == self._options.num_retries:
+                    raise JudgeError(f"{failure} (attempts: {attempt + 1})") from None
+                # Without a pause, a server that refuses because of load would only get more of it.
+                asked = failure.retry_after_s
+                await asyncio.sleep(min(2.0**attempt / 2 if asked is None else asked, MAX_PAUSE_S))
+            attempt += 1
+
+    async def _attempt(self, body: Mapping[str, Any]) -> str:
+        """Return the text of the reply to one request.
+
+        Raises:
+            _Temporary: Another attempt can succeed.
+            JudgeError: It cannot.
+        """
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                reply = await self._client.post(self._url, json=body)
+        except TimeoutError:
+            raise _Temporary(f"the judge did not reply within timeout_s={self._options.timeout_s:g}") from None
+        except httpx.HTTPError as error:
+            raise _Temporary(f"the judge cannot be reached: {type(error).__name__}: {error}") from None
+        if reply.status_code in RETRIED:
+            raise _Temporary(_refusal(reply), _seconds(reply.headers.get("Retry-After", "")))
+        if reply.status_code != httpx.codes.OK:
+            raise JudgeError(_refusal(reply))
+        try:
+            text = reply.json()["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise JudgeError(f"the judge did not reply with a chat completion (got {reply.text[:_MAX_CHARS]!a})")
+        return text
+
+
+class _Temporary(Exception):
+    """Raised after a request that can succeed if it is repeated."""
+
+    def __init__(self, text: str, retry_after_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+        """Pause that the server asks for."""
+
+
+def grade_of(text: str, options: JudgeOptions) -> float:
+    """Return the grade in the judge's reply, scaled to 0 to 1.
+
+    Raises:
+        JudgeError: There is no grade, or it is out of bounds.
+    """
+    matches = list(re.finditer(options.score_pattern, text))
+    if not matches:
+        raise JudgeError(f"the judge replied without a grade (got {text[-_MAX_CHARS:]!a})")
+    written = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+    try:
+        grade = float(written)
+    except (TypeError, ValueError):  # None if the group did not take part in the match
+        raise JudgeError(f"score_pattern matched something that is no number (got {written!a:.60})") from None
+    if not options.min_score <= grade <= options.max_score:
+        raise JudgeError(f"the grade must be from {options.min_score:g} to {options.max_score:g} (got {grade:g})")
+    return (grade - options.min_score) / (options.max_score - options.min_score)
+
+
+def _refusal(reply: httpx.Response) -> str:
+    return f"the judge refused with status {reply.status_code} ({reply.text[:_MAX_CHARS]!a})"
+
+
+def _seconds(text: str) -> float | None:
+    """Return the number of seconds in a Retry-After header; None if it has none, or a date."""
+    return float(text) if re.fullmatch(r"\d{1,6}", text) else None

@@ -1,0 +1,39 @@
+"""Groups and completions as `rollouts.jsonl` shows them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titanrl.data.tokenizer import Tokenizer
+from titanrl.types import FinishReason, FloatArray, IntArray, Prompt
+
+
+def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a line of `rollouts.jsonl`.
+
+    Args:
+        prompt: Prompt of the group.
+        version: Newest policy version that sampled it.
+        completions: `readable_completion` of each, with its reward; those with a reward first.
+    """
+    return {
+        "version": version,
+        "index": prompt.index,
+        "task": prompt.task,
+        "prompt": prompt.text,
+        "answer": prompt.entry.get("answer"),
+        "completions": completions,
+    }
+
+
+def readable_completion(
+    tokenizer: Tokenizer, token_ids: IntArray, logprobs: FloatArray, finish_reason: FinishReason
+) -> dict[str, Any]:
+    """Return the text, the tokens as text and the log-probabilities of a completion."""
+    ids = token_ids.tolist()
+    return {
+        "text": tokenizer.decode(ids),
+        "num_tokens": len(ids),
+        "finish_reason": finish_reason,
+        "tokens": [tokenizer.token_text(token_id) for token_id in ids],
+        "logprobs": [round(float(logprob), 4) for logprob in logprobs],
+    }

@@ -1,0 +1,231 @@
+"""A training run: its steps, evaluations and checkpoints. The loops of TitanRL derive from it."""
+
+import asyncio
+import contextlib
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titanrl.errors import TitanRLError
+from titanrl.files import uncommit_folder
+from titanrl.launch.progress import RunState, checkpoint_dir, complete_checkpoint
+from titanrl.launch.supervision import PartDiedError
+from titanrl.lifecycle import Lifecycle
+from titanrl.types import AdamParams, OptimUpdate, StepMetrics
+
+HUGE_REWARD = 1e6
+"""Absolute reward from which it is the likely cause of gradients that are not finite."""
+
+
+class NonFiniteGradientError(TitanRLError):
+    """Training cannot continue: gradients are not finite step after step."""
+
+
+class Run(Lifecycle):
+    """Base of the loops. A loop defines `roles`, `begin`, `step`, `due_evaluations` and `evaluate_all`."""
+
+    async def step(self) -> StepMetrics:
+        """Take one step of training and report it."""
+        raise NotImplementedError
+
+    def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
+        """Return the evaluations that are due after this step. All of them are before the first step and at the end."""
+        raise NotImplementedError
+
+    async def evaluate_all(self, names: Sequence[str], *, is_last: bool) -> None:
+        """Evaluate the policy, and record the results.
+
+        Args:
+            names: Evaluations that are due.
+            is_last: True at the end of training.
+        """
+        raise NotImplementedError
+
+    @property
+    def ends_early(self) -> bool:
+        """True if training is to end before its last step."""
+        return False
+
+    async def train(self, num_steps: int | None = None) -> None:
+        """Step until the policy has `num_steps` versions (default: the configuration's), with evaluations and checkpoints.
+
+        After a fault, it continues from the last checkpoint; see `restart`.
+        """
+        await self._surviving(partial(self.take_steps, num_steps or self.config.num_steps))
+
+    async def take_steps(self, num_steps: int) -> None:
+        """Do what `train` does, without faults."""
+        self.is_training = True
+        await self._evaluate_if_due(num_steps)
+        while self.state.version < num_steps and not (self.ends_early or self._ending.is_set()):
+            await self.step()
+            await self._evaluate_if_due(num_steps)
+            if is_due(self.state.step, self.config.checkpoint.every_steps) or self._is_last(num_steps):
+                await self.save()
+            elif self._saving is not None and self._saving.done():
+                await self._finish_save()
+        if self._ending.is_set() and self.num_unsaved_steps:
+            await self.save()
+        self.is_training = False
+        await self._finish_save()
+
+    def end_after_step(self) -> None:
+        """Make `train` save a checkpoint and return after the running step. An evaluation is abandoned; a resume repeats it."""
+        self._ending.set()
+
+    async def _evaluate_if_due(self, num_steps: int) -> None:
+        """Evaluate before the first step, every so many steps, and at the end; not again if a resumed run already did."""
+        step = self.state.step
+        is_last = self._is_last(num_steps)
+        due = self.due_evaluations(is_last=is_last)
+        if step == self.state.evaluated_step or not due or self._ending.is_set():
+            return
+        if await self._unless_ending(self.evaluate_all(due, is_last=is_last)):
+            self._note(evaluated_step=step)
+
+    def _is_last(self, num_steps: int) -> bool:
+        return self.state.version == num_steps or self.ends_early
+
+    def _note(self, **changes: Any) -> None:
+        """Change fields of the state. Before the first step, a run that begins again keeps them."""
+        self.state = replace(self.state, **changes)
+        if self.state.step == 0:
+            self._found = replace(self._found, state=replace(self._found.state, **changes))
+
+    async def start_and_train(self) -> None:
+        """Do the whole run: start, train, export the model."""
+        await self.start()
+        await self._surviving(self._train_and_export)
+
+    async def _train_and_export(self) -> None:
+        await self.train()
+        if not self._ending.is_set():
+            await self.export()
+
+    async def save(self) -> Path:
+        """Write a checkpoint that a later run can resume from; return its folder.
+
+        On an accelerator, the files are written while training continues. The checkpoint is then complete, and hooks are
+        called, before a later step, or before the next checkpoint at the latest.
+        """
+        await self._finish_save()
+        while True:
+            with contextlib.suppress(PartDiedError):  # what its shard had must be sampled again, and written by others
+                return await self._save()
+
+    async def _save(self) -> Path:
+        with self._timer.phase("checkpoint"):
+            await self.session.weights.ready()
+            self.state = replace(self.state, version=self.session.trainer.version)
+            folder = checkpoint_dir(self.recorder.directory.checkpoints, self.state.step)
+            uncommit_folder(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
+            await self.save_parts(folder)
+            self._saving = asyncio.create_task(self._complete(self.state), name="complete checkpoint")
+            if self.device.kind == "cpu":
+                await asyncio.wait({self._saving})
+        if self._saving.done():
+            await self._finish_save()
+        return folder
+
+    async def save_parts(self, folder: Path) -> None:
+        """Start to write the parts of a checkpoint; a loop adds its own, and its state."""
+        await self.session.trainer.save_checkpoint(self.state.step)
+
+    async def finish_parts(self) -> None:
+        """Wait until the parts that the loop adds are on disk."""
+
+    async def _complete(self, state: RunState) -> Path:
+        """Wait until the trainer's files of a checkpoint are on disk, then complete it; return its folder."""
+        digests = await self.session.trainer.finish_checkpoint(state.step)
+        await self.finish_parts()
+        directory = self.recorder.directory
+        checkpoints = directory.checkpoints
+        await asyncio.to_thread(directory.flush_to_disk)
+        await asyncio.to_thread(complete_checkpoint, checkpoints, state, digests)
+        self._saved_step = state.step
+        return checkpoint_dir(checkpoints, state.step)
+
+    async def _finish_save(self) -> None:
+        """Wait until the last checkpoint is complete, if that was not reported yet; record it and call the hooks."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        try:
+            folder = await saving
+        except PartDiedError:  # a rollout worker, while its shard was being written
+            await self.save()
+            return
+        self.recorder.directory.event("checkpoint", step=self._saved_step, path=str(folder))
+        await self._hooks.after_checkpoint(self, folder)
+
+    async def export(self) -> Path:
+        """Write the policy as a Hugging Face directory, with configuration and tokenizer; return it."""
+        await self._finish_save()
+        await self.session.weights.ready()
+        target = self.recorder.directory.checkpoints / "final"
+        await self.session.trainer.export_model(target)
+        return target
+
+    def set_learning_rate(self, learning_rate: float | None) -> None:
+        """Use a learning rate from the next optimizer step on, in place of the schedule.
+
+        The change is an event of the run, and a resumed run keeps it.
+
+        Args:
+            learning_rate: new rate; None returns to the schedule.
+
+        Raises:
+            ValueError: it is not a finite number from 0 up.
+        """
+        if learning_rate is not None and not 0.0 <= learning_rate < math.inf:
+            raise ValueError(f"set_learning_rate: not a finite number >= 0 (got {learning_rate}). Give a rate such as 1e-6.")
+        self._note(learning_rate=learning_rate, num_rates=self.state.num_rates + 1)
+        state = self.state
+        self.recorder.directory.event("learning_rate", step=state.step, value=learning_rate, number=state.num_rates)
+
+    def steered(self, params: AdamParams) -> AdamParams:
+        """Return the options of an optimizer step, with the learning rate that `set_learning_rate` has set."""
+        rate = self.state.learning_rate
+        return params if rate is None else replace(params, learning_rate=rate)
+
+    def count_skipped(self, update: OptimUpdate, largest_reward: float = 0.0) -> None:
+        """Count optimizer steps that were skipped in a row, because their gradients were not finite.
+
+        Args:
+            update: the step.
+            largest_reward: largest absolute value of the rewards that it was trained on.
+
+        Raises:
+            NonFiniteGradientError: There were too many.
+        """
+        if not update.skipped:
+            self.state = replace(self.state, num_skipped=0)
+            return
+        self.state = replace(self.state, num_skipped=self.state.num_skipped + 1)
+        event = {"step": self.state.step + 1, "grad_norm": update.grad_norm, "largest_reward": largest_reward}
+        self.recorder.directory.event("skipped_step", **event)
+        if self.state.num_skipped > self.config.algorithm.max_skipped_steps:
+            raise NonFiniteGradientError(
+                f"algorithm.max_skipped_steps: {self.state.num_skipped} steps in a row had a non-finite gradient (got "
+                f"{self.config.algorithm.max_skipped_steps}). {_advice(largest_reward)}"
+            )
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether an action of every `every` steps is due after `step`; 0 means never."""
+    return every > 0 and step % every == 0
+
+
+def _advice(largest_reward: float) -> str:
+    """Return what to change after gradients that are not finite."""
+    if largest_reward >= HUGE_REWARD:
+        return (
+            f"The rewards reach {largest_reward:g}, and gradients grow with them: return smaller numbers from data.rewards, or "
+            "set a smaller weight there."
+        )
+    return "Lower the learning rate; grad/norm in metrics.jsonl shows where it began."

@@ -1,0 +1,78 @@
+"""Execution of a snippet of code inside a confined process. This module loads no library, since every snippet needs a fork."""
+
+import ast
+import importlib
+import io
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_FILE = "<code>"
+_MAX_TRACEBACK_LINES = 12
+
+
+def runner(modules: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, str]]:
+    """Return the function that runs a snippet in a confined process."""
+    for module in ("collections", "datetime", "decimal", "fractions", "functools", "itertools", "math", "random", "re",
+                   "statistics", "string", *modules):  # fmt: skip
+        importlib.import_module(module)
+
+    def run(code: str, entry: Mapping[str, Any]) -> dict[str, str]:
+        output = _Bounded(entry["max_output_chars"])
+        sys.stdout = sys.stderr = output
+        try:
+            _execute(code)
+            error = ""
+        except SystemExit:
+            error = ""
+        except BaseException as raised:  # the code may raise anything
+            error = _traceback(raised)
+        return {"output": output.text(), "error": error[-entry["max_output_chars"] :]}
+
+    return run
+
+
+def _execute(code: str) -> None:
+    """Execute code, and print the value of a last statement that is an expression."""
+    linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
+    tree = ast.parse(code, _FILE)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(tree, _FILE, "exec"), scope)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), _FILE, "eval"), scope)
+        if value is not None:
+            print(repr(value))
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the end of a traceback, without the frames outside the code."""
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename != _FILE:
+        place = place.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, place)).splitlines()
+    return "\n".join(lines[-_MAX_TRACEBACK_LINES:])
+
+
+class _Bounded(io.TextIOBase):
+    """A stream that keeps the first characters."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._parts: list[str] = []
+        self._room = max_chars
+        self._num_lost = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        kept = text[: self._room]
+        self._parts.append(kept)
+        self._room -= len(kept)
+        self._num_lost += len(text) - len(kept)
+        return len(text)
+
+    def text(self) -> str:
+        return "".join(self._parts) + (f"... ({self._num_lost} more characters)" if self._num_lost else "")

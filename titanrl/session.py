@@ -1,0 +1,290 @@
+"""A session: the processes of trainer and generators, and their clients for a loop of one's own.
+
+`connect` starts what is asked for. `titanrl.grpo.GRPO` is built on the same session, with rollout workers and a buffer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titanrl.config import Config, GeneratorConfig, dump_config
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.device import resolve_device
+from titanrl.errors import FaultError, TitanRLError
+from titanrl.extensions import plugins_of, with_declared_traits
+from titanrl.launch.assembly import Parts, Roles, Rollouts, RunFiles, assemble
+from titanrl.launch.generators import GeneratorMeshes
+from titanrl.launch.meshes import TrainerMesh
+from titanrl.launch.respawns import Respawns
+from titanrl.launch.run_lock import RunLock, claim_new_run
+from titanrl.launch.sampling import Sampler, SamplingClient
+from titanrl.launch.starting_model import StartingModel, new_base, prepare_starting_model
+from titanrl.launch.supervision import OnEvent
+from titanrl.launch.training import TrainingClient
+from titanrl.launch.warm_start import warm_start
+from titanrl.metrics.console import Console
+from titanrl.plugins import Plugins
+from titanrl.preflight import preflight
+from titanrl.task import Task
+from titanrl.weights.sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSetup:
+    """Arguments of a session."""
+
+    config: Config
+    """Configuration. A session without rollouts uses the sections of model, trainer, generator, hosts and weights."""
+    run_dir: Path
+    """Absolute path of the folder for logs, states and exported models."""
+    console: Console
+    """Shows the progress of the start."""
+    roles: Roles
+    """Roles to start."""
+    plugins: Plugins
+    """The user's objects in place of built-in ones."""
+    on_event: OnEvent | None = None
+    """Records faults, stalls and replacements."""
+    first_index: int = 0
+    """First position of the prompt stream, for the rollouts."""
+    respawns: Respawns | None = None
+    """Replacements so far, over all sessions of a run."""
+    lock: RunLock | None = None
+    """Claim of the run directory by a session of its own, which is released with the console when the session closes."""
+
+
+class Session:
+    """Running trainer and generators, and their clients."""
+
+    def __init__(self, setup: SessionSetup, base: StartingModel, parts: Parts) -> None:
+        """Wrap running processes; `open_session` starts them."""
+        self.config = setup.config
+        self.run_dir = setup.run_dir
+        self.tokenizer: Tokenizer = load_tokenizer(base.initial)
+        """Tokenizer of the policy."""
+        self._setup, self._base, self._parts = setup, base, parts
+        self._tasks: list[Task] = []
+        self._sampler = None if parts.generators is None else Sampler(parts.generators, setup.config, self.tokenizer)
+        weights = None if parts.trainer is None or parts.generators is None else parts.weights
+        self._training = None if parts.trainer is None else TrainingClient(parts.trainer, self.run_dir, weights, self._sampler)
+
+    @property
+    def training(self) -> TrainingClient:
+        """Client of the trainer.
+
+        Raises:
+            TitanRLError: The session has no trainer.
+        """
+        if self._training is None:
+            raise TitanRLError("training: this session has no trainer. Connect with training=True.")
+        return self._training
+
+    @property
+    def sampling(self) -> SamplingClient:
+        """Client of the generators that always samples with the newest published version.
+
+        Raises:
+            TitanRLError: The session has no generators.
+        """
+        if self._sampler is None:
+            raise TitanRLError("sampling: this session has no generators. Connect with sampling=True.")
+        return SamplingClient(self._sampler)
+
+    async def task(self) -> Task:
+        """Open the prompts of the configuration and start the processes of its rewards; they run until the session closes.
+
+        Raises:
+            ValueError: The data or a reward cannot be used.
+        """
+        task = Task(self.config, self.tokenizer, self._setup.plugins)
+        await task.start()
+        self._tasks.append(task)
+        return task
+
+    async def teacher(self, path: str | Path, generator: GeneratorConfig | None = None) -> SamplingClient:
+        """Start a generator with a frozen model, in processes of its own; it runs until the session closes.
+
+        Args:
+            path: Hugging Face directory of a model of a supported family. `data.max_prompt_tokens` and
+                `rollout.max_new_tokens` limit its sequences, too.
+            generator: Options of its engine; the section `generator` by default. It has one replica.
+
+        Raises:
+            TitanRLError: There is no model in the directory.
+        """
+        folder = Path(path).resolve()
+        if not (folder / "config.json").is_file():
+            raise TitanRLError(f"teacher: no config.json (got {path}). Give the path of a Hugging Face model directory.")
+        tokenizer = load_tokenizer(folder)
+        files = RunFiles(run_dir=self.run_dir, model_dir=folder, stop_ids=tokenizer.eos_ids)
+        config = self.config if generator is None else self.config.model_copy(update={"generator": generator})
+        generators = await self._parts.assembly.spawn_teacher(self._parts, config.generator, files)
+        return SamplingClient(Sampler(generators, config, tokenizer))
+
+    async def close(self) -> None:
+        """Stop every process; warn of what failed, unless a death or a stall was reported."""
+        for task in self._tasks:
+            await task.close()
+        tell = self._setup.console.warn if self.fault is None else logger.info  # a fault explains the problems
+        for problem in await self._parts.close(self.config.timeouts.close_s):
+            tell(f"while closing: {problem}")
+        if self._setup.lock is not None:
+            self._setup.console.close()
+            self._setup.lock.release()
+
+    @property
+    def fault(self) -> FaultError | None:
+        """Death or stall of a process that has ended every request; None if there was none."""
+        failure = self._parts.assembly.around.supervisor.failure
+        return failure if isinstance(failure, FaultError) else None
+
+    # Parts, for the loops of TitanRL itself
+
+    @property
+    def trainer(self) -> TrainerMesh:
+        """The trainer ranks."""
+        assert self._parts.trainer is not None, "this session has no trainer"
+        return self._parts.trainer
+
+    @property
+    def generators(self) -> GeneratorMeshes:
+        """The generator replicas."""
+        assert self._parts.generators is not None, "this session has no generators"
+        return self._parts.generators
+
+    @property
+    def evaluator(self) -> GeneratorMeshes:
+        """The generator that evaluates in the background."""
+        assert self._parts.evaluator is not None, "this session does not evaluate in the background"
+        return self._parts.evaluator
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Rollout workers and buffer."""
+        assert self._parts.rollouts is not None, "this session has no rollouts"
+        return self._parts.rollouts
+
+    @property
+    def weights(self) -> WeightSync:
+        """Way of the weights from the trainer to the generators."""
+        return self._parts.weights
+
+    async def load(self) -> None:
+        """Start the actors, and load or warm-start the policy. Generators have no weights until the first publication."""
+        parts, base, config = self._parts, self._base, self.config
+        starting = [asyncio.ensure_future(parts.generators.start())] if parts.generators is not None else []
+        if parts.evaluator is not None:
+            starting.append(asyncio.ensure_future(parts.evaluator.start()))
+        if parts.rollouts is not None:
+            starting.append(asyncio.ensure_future(parts.rollouts.workers.start()))
+        if self._training is not None:
+            await self.trainer.start()
+            await self.trainer.load_model(base.base if base.is_ready else base.initial)
+            if not base.is_ready and config.warm_start is not None:
+                await warm_start(self._training, config, config.warm_start, self.tokenizer, self._setup.console)
+                with new_base(base) as made:
+                    await self.trainer.export_model(made)
+                await self.trainer.start_over()
+        await asyncio.gather(*starting)
+
+
+async def open_session(setup: SessionSetup) -> Session:
+    """Start the processes of a session; `Session.load` starts their actors."""
+    base = prepare_starting_model(setup.config)
+    if not setup.roles.trainer and not base.is_ready:
+        raise TitanRLError(
+            f"training: False needs a model that exists (got {base.base}, which a warm start would make). "
+            "Set model.path, or remove warm_start."
+        )
+    model_dir = base.initial if setup.roles.trainer else base.base
+    stop_ids = load_tokenizer(base.initial).eos_ids
+    files = RunFiles(run_dir=setup.run_dir, model_dir=model_dir, stop_ids=stop_ids, plugins=setup.plugins)
+    parts = await assemble(
+        setup.config,
+        resolve_device(setup.config.device),
+        files,
+        setup.roles,
+        first_index=setup.first_index,
+        respawns=setup.respawns,
+        on_event=setup.on_event,
+        warn=setup.console.warn,
+    )
+    return Session(setup, base, parts)
+
+
+class Connection:
+    """A session to be started, by `async with` or by `await`."""
+
+    def __init__(self, start: Callable[[], Coroutine[Any, Any, Session]]) -> None:
+        """Keep the function that starts the session."""
+        self._start = start
+        self._session: Session
+
+    def __await__(self) -> Generator[Any, None, Session]:
+        """Start the session; the caller closes it."""
+        return self._start().__await__()
+
+    async def __aenter__(self) -> Session:
+        """Start the session."""
+        self._session = await self._start()
+        return self._session
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Close the session."""
+        await self._session.close()
+
+
+def connect(config: Config, *, training: bool = True, sampling: bool = True, console: Console | None = None) -> Connection:
+    """Start trainer, generators, or both, for a loop of one's own; stop them at the end of the body.
+
+    With both, the generators start with the trainer's weights as version 0. In a notebook, where a body cannot span cells,
+    await the result, and call `Session.close` at the end.
+
+    Example:
+        async with connect(load_config("quickstart")) as session:
+            groups = await session.sampling.sample(["1 + 2 ="], num_samples=4)
+            output = await session.training.forward_backward(data, "ppo")
+            await session.training.optim_step(AdamParams(learning_rate=1e-4))
+            client = await session.training.publish()
+
+    Args:
+        config: Configuration. The sections of data, rollouts and algorithm matter only for the lengths of sequences, the
+            sampling temperature and the options of losses.
+        training: Start the trainer.
+        sampling: Start the generators. Without a trainer they serve the model of the configuration as it is.
+        console: Shows the progress of the start; made from `config.logging` by default.
+
+    Raises:
+        ConfigError: The session cannot start on this machine.
+    """
+    if not (training or sampling):
+        raise TitanRLError("connect: nothing to start (got training=False, sampling=False). Set one of them to True.")
+    return Connection(partial(_start, config, Roles(trainer=training, generators=sampling), console))
+
+
+async def _start(config: Config, roles: Roles, console: Console | None) -> Session:
+    """Start a session of its own run directory."""
+    plugins = plugins_of(config, {})
+    preflight(config, plugins=plugins, training=roles.trainer, sampling=roles.generators, rollouts=False)
+    config = with_declared_traits(config, plugins)
+    lock = claim_new_run(config.run_dir)
+    run_dir = lock.path.resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    console = console or Console(config.logging.console, total_steps=0, title=config.name)
+    setup = SessionSetup(config=config, run_dir=run_dir, console=console, roles=roles, plugins=plugins, lock=lock)
+    session = await open_session(setup)
+    try:
+        await session.load()
+        if roles.trainer and roles.generators:
+            await session.training.publish()
+    except BaseException:  # an interrupt, too: no process may outlive a failed start
+        await session.close()
+        raise
+    return session

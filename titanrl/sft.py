@@ -1,0 +1,149 @@
+"""Supervised fine-tuning: the loop, and the command `titanrl sft --config FILE`.
+
+A step trains on the next `sft.batch_size` examples: the loss is the cross-entropy of their trained tokens, averaged over all of
+them. Which examples these are depends only on the seed and on how many were trained on before, so a resumed run continues the
+same curve.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanrl import command
+from titanrl.algorithms.schedule import adam_params
+from titanrl.config import Config, Source
+from titanrl.data.demonstrations import Demonstration, mean_loss_data
+from titanrl.metrics import steps as metrics_of
+from titanrl.metrics.console import Console
+from titanrl.preflight import read_examples
+from titanrl.run import Run, is_due
+from titanrl.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
+
+if TYPE_CHECKING:
+    from titanrl.launch.assembly import Roles
+
+NO_GENERATION = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=0.0, num_replicas=0)
+
+
+class SFT(Run):
+    """A fine-tuning run: the trainer, and the examples that it trains on.
+
+    Example:
+        async with SFT(load_config("sft_quickstart")) as run:
+            metrics = await run.step()
+    """
+
+    program = "sft"
+    purpose = "Fine-tune a model on examples."
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        console: Console | None = None,
+        source: Source | None = None,
+        **objects: object,
+    ) -> None:
+        """Check everything that can be checked before a process is started, the examples included; see `Run`."""
+        super().__init__(config, resume=resume, console=console, source=source, **objects)
+        assert config.sft is not None
+        self._sft = config.sft
+        self.console.phase("read examples", str(config.sft.path))
+        try:
+            self.examples = read_examples(self.config, source)
+        except BaseException:  # an interrupt, too: a live display hides the cursor
+            self.console.close()
+            if resume is None:
+                self._lock.abandon()
+            raise
+
+    async def step(self) -> StepMetrics:
+        """Train on the next batch and report."""
+        await self._hooks.before_step(self)
+        started, training = time.perf_counter(), self.training
+        batch = self.examples.batch(self.state.next_index, self._sft.batch_size, self.config.seed)
+        params = self.steered(adam_params(self._sft, training.version, self.config.num_steps))
+        with self._timer.phase("train"):
+            passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
+            stepping = training.optim_step(params)
+            loss = (await passes).metrics["loss:sum"]
+        with self._timer.phase("optim"):
+            update = await stepping
+        self.count_skipped(update)
+        metrics = self._report(batch, loss, update, params, time.perf_counter() - started)
+        await self._hooks.after_step(self, metrics)
+        return metrics
+
+    def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
+        """Return the loss on held-out examples if it is due after this step."""
+        step = self.state.step
+        return ["loss"] if is_last or step == 0 or is_due(step, self.config.evaluation.every_steps) else []
+
+    async def evaluate_all(self, names: Sequence[str], *, is_last: bool) -> None:
+        """Measure the loss on held-out examples."""
+        await self.evaluate()
+
+    async def evaluate(self) -> float | None:
+        """Return the loss on held-out examples, a mean over their trained tokens; None without held-out examples."""
+        heldout = self.examples.heldout[: self.config.evaluation.num_prompts]
+        if not heldout:
+            return None
+        data, size = mean_loss_data(heldout), self._sft.batch_size
+        with self._timer.phase("evaluate"):
+            passes = [self.training.forward(data[start : start + size], "cross_entropy") for start in range(0, len(data), size)]
+            loss = sum([output.metrics["loss:sum"] for output in await asyncio.gather(*passes)])
+        self.recorder.heldout_loss(StepMetrics(step=self.state.step, version=self.state.version, values={"loss/eval": loss}))
+        return loss
+
+    def roles(self) -> "Roles":
+        """Return the trainer alone."""
+        from titanrl.launch.assembly import Roles  # imports torch
+
+        return Roles(generators=False)
+
+    async def begin(self) -> None:
+        """Load the checkpoint of a resumed run."""
+        for name, text in self.examples.summary(self._sft.batch_size, self.config.num_steps).items():
+            self.console.note(f"{name}: {text}")
+        await self.resume()
+
+    def _report(
+        self, batch: list[Demonstration], loss: float, update: OptimUpdate, params: AdamParams, step_s: float
+    ) -> StepMetrics:
+        """Count the step and record everything about it."""
+        state = self.state
+        num_tokens = sum(len(example.token_ids) for example in batch)
+        num_trained = sum(example.num_trained for example in batch)
+        counts = state.counts.plus(trained_tokens=0 if update.skipped else num_trained)
+        place = state.next_index + len(batch)
+        self.state = replace(state, step=state.step + 1, version=update.version, next_index=place, counts=counts)
+        values = {
+            **metrics_of.supervised_metrics(
+                loss=loss,
+                trained_tokens=num_trained,
+                num_tokens=num_tokens,
+                epoch=self.state.next_index / len(self.examples.training),
+            ),
+            **metrics_of.optimizer_metrics([update], params.learning_rate),
+            **metrics_of.speed_metrics(
+                trained_tokens=num_tokens, generated=NO_GENERATION, trainer_busy_s=update.busy_s, step_s=step_s
+            ),
+            **self._timer.take(),
+            "count/trained_tokens": counts.trained_tokens,
+        }
+        metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
+        self.recorder.step(metrics)
+        return metrics
+
+
+main = partial(command.main, SFT, prog="titanrl sft")
+"""Function `main(argv, prog=...)` that fine-tunes as a command."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The task of a configuration, for a loop of one's own: its prompts, and the reward of what was sampled for them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titanrl.config.schema import Config
+from titanrl.data.streams import make_stream
+from titanrl.data.tokenizer import Tokenizer
+from titanrl.launch.sampling import Sample, SamplingClient
+from titanrl.plugins import Plugins
+from titanrl.replay.failures import scorer_failed
+from titanrl.rewards import Answers, Scored
+from titanrl.rollout.episodes import Episodes, start_episodes
+from titanrl.rollout.evaluating import EvaluationSets
+from titanrl.rollout.scoring import Scoring
+from titanrl.types import EvaluationResult, Prompt
+
+
+class Task:
+    """Prompts and rewards of the sections `data` and `sandbox`; `Session.task` starts one.
+
+    Example:
+        task = await session.task()
+        prompts = task.prompts(32)
+        groups = await session.sampling.sample(prompts, num_samples=8)
+        rewards = await task.rewards(prompts, groups)
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, plugins: Plugins) -> None:
+        """Open the prompts; `start` loads the rewards.
+
+        Raises:
+            ValueError: The data cannot be used.
+        """
+        self._stream = make_stream(config.data, tokenizer, config.seed, plugins)
+        self._scoring = Scoring(config, plugins)
+        self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
+        self._episodes: Episodes | None = None
+
+    async def start(self) -> None:
+        """Load the rewards, and start the processes that confine them.
+
+        Raises:
+            SandboxUnavailable: This machine cannot confine a process.
+            ValueError: A reward cannot be loaded.
+        """
+        await self._scoring.start()
+        if self._config.data.environment is not None:
+            self._episodes = await start_episodes(self._config, self._tokenizer, self._scoring.score, self._plugins)
+        self._sets = EvaluationSets(self._config, self._tokenizer, self._plugins, self._stream, self._scoring, self._episodes)
+
+    def prompts(self, num: int, *, start: int = 0) -> list[Prompt]:
+        """Return training prompts: `num` of the stream from position `start`. Every epoch has another order."""
+        return [self._stream[index] for index in range(start, start + num)]
+
+    def heldout(self, num: int) -> list[Prompt]:
+        """Return the first held-out prompts.
+
+        Raises:
+            ValueError: There are fewer than `num`.
+        """
+        return self._stream.heldout(num)
+
+    async def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Sample]]) -> list[list[Scored]]:
+        """Score the samples of each prompt: reward and its parts, or the error of the reward."""
+        return await asyncio.gather(
+            *(
+                self._scoring.score(
+                    Answers(
+                        entry=prompt.entry,
+                        completions=tuple(sample.text for sample in group),
+                        num_tokens=tuple(len(sample.tokens) for sample in group),
+                        finish_reasons=tuple(sample.finish_reason for sample in group),
+                    )
+                )
+                for prompt, group in zip(prompts, groups, strict=True)
+            )
+        )
+
+    async def rewards(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Sample]]) -> list[list[float]]:
+        """Return the reward of each sample of each prompt.
+
+        Raises:
+            ScorerError: The reward failed on a sample. `score` returns such errors instead.
+        """
+        scored = await self.score(prompts, groups)
+        errors = [score.error for group in scored for score in group if score.reward is None]
+        if errors:
+            raise scorer_failed(f"{len(errors)} of {sum(map(len, groups))} samples", errors[0])
+        return [[score.reward for score in group if score.reward is not None] for group in scored]
+
+    async def evaluate(
+        self, client: SamplingClient, num_prompts: int | None = None, *, name: str | None = None
+    ) -> EvaluationResult:
+        """Sample completions of an evaluation set, and score them.
+
+        Args:
+            client: Client of the model to evaluate.
+            num_prompts: Number of prompts; the set's own by default.
+            name: Evaluation set; None means the first, which is the default set unless it was left out.
+
+        Raises:
+            ScorerError: The reward failed on every completion.
+            ValueError: There is no such set, or its data cannot be used.
+        """
+        subset = self._sets.named(name)
+        if num_prompts is not None:
+            subset = replace(subset, num_prompts=num_prompts)
+        return await self._sets.evaluate(subset, client.generate)
+
+    async def close(self) -> None:
+        """Stop the processes of the rewards."""
+        await self._sets.close()
+        await self._scoring.close()
+        if self._episodes is not None:
+            await self._episodes.environments.close()

@@ -1,0 +1,340 @@
+"""Agreement of the trainer's ranks on each collective phase: a rank that differs, is late or fails is named on every rank.
+
+Each rank posts its phase, with some facts about it, to a store before the first collective of the phase. Rank 0 compares the
+posts and sets the verdict, so a phase costs each rank two round trips to the store, and rank 0 reads every post once. A rank
+that already waits in a collective is interrupted: a thread of each rank waits for an alarm and then breaks the process groups.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store, TCPStore
+
+from titanrl.errors import FaultError
+
+Facts = Mapping[str, int | list[str]]
+"""Values that must be equal on all ranks, by a plural such as `micro-batches`; a list holds names."""
+
+Post = Mapping[str, Any]
+"""`phase`, and either `facts` or, if the rank failed before its first collective, `error`."""
+
+NUM_WAITS = 6
+"""Waits for a late rank. The first one that expires names it in the log. As their number decides and not the time, ranks that
+were all suspended together (Ctrl-Z) still have most of their time when they continue."""
+ALARM_LIFETIME = timedelta(days=20)
+"""Longest wait for an alarm that `poll` of the operating system can express."""
+GRACE_S = 2.0
+"""Seconds in which all ranks must fail if a failure in the collective part of a phase is to count as common."""
+
+logger = logging.getLogger(__name__)
+
+
+class RankError(FaultError):
+    """The trainer's ranks do not do the same, or one of them failed; the text names it. The trainer cannot continue."""
+
+
+class Agreement:
+    """The agreement of one rank with all others. With one rank it does nothing.
+
+    Example:
+        with agreement.phase("optim_step") as agree:
+            agree(lambda: {"micro-batches": 4})
+            learner.optim_step(params)
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        connect: Callable[[], Store],
+        *,
+        wait_s: float,
+        interrupt: Callable[[], None] = lambda: None,
+        name: str = "trainer",
+    ) -> None:
+        """Connect to the store, and listen for alarms.
+
+        Args:
+            rank: This rank.
+            size: Number of ranks.
+            connect: Function that opens a connection to the store; the alarm has its own.
+            wait_s: Seconds to wait for a late rank before every rank fails.
+            interrupt: Ends the collectives that this rank waits in; see `break_groups`.
+            name: Prefix of the keys; agreements that share a store need different ones.
+        """
+        self._rank, self._size, self._name = rank, size, name
+        self._number = 0
+        self._alarm: str | None = None
+        self._awaited: list[str] = []
+        self._interrupt = interrupt
+        if size == 1:
+            return
+        self._wait = timedelta(seconds=wait_s / NUM_WAITS)
+        self._store = connect()
+        self._store.set_timeout(self._wait)
+        self._store.set(self._key("at", rank), "in start")
+        self._listener = threading.Thread(target=self._listen, args=(connect(),), name="alarm of the ranks", daemon=True)
+        self._listener.start()
+
+    @property
+    def num_phases(self) -> int:
+        """Number of phases so far, the same on all ranks."""
+        return self._number
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Callable[[Callable[[], Facts]], None]]:
+        """Run a phase; its body calls the function that it gets exactly once, with its facts, before its first collective.
+
+        An exception before that call is posted in place of the facts, so that all ranks fail together. A later one reaches
+        the others by an alarm, unless they fail, too.
+
+        Raises:
+            RankError: A rank is in another phase, has other facts, is late, or failed.
+        """
+        if self._size == 1:
+            yield _alone
+            return
+        if self._alarm is not None:
+            raise RankError(self._alarm)
+        self._number += 1
+        self._store.set(self._key("at", self._rank), f"in {name}")
+        agreed = False
+
+        def agree(facts: Callable[[], Facts]) -> None:
+            nonlocal agreed
+            assert not agreed, f"{name}: a phase agrees once"
+            post = {"phase": name, "facts": facts()}
+            agreed = True
+            self._exchange(post)
+
+        try:
+            yield agree
+            assert agreed, f"{name}: the phase did not agree"
+        except RankError:
+            raise
+        except Exception as error:  # of any kind: the other ranks would wait for this one
+            if agreed:
+                self._fail(name, error)
+            else:
+                agreed = True
+                self._exchange({"phase": name, "error": _one_line(error)}, own=error)
+            raise
+        self._store.set(self._key("at", self._rank), f"waiting for a request since {name}")
+
+    def close(self) -> None:
+        """Stop listening for alarms."""
+        if self._size > 1 and self._listener.is_alive():
+            with suppress(DistNetworkError, DistStoreError):  # of a store that has ended already
+                self._store.set(self._key("alarm", self._rank), "")
+            self._listener.join(1.0)
+
+    def _exchange(self, post: Post, own: Exception | None = None) -> None:
+        """Write a post; return when all ranks have written the same. `own` replaces the error of the verdict that it causes."""
+        if self._alarm is not None:
+            raise (own or RankError(self._alarm))
+        number = self._number
+        self._store.set(self._key(number, self._rank), json.dumps(post))
+        text, is_fatal = self._judge(post) if self._rank == 0 else self._verdict(post)
+        if is_fatal:
+            self._alarm = text
+        else:
+            self._store.delete_key(self._key(number, self._rank))  # rank 0 has read it
+            if self._rank == 0 and number > 1:
+                self._store.delete_key(self._key(number - 1, "verdict"))  # all ranks have posted since, so they have read it
+        if text:
+            raise (own or RankError(text)) from None
+
+    def _judge(self, post: Post) -> tuple[str, bool]:
+        """Read the posts of all ranks, as rank 0; set and return the verdict.
+
+        It is a text, empty if the ranks agree, and whether they can no longer continue. Ranks of which one failed before its
+        first collective are still in step.
+        """
+        number = self._number
+        values = self._read([self._key(number, rank) for rank in range(self._size)], NUM_WAITS, post["phase"])
+        if values is None:
+            return self._sound(self._describe_late(post["phase"])), True
+        posts = [json.loads(value) for value in values] if len(set(values)) > 1 else []
+        text = disagreement(posts) if posts else ""
+        is_fatal = bool(text) and (len({each["phase"] for each in posts}) > 1 or not any("error" in each for each in posts))
+        self._store.set(self._key(number, "verdict"), json.dumps((text, is_fatal)))
+        return text, is_fatal
+
+    def _verdict(self, post: Post) -> tuple[str, bool]:
+        """Wait for the verdict of rank 0, which waits for the other ranks itself."""
+        values = self._read([self._key(self._number, "verdict")], NUM_WAITS + 1, post["phase"])
+        if values is None:
+            return self._sound(self._describe_late(post["phase"])), True
+        text, is_fatal = json.loads(values[0])
+        return text, is_fatal
+
+    def _read(self, keys: list[str], num_waits: int, phase: str) -> list[bytes] | None:
+        """Wait for keys and return their values; None if an alarm or the deadline comes first."""
+        self._awaited = keys
+        for attempt in range(num_waits):
+            try:
+                values = self._store.multi_get(keys)
+                return values if self._alarm is None else None
+            except DistStoreError:  # it has waited
+                if attempt == 0:
+                    logger.warning("waiting: %s", self._describe_late(phase))
+        return None
+
+    def _describe_late(self, phase: str) -> str:
+        """Name the ranks that have not posted, and what they last did."""
+        if self._alarm is not None:
+            return self._alarm
+        late = [rank for rank in range(self._size) if not self._store.check([self._key(self._number, rank)])]
+        return lateness(phase, {rank: self._store.get(self._key("at", rank)).decode() for rank in late})
+
+    def _fail(self, phase: str, error: Exception) -> None:
+        """Report a failure in the collective part of a phase: a common one needs no more, else sound the alarm.
+
+        Raises:
+            RankError: The failure follows from an alarm.
+        """
+        if self._store.check([self._key("alarm", self._rank)]):
+            raise RankError(self._store.get(self._key("alarm", self._rank)).decode()) from error
+        self._store.set(self._key(self._number, f"failed/{self._rank}"), "")
+        keys = [self._key(self._number, f"failed/{rank}") for rank in range(self._size)]
+        self._store.set_timeout(timedelta(seconds=GRACE_S))
+        try:
+            self._store.multi_get(keys)
+        except DistStoreError:
+            if self._alarm is not None:
+                raise RankError(self._alarm) from error
+            self._sound(f"rank {self._rank} failed in {phase}: {_one_line(error)}")
+        finally:
+            self._store.set_timeout(self._wait)
+
+    def _sound(self, text: str) -> str:
+        """Send an alarm to every rank and return its text; of several alarms the first one counts."""
+        self._alarm = text = self._store.compare_set(self._key("alarm"), "", text).decode()
+        for rank in range(self._size):
+            self._store.set(self._key("alarm", rank), text)
+        return text
+
+    def _listen(self, store: Store) -> None:
+        """Wait for an alarm, as a thread; then end the collectives that this rank waits in."""
+        with suppress(DistNetworkError, DistStoreError):  # the store has ended, and with it the run
+            store.wait([self._key("alarm", self._rank)], ALARM_LIFETIME)
+            text = store.get(self._key("alarm", self._rank)).decode()
+            if text:
+                logger.error("%s", text)
+                self._alarm = text
+                for key in self._awaited:
+                    store.set(key, json.dumps((text, True)))
+                self._interrupt()
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, ("agreement", self._name, *parts)))
+
+
+def agreement_of(wait_s: float, groups: Collection[ProcessGroup], name: str = "trainer") -> Agreement:
+    """Return the agreement of this rank of torch's default process group, in the store through which the ranks connected.
+
+    An alarm breaks the process groups that `groups` contains at that time.
+    """
+
+    def connect() -> Store:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return TCPStore(address, port, is_master=False, wait_for_workers=False)
+
+    return Agreement(
+        dist.get_rank(),
+        dist.get_world_size(),
+        connect,
+        wait_s=wait_s,
+        interrupt=lambda: break_groups(groups),
+        name=name,
+    )
+
+
+def break_groups(groups: Iterable[ProcessGroup]) -> None:
+    """End the collectives that other threads of this process wait in, by an exception; the process groups are lost.
+
+    gloo has no abort. There a receive that expires closes the connections of its group, and all that waits on them fails.
+    """
+    for group in groups:
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+            continue
+        neighbour = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        with suppress(RuntimeError):
+            receiving = dist.irecv(torch.empty(1), group=group, group_src=neighbour)
+            if receiving is not None:
+                receiving.wait(timedelta(milliseconds=1))
+
+
+def disagreement(posts: Sequence[Post]) -> str:
+    """Name the ranks whose posts differ from those of most ranks; return an empty text if they are equal or all ranks failed.
+
+    Example: `run_data: rank 2: 3 micro-batches, others 4`
+    """
+    failed = {rank: post["error"] for rank, post in enumerate(posts) if "error" in post}
+    if failed:
+        texts = [f"rank {rank} failed in {posts[rank]['phase']}: {text}" for rank, text in failed.items()]
+        return "; ".join(texts) if len(failed) < len(posts) else ""
+    usual, odd = split([post["phase"] for post in posts])
+    if odd:
+        texts = [f"rank {rank} is in {posts[rank]['phase']}{_counts(posts[rank])}" for rank in odd]
+        example = next(post for rank, post in enumerate(posts) if rank not in odd)
+        return f"{'; '.join(texts)}, others in {usual}{_counts(example)}"
+    texts = [text for key in sorted({key for post in posts for key in post["facts"]}) if (text := _difference(posts, key))]
+    return f"{usual}: {'; '.join(texts)}" if texts else ""
+
+
+def split(values: Sequence[str]) -> tuple[str, list[int]]:
+    """Return the most frequent value, the first of several, and the ranks that have another one."""
+    usual = Counter(values).most_common(1)[0][0]
+    return usual, [rank for rank, value in enumerate(values) if value != usual]
+
+
+def lateness(phase: str, activities: Mapping[int, str]) -> str:
+    """Describe ranks that did not reach a phase in time, by what they do instead."""
+    if not activities:
+        return f"all ranks have reached {phase}, but rank 0 did not compare them"
+    return "; ".join(f"rank {rank} has not reached {phase}; it is {activity}" for rank, activity in activities.items())
+
+
+def _difference(posts: Sequence[Post], key: str) -> str:
+    """Name the ranks that have another value of a fact; return an empty text if there are none."""
+    values = [post["facts"].get(key) for post in posts]
+    usual, odd = split([json.dumps(value) for value in values])
+    expected = json.loads(usual)
+    if not odd:
+        return ""
+    if not isinstance(expected, list):
+        return f"{'; '.join(f'rank {rank}: {values[rank]} {key}' for rank in odd)}, others {expected}"
+    texts = [f"rank {rank}: {len(values[rank])} {key} ({_some(set(values[rank]) ^ set(expected))})" for rank in odd]
+    return f"{'; '.join(texts)}, others {len(expected)}"
+
+
+def _some(names: Collection[str]) -> str:
+    """Return the first names of several."""
+    shown = sorted(names)[:3]
+    return ", ".join([*shown, f"and {len(names) - 3} more"] if len(names) > 3 else shown)
+
+
+def _counts(post: Post) -> str:
+    """Return the numbers among the facts of a post in parentheses."""
+    counts = [f"{value} {key}" for key, value in post["facts"].items() if isinstance(value, int)]
+    return f" ({', '.join(counts)})" if counts else ""
+
+
+def _one_line(error: Exception) -> str:
+    """Return type and text of an exception without line breaks, cut to 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _alone(facts: Callable[[], Facts]) -> None:
+    """Agree with no other rank, which takes no work."""

@@ -1,0 +1,153 @@
+"""Float8 projections. With the tensor-wise recipe, the scales of the weights are computed once per change of the weights.
+
+The scale of a tensor needs its largest absolute value. torchao computes that of each gathered weight twice per pass. Here one
+reduction over the shards, after each optimizer step, computes all of them. torchao's own hook for this,
+`precompute_float8_dynamic_scale_for_fsdp`, needs weights in a tensor subclass without memory of its own, which can be neither
+published nor copied into snapshots.
+
+Shapes: I inputs and O outputs of a projection, N tokens.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torchao.float8.config import Float8LinearConfig, e4m3_dtype
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, hp_tensor_and_scale_to_float8
+from torchao.float8.float8_utils import amax_to_scale
+from torchtitan.components.quantization.float8 import Float8Linear, Float8LinearConverter
+from torchtitan.protocols.module import Module
+
+from titanrl.weights.layout import local_part
+
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+
+class TensorwiseLinear(Float8Linear):
+    """A float8 projection that gets the scale of its weight from `WeightScales`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Float8Linear.Config):
+        """Configuration of torchtitan's float8 projection."""
+
+    def __init__(self, config: Config) -> None:
+        """Build the projection; its scale is set before the first pass."""
+        super().__init__(config)
+        self.weight_scale: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply by the weight, both rounded to float8."""
+        assert self.weight_scale is not None, "the scales were not computed after the weights were loaded"
+        scale, grad_dtype = like(self.weight_scale, self.weight), self.config.cast_config_grad_output.target_dtype
+        output: Tensor = Float8Matmul.apply(  # type: ignore[no-untyped-call]
+            input, self.weight.t(), scale, self.linear_mm_config, grad_dtype
+        )
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+@torch._dynamo.allow_in_graph
+class Float8Matmul(torch.autograd.Function):
+    """torchao's tensor-wise product (`matmul_with_hp_or_float8_args`) with a given scale of the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight_IO: Tensor, scale: Tensor, mm_config: LinearMMConfig, grad_dtype: torch.dtype
+    ) -> Tensor:
+        """Return the product, of the shape of the input but for the last dimension."""
+        ctx.save_for_backward(input, weight_IO, scale)
+        ctx.mm_config, ctx.grad_dtype = mm_config, grad_dtype
+        input_NI = rounded(input, e4m3_dtype, mm_config, GemmInputRole.INPUT)
+        output_NO = input_NI @ hp_tensor_and_scale_to_float8(weight_IO, scale, e4m3_dtype, mm_config, GemmInputRole.WEIGHT)
+        output: Tensor = output_NO.reshape(*input.shape[:-1], output_NO.shape[-1])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Return the gradients of input and weight."""
+        input, weight_IO, scale = ctx.saved_tensors
+        weight8_IO = hp_tensor_and_scale_to_float8(weight_IO, scale, e4m3_dtype, ctx.mm_config, GemmInputRole.WEIGHT)
+        grad_NO = rounded(grad_output, ctx.grad_dtype, ctx.mm_config, GemmInputRole.GRAD_OUTPUT)
+        input_NI = rounded(input, e4m3_dtype, ctx.mm_config, GemmInputRole.INPUT)
+        grad_input = (grad_NO @ weight8_IO.t()).reshape(input.shape)
+        return grad_input, (grad_NO.t() @ input_NI).t(), None, None, None
+
+
+def rounded(values: Tensor, dtype: torch.dtype, mm_config: LinearMMConfig, role: GemmInputRole) -> Tensor:
+    """Round a tensor to float8 with the scale of its largest absolute value, as a matrix."""
+    float8: Tensor = hp_tensor_to_float8_dynamic(values, dtype, mm_config, gemm_input_role=role)
+    return float8.reshape(-1, values.shape[-1])
+
+
+def like(scale: Tensor, weight: Tensor) -> Tensor:
+    """Return the scale as torchao expects it beside this weight: a DTensor if the weight is one."""
+    if not isinstance(weight, DTensor):
+        return scale
+    mesh = weight.device_mesh
+    return DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def float8_projections(model: Module.Config, recipe: Recipe, *, emulate: bool, compiled: bool) -> Module.Config:
+    """Convert the projections of a model config, except the output layer, to float8.
+
+    Args:
+        model: torchtitan's model config, which is changed.
+        recipe: torchao's recipe.
+        emulate: Compute in higher precision with rounded operands, on a device without float8.
+        compiled: True if the blocks are compiled.
+
+    Raises:
+        ValueError: The device has no float8.
+    """
+    converter = Float8LinearConverter.Config(
+        recipe_name=recipe, filter_fqns=["lm_head"], emulate=emulate, model_compile_enabled=compiled
+    ).build()
+    # torchtitan's emulation would ignore the recipe.
+    converter.torchao_config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    model = converter.convert(model)
+    return with_kept_scales(model) if recipe == "tensorwise" else model
+
+
+def with_kept_scales(model: Module.Config) -> Module.Config:
+    """Replace torchtitan's float8 projections in a model config by those of this module."""
+    for _, linear, parent, attribute in model.traverse(Float8Linear.Config):
+        kept = TensorwiseLinear.Config(**{field.name: getattr(linear, field.name) for field in fields(linear) if field.init})
+        if isinstance(parent, list):
+            parent[attribute] = kept
+        else:
+            setattr(parent, attribute, kept)
+    return model
+
+
+class WeightScales:
+    """The weight scales of all `TensorwiseLinear` of a model."""
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
+        """Find the projections.
+
+        Args:
+            module: Parallelized model.
+            compute_dtype: Data type of the gathered weights.
+        """
+        self._linears = [part for part in module.modules() if isinstance(part, TensorwiseLinear)]
+        self._compute_dtype = compute_dtype
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Compute the scales of the current weights, which must be resharded. This is a collective."""
+        shards = [local_part(linear.weight) for linear in self._linears]
+        largest = torch.zeros(len(shards), device=shards[0].device)
+        held = [index for index, shard in enumerate(shards) if shard.numel()]  # FSDP may leave a rank without rows
+        norms = torch._foreach_norm([shards[index] for index in held], ord=math.inf)
+        if held:
+            largest[held] = torch.stack(norms).float()
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        scales = amax_to_scale(largest.to(self._compute_dtype), e4m3_dtype)
+        for linear, scale in zip(self._linears, scales.unbind(), strict=True):
+            if linear.weight_scale is None:
+                linear.weight_scale = torch.empty_like(scale)
+            linear.weight_scale.copy_(scale)  # in place: compiled code holds the tensor
