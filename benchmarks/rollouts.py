@@ -26,7 +26,7 @@ from titanrl.rollout.group import record_of, roll_out, sampling_requests
 from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 NUM_GROUPS, GROUP_SIZE, GROUPS_AT_ONCE = 64, 8, 8
-"""Groups of one measurement, rollouts of a group, and groups that a worker has under way."""
+"""Groups of one measurement, rollouts of a group, and groups that a worker rolls out at once."""
 NUM_ROUNDS = 9
 """Measurements of each case, after one that is not counted."""
 QUESTION = "State the final answer to the following arithmetic problem: 12 + 345 - 67 ="
