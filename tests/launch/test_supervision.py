@@ -255,7 +255,7 @@ from titanrl.launch.supervision import Supervisor
 async def run() -> None:
     supervisor = Supervisor()
     print("waiting", flush=True)
-    print(await supervisor.ask("reply", asyncio.to_thread(sys.stdin.readline), 1.0))
+    print(await supervisor.ask("reply", asyncio.to_thread(sys.stdin.readline), 3.0))
 
 asyncio.run(run())
 """
@@ -266,7 +266,7 @@ def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(3.5)
         process.send_signal(signal.SIGCONT)
         time.sleep(0.3)
         assert process.communicate("it is here\n")[0] == "it is here\n\n"

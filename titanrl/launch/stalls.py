@@ -72,6 +72,20 @@ def _ranks(processes: Iterable[Process]) -> str:
     return " and ".join(f"{role} rank {', '.join(ranks)}" for role, ranks in by_role.items()) or "processes that are not known"
 
 
+@dataclass(slots=True)
+class Report:
+    """A stall that was reported."""
+
+    text: str
+    """The stall as one line, with the file of its stacks."""
+    file: str
+    """Path of that file."""
+    time: float
+    """Time on the loop's clock."""
+    is_shown: bool = False
+    """True if the user has been warned."""
+
+
 class Watchdog:
     """Deadlines that are learned from earlier replies, and reports of the stalls that they reveal."""
 

@@ -17,7 +17,7 @@ from titanrl.actors import ActorError, SupervisionError, resolve
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
 from titanrl.launch.stacks import Process
-from titanrl.launch.stalls import Stall, StallError, Watchdog, suspects, works_on
+from titanrl.launch.stalls import Report, Stall, StallError, Watchdog, suspects, works_on
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ PROCESS_FAILED = "the process this actor was running on failed"
 """Text of torchmonarch's fault report when a process has ended."""
 TICK_S = 1.0
 """Seconds between two looks at the states of the processes."""
+SIGNAL_S = 0.1
+"""Seconds by which SIGCONT may be handled after a timer that expired during the suspension: any thread may receive it."""
 LATE_S = 3.0
 """Delay of a look that shows that this process was suspended, or in a debugger; a busy machine causes shorter ones."""
 PROGRESS_S = PROBE_S = 10.0
@@ -94,7 +96,7 @@ class Supervisor:
         self._stopped: dict[Process, _Stopped] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._reporting = asyncio.Lock()
-        self._reported: dict[tuple[Process, ...], _Report] = {}
+        self._reported: dict[tuple[Process, ...], Report] = {}
         self._closing = False
         self._num_continued = 0
         monarch.actor.unhandled_fault_hook = self._on_fault
@@ -153,7 +155,9 @@ class Supervisor:
         done, num_continued = set[asyncio.Future[Any]](), -1
         while not done and num_continued != self._num_continued:  # time that this process was suspended does not count
             num_continued = self._num_continued
-            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for limit_s in (timeout_s, SIGNAL_S):
+                if not done:
+                    done, _ = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
             error = self._failure.result()
             text = str(error) if name in str(error) else f"{error} (while waiting for: {name})"
@@ -294,7 +298,7 @@ class Supervisor:
         if process.is_stopped():
             await self._act_on_stall(watchdog, stall, report)
 
-    async def _report_stall(self, watchdog: Watchdog, stall: Stall, interval_s: float) -> "_Report":
+    async def _report_stall(self, watchdog: Watchdog, stall: Stall, interval_s: float) -> Report:
         """Write the stacks of a stall and record its event, unless the same processes were reported in the last `interval_s`.
 
         Requests that wait for each other stall together.
@@ -308,12 +312,12 @@ class Supervisor:
                 file = str(await watchdog.write(stall))
             except OSError as error:  # of a full disk, which does not hide the stall
                 file = f"not written ({error})"
-            report = _Report(text=f"{stall}; stacks: {file}", file=file, time=self._loop.time())
+            report = Report(text=f"{stall}; stacks: {file}", file=file, time=self._loop.time())
             self._reported[stall.suspects] = report
             self._record_stall(stall, file)
             return report
 
-    async def _act_on_stall(self, watchdog: Watchdog, stall: Stall, report: "_Report") -> None:
+    async def _act_on_stall(self, watchdog: Watchdog, stall: Stall, report: Report) -> None:
         """Replace the parts that hang, end every wait, or tell the user that the run waits on."""
         if watchdog.config.on_stall == "wait":
             if not report.is_shown:
@@ -396,20 +400,6 @@ class _Stopped:
     """Time on the loop's clock at which that was seen."""
     limit_s: float
     """Seconds after which it is reported; doubled by each report."""
-
-
-@dataclass(slots=True)
-class _Report:
-    """A stall that was reported."""
-
-    text: str
-    """The stall as one line, with the file of its stacks."""
-    file: str
-    """Path of that file."""
-    time: float
-    """Time on the loop's clock."""
-    is_shown: bool = False
-    """True if the user has been warned."""
 
 
 def _send(number: signal.Signals, pidfds: Iterable[int]) -> None:
