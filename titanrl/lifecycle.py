@@ -267,6 +267,11 @@ class Lifecycle:
             await asyncio.shield(self._closing)
             self._closing = None
 
+    @property
+    def ends_early(self) -> bool:
+        """True if training is to end before its last step."""
+        return False
+
     def summarize(self, *, code: int = 0, cause: str = "") -> None:
         """Write the report of a stopped run and print its last lines.
 
@@ -274,7 +279,8 @@ class Lifecycle:
             code: exit code of the run.
             cause: why it ended, if the code is not 0.
         """
-        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=self.config.num_steps)
+        num_steps = self.state.version if self.ends_early else self.config.num_steps
+        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=num_steps)
         self.console.done(last_lines(self.run_dir, outcome, command=f"titanrl {self.program}"))
 
     async def __aenter__(self) -> Self:

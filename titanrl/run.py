@@ -45,11 +45,6 @@ class Run(Lifecycle):
         """
         raise NotImplementedError
 
-    @property
-    def ends_early(self) -> bool:
-        """True if training is to end before its last step."""
-        return False
-
     async def train(self, num_steps: int | None = None) -> None:
         """Step until the policy has `num_steps` versions (default: the configuration's), with evaluations and checkpoints.
 

@@ -57,7 +57,9 @@ def test_asynchronous_run_evaluates_each_version_in_the_background(
     assert (run.run_dir / "checkpoints" / "best" / "config.json").is_file()
 
 
-def test_synchronous_run_ends_early_and_resumes_as_ended(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+def test_run_that_ends_early_is_finished_and_its_model_evaluates_alike(
+    start_run: Start, plain_run: Finished, tmp_path: Path
+) -> None:
     stop = ("evaluation.best_metric=eval/chain_sum/mean", "evaluation.patience=2", "evaluation.min_improvement=0.9")
     overrides = (*plain_run.as_start, "num_steps=6", *EVERY_STEP, own_set(tmp_path), *stop)
     run = start_run("early", *overrides).finish()
@@ -65,6 +67,7 @@ def test_synchronous_run_ends_early_and_resumes_as_ended(start_run: Start, plain
     # The evaluation before the first step is the best one; those after steps 1 and 2 are not 0.9 better.
     assert list(evaluated(run, "chain_sum")) == [0, 1, 2]
     assert list(evaluated(run, "doubles")) == [0, 2]
+    assert "\nresume" not in run.output
     assert (of_kind(run, "early_stop")[0]["step"], of_kind(run, "early_stop")[0]["best_step"]) == (2, 0)
     assert (run.run_dir / "checkpoints" / "final" / "config.json").is_file()
     row = next(row for row in read_metrics(run.run_dir / "metrics.jsonl") if "eval/sampled/mean" in row)
