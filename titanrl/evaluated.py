@@ -157,13 +157,13 @@ class EvaluatedRun(Run):
             self.recorder.directory.event("evaluation_lost", step=running.step, reason=problem)
             self.console.warn(f"the evaluation after step {running.step} is lost: {problem}")
 
-    async def _close_session(self) -> None:
-        """Stop every process; an evaluation in the background is abandoned."""
+    async def _close_session(self, *, keeps_generators: bool = False) -> None:
+        """Stop every process, or all but the generators'; an evaluation in the background is abandoned."""
         if self._background is not None:
             background, self._background = self._background, None
             background.sampling.cancel()
             await asyncio.gather(background.sampling, return_exceptions=True)
-        await super()._close_session()
+        await super()._close_session(keeps_generators=keeps_generators)
 
     # The best policy
 

@@ -29,7 +29,7 @@ from titanrl.metrics.record import Recorder
 from titanrl.preflight import preflight
 
 if TYPE_CHECKING:
-    from titanrl.launch.assembly import Roles
+    from titanrl.launch.assembly import Parts, Roles
     from titanrl.launch.sampling import SamplingClient
     from titanrl.launch.training import TrainingClient
     from titanrl.session import Session
@@ -96,6 +96,7 @@ class Lifecycle:
         self._respawns = Respawns(config.faults)
         self._restarts = Restarts(config.faults, self._respawns)
         self._restart: Restart | None = None
+        self._kept: Parts | None = None
 
     def roles(self) -> "Roles":
         """Return the roles that the loop needs."""
@@ -115,7 +116,9 @@ class Lifecycle:
         return self
 
     async def restart(self, cause: FaultError | None = None) -> None:
-        """Start every process again, and continue from the newest whole checkpoint, exactly as `--resume` does.
+        """Start the processes again, and continue from the newest whole checkpoint, exactly as `--resume` does.
+
+        Generators that live keep their engines, which take longest to start; requests and weights are dropped.
 
         `train` does so after a fault. A loop of one's own may do it when a step has raised a `FaultError`. Without a
         checkpoint the run begins again. Steps after the checkpoint are taken again, and their lines in the files are
@@ -154,11 +157,12 @@ class Lifecycle:
             await asyncio.gather(working, ending, return_exceptions=True)
 
     async def _step_back(self, fault: FaultError | None, budget: str = "") -> None:
-        """Close every process; return state and files of the run to the newest whole checkpoint, or to their beginning."""
+        """Close the processes; return state and files of the run to the newest whole checkpoint, or to their beginning."""
+        is_first = self._restart is None
         self._record_restart(has_failed=True)  # of an earlier attempt, if there is one
         started, reached = time.perf_counter(), self.state.step
         await self._settle_checkpoint()
-        await self._close_session()
+        await self._close_session(keeps_generators=is_first)
         newest = await asyncio.to_thread(newest_checkpoint, self.run_dir, had_one=self._saved_step > 0)
         self._resume_step = None if newest is None else newest.state.step
         self._found = newest or self._found
@@ -200,10 +204,12 @@ class Lifecycle:
             console=console,
             roles=roles,
             plugins=self._plugins,
-            on_event=self.recorder.directory.event,
+            on_event=lambda kind, **fields: self.recorder.directory.event(kind, **fields),
             first_index=self.state.next_index,
             respawns=self._respawns,
+            kept=self._kept,
         )
+        self._kept = None  # the session has them, or stops them if it cannot be opened
         self._session = await open_session(setup)
         await self._session.load()
         await self.begin()
@@ -258,14 +264,27 @@ class Lifecycle:
             saving.cancel()
             await asyncio.gather(saving, return_exceptions=True)
 
-    async def _close_session(self) -> None:
-        """Stop every process. If this is cancelled, the closing goes on, and the next call waits for its end."""
+    async def _close_session(self, *, keeps_generators: bool = False) -> None:
+        """Stop every process, or all but the generators'. If this is cancelled, it goes on, and the next call waits for it."""
         if self._session is not None:
             session, self._session = self._session, None
-            self._closing = asyncio.create_task(session.close(), name="close session")
+            closing = self._stop_for_restart(session) if keeps_generators else session.close()
+            self._closing = asyncio.create_task(closing, name="close session")
         if self._closing is not None:
             await asyncio.shield(self._closing)
             self._closing = None
+        if self._kept is not None and not keeps_generators:
+            kept, self._kept = self._kept, None
+            self._closing = asyncio.create_task(self._close_kept(kept), name="close generators")
+            await asyncio.shield(self._closing)
+            self._closing = None
+
+    async def _stop_for_restart(self, session: "Session") -> None:
+        self._kept = await session.stop_for_restart()
+
+    async def _close_kept(self, kept: "Parts") -> None:
+        for problem in await kept.close(self.config.timeouts.close_s):
+            self.console.warn(f"while closing: {problem}")
 
     @property
     def ends_early(self) -> bool:

@@ -55,6 +55,8 @@ class SessionSetup:
     """First position of the prompt stream, for the rollouts."""
     respawns: Respawns | None = None
     """Replacements so far, over all sessions of a run."""
+    kept: Parts | None = None
+    """Generators of an earlier session of the run, from `Session.stop_for_restart`."""
     lock: RunLock | None = None
     """Claim of the run directory by a session of its own, which is released with the console when the session closes."""
 
@@ -70,6 +72,7 @@ class Session:
         """Tokenizer of the policy."""
         self._setup, self._base, self._parts = setup, base, parts
         self._tasks: list[Task] = []
+        self._is_loaded = False
         self._sampler = None if parts.generators is None else Sampler(parts.generators, setup.config, self.tokenizer)
         weights = None if parts.trainer is None or parts.generators is None else parts.weights
         self._training = None if parts.trainer is None else TrainingClient(parts.trainer, self.run_dir, weights, self._sampler)
@@ -126,6 +129,18 @@ class Session:
         config = self.config if generator is None else self.config.model_copy(update={"generator": generator})
         generators = await self._parts.assembly.spawn_teacher(self._parts, config.generator, files)
         return SamplingClient(Sampler(generators, config, tokenizer))
+
+    async def stop_for_restart(self) -> Parts | None:
+        """Stop every process but those of the generators, and return these for the next session of the run.
+
+        Stop all, and return None, if the generators have not started yet, or if one of the hosts may have ended.
+        """
+        if not (self._is_loaded and self._parts.can_keep_generators):
+            await self.close()
+            return None
+        for task in self._tasks:
+            await task.close()
+        return await self._parts.stop_others()
 
     async def close(self) -> None:
         """Stop every process; warn of what failed, unless a death or a stall was reported."""
@@ -192,6 +207,7 @@ class Session:
                     await self.trainer.export_model(made)
                 await self.trainer.start_over()
         await asyncio.gather(*starting)
+        self._is_loaded = True
 
 
 async def open_session(setup: SessionSetup) -> Session:
@@ -214,6 +230,7 @@ async def open_session(setup: SessionSetup) -> Session:
         respawns=setup.respawns,
         on_event=setup.on_event,
         warn=setup.console.warn,
+        kept=setup.kept,
     )
     return Session(setup, base, parts)
 

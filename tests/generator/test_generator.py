@@ -363,6 +363,30 @@ def test_call_that_waits_for_a_drain_decodes_alone(lab: Lab) -> None:
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
+@pytest.mark.parametrize("impl", ["titan", "titan-tp2"])
+def test_generator_starts_over_with_the_weights_of_another_trainer(lab: Lab, impl: str) -> None:
+    async def scenario() -> None:
+        await pull(lab, impl, 2)
+        before = await lab.generate(impl, GREEDY, PROMPTS[:2])
+        longest = SamplingParams(max_new_tokens=240, temperature=0.0, seed=None)
+        running = asyncio.create_task(lab.generate(impl, longest, PROMPTS[:1]))
+        await lab.generate(impl, SamplingParams(max_new_tokens=1, temperature=0.0, seed=None), PROMPTS[2:3])
+        await lab.generators[impl].start_over.call(WeightReader("other", lab.store))
+        with pytest.raises(Exception, match="the run restarts"):
+            await running
+        with pytest.raises(Exception, match="no valid weights: the run restarts"):
+            await lab.generate(impl, GREEDY, PROMPTS[:2])
+        publisher = WeightPublisher("other", 0, lab.store, torch.float32, ["arena"])
+        state = titan_names(load_file(lab.models[2] / "model.safetensors"))
+        await pull_commit(lab, impl, Commit(0, (await publisher.publish(0, state),)))  # an older version than before
+        for one, other in zip(before, await lab.generate(impl, GREEDY, PROMPTS[:2]), strict=True):
+            assert other.logprobs.tobytes() == one.logprobs.tobytes()
+            assert set(other.versions.tolist()) == {0}
+        await lab.generators[impl].start_over.call(WeightReader("lab", lab.store))
+
+    lab.do(scenario())
+
+
 def test_update_discards_cached_prompts(lab: Lab, impl: str) -> None:
     prompt = tuple(2 + i % 90 for i in range(100))  # longer than a cache block of 32
     for version in (1, 2):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titanrl.actors import StoppedError
 from titanrl.generator.loop import EngineLoop, EngineStoppedError
 from titanrl.types import Completion, EngineLoad, GenerationRequest, SamplingParams
 
@@ -53,6 +54,9 @@ class CountingEngine:
         for ticket in set(tickets) & self.running.keys():
             del self.running[ticket]
             self.aborted.append(ticket)
+
+    def invalidate(self, reason: str) -> None:
+        self.version = None
 
     def step(self) -> list[Finished]:
         assert self.version is not None
@@ -257,3 +261,27 @@ def test_turn_ends_while_a_command_waits_for_a_drain_but_not_while_a_step_hangs(
             await loop.turn()
 
     asyncio.run(scenario())
+
+
+def test_start_over_waits_for_no_request_although_a_drain_does() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type, return-value]
+        endless = [asyncio.wrap_future(result) for result in await loop.submit([requests(10**9)], [1])]
+        drain = asyncio.create_task(loop.call(set_version(2), when_drained=True))
+        await asyncio.sleep(0)  # sends the command
+        behind = asyncio.create_task(loop.submit([requests(10**9, first=1)], [1]))  # held back by the drain
+        await asyncio.sleep(0)
+        await asyncio.wait_for(loop.start_over("the run restarts"), 10)
+        assert drain.done()
+        for result in (*endless, *map(asyncio.wrap_future, await behind)):
+            with pytest.raises(StoppedError, match="the run restarts"):
+                await result
+        assert engine.aborted == [0, 1]
+        assert engine.version is None
+        assert loop.take_stats().num_tokens == 0
+        await loop.call(set_version(0))
+        assert [len(group) for group in await completed(loop, [requests(3)], [1])] == [1]
+        await loop.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

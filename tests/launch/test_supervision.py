@@ -164,6 +164,37 @@ def test_death_ends_every_wait_of_its_run_only(tmp_path: Path) -> None:
     with_patient(tmp_path, scenario)
 
 
+def test_start_over_ends_requests_and_other_processes_and_keeps_the_rest(tmp_path: Path) -> None:
+    async def run() -> None:
+        supervisor = Supervisor()
+        fleet = Fleet(tmp_path, supervisor)
+        patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
+        pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
+        waiting = [asyncio.create_task(supervisor.ask(f"{role}.hang", patients[role].hang.call_one(), 60)) for role in patients]
+        await asyncio.sleep(0)
+        await supervisor.start_over(["kept"])
+        for reply in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(reply, ActorDiedError)
+            assert "the run restarts (while waiting for: " in str(reply)
+        assert not psutil.pid_exists(pids["dropped"])
+        await fleet.retire_all_but(["kept"])
+        assert supervisor.failure is None
+        assert await supervisor.ask("pid", patients["kept"].pid.call_one(), 60) == pids["kept"]
+        again = fleet.spawn("dropped", local_host(), 1, {}, ()).spawn("dropped", Patient)
+        pid = await supervisor.ask("pid", again.pid.call_one(), 60)
+        for role, doomed in (("dropped", pid), ("kept", pids["kept"])):
+            hanging = asyncio.create_task(supervisor.ask("kept.hang", patients["kept"].hang.call_one(), 60))
+            await asyncio.sleep(0)
+            os.kill(doomed, signal.SIGKILL)
+            with pytest.raises(ActorDiedError, match=rf"{role}_0 \(process {doomed}\) has ended"):
+                await hanging
+            await supervisor.start_over(["kept"])
+        supervisor.expect_deaths()
+        await fleet.stop(20)
+
+    asyncio.run(run())
+
+
 def test_failed_guarded_call_ends_every_wait_with_its_cause(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         supervisor.guard("patient", "the first", patient.pid.call_one())

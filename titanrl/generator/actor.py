@@ -198,6 +198,22 @@ class Generator(Actor):
                     self._up_to_date.set()
 
     @concurrent_endpoint
+    async def start_over(self, reader: "WeightReader | None") -> None:
+        """Drop requests and weights, because the run restarts; `reader` is the source of the weights from now on."""
+        reason = "the run restarts, and the weights are not published yet"
+        self._rounds.reset(StoppedError(reason))
+        if self._follower is None:
+            await self._loop.start_over(reason)
+        async with self._pulling:  # a pull that was requested earlier has ended
+            if self._follower is None:
+                await self._loop.start_over(reason)
+            if self._setup.reader is not None:
+                self._setup.reader.close()
+            self._setup = replace(self._setup, reader=reader)
+            self._expected = self._pulled = -1
+            self._up_to_date.set()
+
+    @concurrent_endpoint
     async def stats(self) -> GenerationStats:
         """Return the work done since the last call."""
         return self._loop.take_stats()

@@ -55,6 +55,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._turns: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
         self._draining: _Command | None = None
+        self._dropping: str | None = None
         self._closing = False
         self._waiting: dict[int, tuple[_Group, int]] = {}
         self.load = EngineLoad(num_requests=0, num_queued=0)
@@ -100,6 +101,22 @@ class EngineLoop:
         self._inbox.put(_Command(lambda engine: None, Future(), when_drained=False))  # wakes the thread
         await asyncio.wrap_future(turned)
 
+    async def start_over(self, reason: str) -> None:
+        """Drop the requests and the weights. Commands sent earlier run first, but no drain waits for a request any more.
+
+        Raises:
+            EngineStoppedError: The thread has stopped.
+        """
+
+        def begin(engine: "Engine | Leader") -> None:
+            self._drop(engine, reason)
+            engine.invalidate(reason)
+            self._dropping = None
+
+        self._dropping = reason
+        await self.call(begin)
+        self.take_stats()
+
     def take_stats(self) -> GenerationStats:
         """Return the work done since the last call."""
         now = time.perf_counter()
@@ -133,6 +150,8 @@ class EngineLoop:
             command, self._draining = self._draining or self._inbox.get(), None
             if command is None:
                 break
+            if self._dropping is not None:
+                self._drop(engine, self._dropping)
             if command.when_drained and engine.can_step:
                 self._draining = command
                 break
@@ -194,11 +213,19 @@ class EngineLoop:
             del self._waiting[ticket]
         engine.abort(tickets)
 
+    def _drop(self, engine: "Engine | Leader", reason: str) -> None:
+        if self._waiting:
+            self._fail_groups(StoppedError(reason))
+            self._abort(engine, set(self._waiting))
+
+    def _fail_groups(self, error: StoppedError) -> None:
+        for result in {id(group): group.result for group, _ in self._waiting.values()}.values():
+            result.set_exception(error)
+
     def _stop(self, reason: str) -> None:
         """Fail everything that is pending."""
         self._stopped = reason
-        for result in {id(group): group.result for group, _ in self._waiting.values()}.values():
-            result.set_exception(EngineStoppedError(reason))
+        self._fail_groups(EngineStoppedError(reason))
         while not self._turns.empty():
             self._turns.get().set_exception(EngineStoppedError(reason))
         commands = [self._draining]

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,27 @@ class Parts:
     teacher_ranks: list[int] = field(default_factory=list)
     """Number of ranks of each teacher, also of those that are starting."""
 
+    @property
+    def can_keep_generators(self) -> bool:
+        """True if the generators can outlive a restart of the run: no host may have ended."""
+        return self.generators is not None and not self.teachers and self.assembly.hosts.are_alive()
+
+    async def stop_others(self) -> "Parts":
+        """Stop every process but those of the generators; return these, for `assemble`."""
+        around = self.assembly.around
+        if self.rollouts is not None:
+            self.rollouts.buffer.close()
+            await asyncio.gather(*(part.close() for part in self.rollouts.workers.parts))
+        meshes = [mesh for mesh in (self.generators, self.evaluator) if mesh is not None]
+        for mesh in meshes:
+            mesh.listeners.clear()
+            mesh.catch_up = None
+        roles = [part.role for mesh in meshes for part in mesh.parts]
+        await around.supervisor.start_over(roles)
+        await around.fleet.retire_all_but(roles)
+        logger.info("processes stopped, except those of the generators")
+        return replace(self, trainer=None, rollouts=None)
+
     async def close(self, timeout_s: float) -> list[str]:
         """Close every actor, then stop every process, each within half the time; return what failed.
 
@@ -151,6 +172,7 @@ async def assemble(
     respawns: Respawns | None = None,
     on_event: OnEvent | None = None,
     warn: Callable[[str], None] = logger.warning,
+    kept: Parts | None = None,
 ) -> Parts:
     """Spawn the processes and actors of some roles. They load nothing yet; the `start` of each client does that.
 
@@ -163,22 +185,27 @@ async def assemble(
         respawns: replacements of earlier sessions of the run, which count, too.
         on_event: records faults, stalls and replacements.
         warn: tells the user of stalls and deaths that do not end the run.
+        kept: generators of the same run, from `Parts.stop_others`. Its callbacks stay in use.
     """
-    supervisor, hosts = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), acquire_hosts(config)
-    fleet = Fleet(files.run_dir / "logs", supervisor, own_children=config.hosts.kind == "local")
-    around = Surroundings(
-        fleet=fleet,
-        supervisor=supervisor,
-        respawns=respawns or Respawns(config.faults),
-        warn=warn,
-        start_s=config.timeouts.start_s,
-    )
-    try:
+    if kept is not None:
+        assembly = kept.assembly
+    else:
+        supervisor, hosts = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), acquire_hosts(config)
+        around = Surroundings(
+            fleet=Fleet(files.run_dir / "logs", supervisor, own_children=config.hosts.kind == "local"),
+            supervisor=supervisor,
+            respawns=respawns or Respawns(config.faults),
+            warn=warn,
+            start_s=config.timeouts.start_s,
+        )
         assembly = Assembly(config, device, files, around, hosts)
-        return await supervisor.ask("start of the processes", assembly.parts(roles, first_index), config.timeouts.start_s)
+    around = assembly.around
+    try:
+        starting = assembly.parts(roles, first_index, kept)
+        return await around.supervisor.ask("start of the processes", starting, config.timeouts.start_s)
     except BaseException:  # an interrupt, too: no process may outlive a failed start
-        supervisor.expect_deaths()
-        await stop_processes(fleet, supervisor, hosts, config.timeouts.close_s / 2)
+        around.supervisor.expect_deaths()
+        await stop_processes(around.fleet, around.supervisor, assembly.hosts, config.timeouts.close_s / 2)
         raise
 
 
@@ -188,26 +215,20 @@ class Assembly:
     def __init__(self, config: Config, device: Device, files: RunFiles, around: Surroundings, hosts: Hosts) -> None:
         """Spawn nothing yet."""
         self._early: dict[str, ProcMesh] = {}
+        self._reader: WeightReader | None = None
         self.config, self.device, self.files, self.around, self.hosts = config, device, files, around, hosts
 
-    async def parts(self, roles: Roles, first_index: int) -> Parts:
-        """Spawn the processes and actors of some roles, and connect them."""
+    async def parts(self, roles: Roles, first_index: int, kept: Parts | None = None) -> Parts:
+        """Spawn the processes and actors of some roles, except kept generators, and connect them."""
         config, around, timeouts = self.config, self.around, self.config.timeouts
         trainer_procs = self._spawn_trainer_processes() if roles.trainer else None
         imports = ("titanrl.weights.store", "titanrl.replay.actors")
         store_procs = around.fleet.spawn("store", self.hosts.local, 1, worker_environment(), imports=imports)
         replicas = range(config.generator.replicas if roles.generators else 0)
-        self._spawn_early(replicas, config.rollout.num_workers if roles.rollouts else 0)
+        self._spawn_early(() if kept else replicas, config.rollout.num_workers if roles.rollouts else 0)
         store = await spawn_store(store_procs)
-        reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
-        generators = GeneratorMeshes(
-            {f"generator_{replica}": partial(self.spawn_generator, replica, reader) for replica in replicas}, around, timeouts
-        )
-        await generators.spawn()
-        evaluator = None
-        if roles.rollouts and config.num_evaluator_ranks:
-            evaluator = GeneratorMeshes({EVALUATOR: partial(self.spawn_evaluator, reader)}, around, timeouts)
-            await evaluator.spawn()
+        self._reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
+        generators, evaluator = await self._generators(roles, kept)
         rollouts, shards = None, []
         trainer = TrainerMesh(None, around.supervisor, timeouts)
         if roles.rollouts:
@@ -236,6 +257,23 @@ class Assembly:
             weights=weights,
             assembly=self,
         )
+
+    async def _generators(self, roles: Roles, kept: Parts | None) -> tuple[GeneratorMeshes, GeneratorMeshes | None]:
+        """Spawn the generators and the one that evaluates in the background, or let kept ones start over."""
+        config, around, timeouts = self.config, self.around, self.config.timeouts
+        if kept is not None:
+            assert kept.generators is not None
+            meshes = [mesh for mesh in (kept.generators, kept.evaluator) if mesh is not None]
+            await asyncio.gather(*(mesh.start_over(self._reader) for mesh in meshes))
+            return kept.generators, kept.evaluator
+        replicas = range(config.generator.replicas if roles.generators else 0)
+        spawns = {f"generator_{replica}": partial(self.spawn_generator, replica) for replica in replicas}
+        generators, evaluator = GeneratorMeshes(spawns, around, timeouts), None
+        await generators.spawn()
+        if roles.rollouts and config.num_evaluator_ranks:
+            evaluator = GeneratorMeshes({EVALUATOR: self.spawn_evaluator}, around, timeouts)
+            await evaluator.spawn()
+        return generators, evaluator
 
     def _spawn_early(self, replicas: Iterable[int], num_workers: int) -> None:
         """Spawn the first processes of generators and workers, which import their modules while the store starts."""
@@ -299,21 +337,21 @@ class Assembly:
         )
         return Worker(procs.spawn(part.role, RolloutWorker, setup), shard)
 
-    async def spawn_generator(self, replica: int, reader: WeightReader | None, part: Part) -> Replica:
+    async def spawn_generator(self, replica: int, part: Part) -> Replica:
         """Spawn the processes of a generator replica, and their actors."""
         config = self.config
         procs = self._early.pop(part.role, None) or self._generator_processes(part.role, replica, config.generator.tp)
         return await self._engine(
-            procs, part.role, generator_setup(config, self.device, self.files, config.model.family, reader)
+            procs, part.role, generator_setup(config, self.device, self.files, config.model.family, self._reader)
         )
 
-    async def spawn_evaluator(self, reader: WeightReader | None, part: Part) -> Replica:
+    async def spawn_evaluator(self, part: Part) -> Replica:
         """Spawn the processes of the generator that evaluates in the background, whose ranks are behind the generators'."""
         config, tp = self.config, self.config.generator.tp
         first = generator_device(config, config.generator.replicas)
         environment = generator_environment(config, self.device, 0) | visible(self.device, range(first, first + tp))
         procs = self._engine_processes(part.role, self.hosts.of_generator(0), tp, environment)
-        setup = generator_setup(config, self.device, self.files, config.model.family, reader)
+        setup = generator_setup(config, self.device, self.files, config.model.family, self._reader)
         return await self._engine(procs, part.role, setup)
 
     async def _engine(self, procs: ProcMesh, role: str, setup: GeneratorSetup) -> Replica:

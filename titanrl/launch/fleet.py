@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +96,10 @@ class Fleet:
         self._stores.pop(id(mesh), None)
         with contextlib.suppress(Exception):  # of a mesh or host that has ended; the supervisor has seen the processes end
             await asyncio.wait_for(mesh.stop().as_asyncio(), RETIRE_S)
+
+    async def retire_all_but(self, kept: Collection[str]) -> None:
+        """Stop the processes of all other roles, which the supervisor has killed."""
+        await asyncio.gather(*(self.retire(role) for role in self._meshes.keys() - set(kept)))
 
     async def stop(self, timeout_s: float) -> None:
         """Stop every process; torchmonarch kills those that do not end.

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.meshes import start_request
@@ -12,6 +13,9 @@ from titanrl.launch.parts import Part, Surroundings
 from titanrl.launch.supervision import PartDiedError
 from titanrl.types import GenerationStats
 from titanrl.weights.manifest import Commit
+
+if TYPE_CHECKING:
+    from titanrl.weights.pull import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,22 @@ class GeneratorMeshes:
         if part.num_lives > 1:
             await self._tell(replica, part.actors.leader)
 
+    async def start_over(self, reader: "WeightReader | None") -> None:
+        """Keep the engines for a run that restarts: drop their requests and weights, and replace those that do not answer.
+
+        Args:
+            reader: source of the weights from now on.
+        """
+        self._newest, self._pulled = -1, [-1] * len(self.parts)
+
+        async def start_over(part: Part) -> None:
+            if await part.survives():
+                with contextlib.suppress(PartDiedError):  # its replacement starts with the new reader
+                    call = partial(_start_over, reader=reader)
+                    await part.ask(f"{part.role}.start_over", call, self.timeouts.step_s)
+
+        await asyncio.gather(*map(start_over, self.parts))
+
     async def on_lost(self, part: Part) -> None:
         """Make the callers of a replica send its requests again, to others or to the replacement."""
         self._serving.discard(self.parts.index(part))
@@ -156,3 +176,8 @@ class GeneratorMeshes:
 
     async def _tell(self, replica: int, actor: Any | None) -> None:
         await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))
+
+
+def _start_over(replica: Replica, reader: "WeightReader | None") -> Awaitable[object]:
+    reply: Awaitable[object] = replica.mesh.start_over.call(reader)
+    return reply

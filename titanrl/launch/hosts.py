@@ -40,6 +40,8 @@ class Hosts:
     """The allocation; None on this machine alone."""
     has_ended: Callable[[int], bool] = lambda replica: False
     """Function of a replica's number that returns True if the host of the replica is known to have ended."""
+    are_alive: Callable[[], bool] = lambda: True
+    """Function that returns True if every host is known to be alive."""
 
     def of_generator(self, replica: int) -> HostMesh:
         """Return the host for the processes of a replica: its own, or that of the next replica if it has ended.
@@ -71,14 +73,18 @@ def acquire_hosts(config: Config) -> Hosts:
             # The next run would reuse a cached allocation, with this run's processes still in it.
             state: Any = slurm.state(cached_path=None)
             acquired = {name: getattr(state, name) for name in meshes}
-        return _placed(config, acquired, local_host(), slurm)
+        return replace(_placed(config, acquired, local_host(), slurm), are_alive=lambda: False)  # unknown
     wait_for_stopped_processes()
     local = local_host()
     if hosts.kind == "local":
         return Hosts(local, (local,) * replicas, local, None)
     emulated = EmulatedHosts(meshes)
     placed = _placed(config, emulated.start(), local, emulated)
-    return replace(placed, has_ended=lambda replica: emulated.has_ended("generators", replica % hosts.generator_hosts))
+    return replace(
+        placed,
+        has_ended=lambda replica: emulated.has_ended("generators", replica % hosts.generator_hosts),
+        are_alive=emulated.are_alive,
+    )
 
 
 def wait_for_stopped_processes() -> None:
@@ -139,6 +145,10 @@ class EmulatedHosts:
     def has_ended(self, mesh: str, number: int) -> bool:
         """Return True if a host has ended."""
         return self._processes[mesh, number].poll() is not None
+
+    def are_alive(self) -> bool:
+        """Return True if no host has ended."""
+        return all(process.poll() is None for process in self._processes.values())
 
     def _start(self, name: str, count: int) -> HostMesh:
         identities = ProcessJob._allocate_service_proc_ids(count)

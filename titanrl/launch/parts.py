@@ -94,7 +94,13 @@ class Part:
         await self._spawn_once()
 
     async def start(self) -> None:
-        """Start the actors of the first processes; if these die meanwhile, those of their replacement."""
+        """Start the actors of the first processes; if these die meanwhile, those of their replacement.
+
+        Wait for a replacement that has begun. Do nothing if the part is up, because it has outlived a restart of the run.
+        """
+        if self._is_up.is_set() or self._replacing is not None:
+            await self.wait_until_up()
+            return
         try:
             await self._recovery.bring_up(self)
         except PartDiedError:
@@ -155,6 +161,15 @@ class Part:
         self._is_up.clear()
         if not self._is_closed and (self._replacing is None or self._replacing.done()):
             self._replacing = asyncio.create_task(self._replace(), name=f"replace {self.role}")
+
+    async def survives(self) -> bool:
+        """Return True if the part has outlived a fault that ended all requests; else begin its replacement again."""
+        if self._replacing is not None and not self._is_up.is_set():
+            self._replacing.cancel()
+            await asyncio.gather(self._replacing, return_exceptions=True)
+        if not self._is_up.is_set():
+            self.die(self._lost.result() if self._lost.done() else "its start was interrupted by a restart of the run")
+        return self._is_up.is_set()
 
     async def close(self) -> None:
         """Cancel a replacement that has not finished, and replace nothing from now on."""

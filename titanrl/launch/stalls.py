@@ -73,6 +73,16 @@ def _ranks(processes: Iterable[Process]) -> str:
 
 
 @dataclass(slots=True)
+class Stopped:
+    """A process that a signal has stopped."""
+
+    since: float
+    """Time on the loop's clock at which that was seen."""
+    limit_s: float
+    """Seconds after which it is reported; doubled by each report."""
+
+
+@dataclass(slots=True)
 class Report:
     """A stall that was reported."""
 

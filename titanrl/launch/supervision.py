@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from titanrl.actors import ActorError, SupervisionError, resolve
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
 from titanrl.launch.stacks import Process
-from titanrl.launch.stalls import Report, Stall, StallError, Watchdog, suspects, works_on
+from titanrl.launch.stalls import Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ PROGRESS_S = PROBE_S = 10.0
 LAST = "the limit of the configuration"
 """Reason of a stall that ends a wait whatever `faults.on_stall` is."""
 _PACE = Pace()
+_Ends = tuple["asyncio.Future[TitanRLError]", "asyncio.Future[str] | None"]
 _OF_EVERY_PROCESS = ("setup", "logger", "loopback")
 """Actors that torchmonarch or the fleet has in each process."""
 
@@ -93,11 +94,12 @@ class Supervisor:
         self._failure: asyncio.Future[TitanRLError] = self._loop.create_future()
         self._guards: dict[asyncio.Task[None], str] = {}  # roles
         self._requests: dict[asyncio.Future[Any], str] = {}
-        self._stopped: dict[Process, _Stopped] = {}
+        self._stopped: dict[Process, Stopped] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._reporting = asyncio.Lock()
         self._reported: dict[tuple[Process, ...], Report] = {}
         self._closing = False
+        self._doomed: set[int] = set()  # pidfds of processes whose end is no fault
         self._num_continued = 0
         monarch.actor.unhandled_fault_hook = self._on_fault
         if threading.current_thread() is threading.main_thread():
@@ -133,33 +135,33 @@ class Supervisor:
             ActorDiedError: a process of the run died in the meantime.
         """
         task, started = asyncio.ensure_future(resolve(call)), time.perf_counter()
+        ends: _Ends = (self._failure, lost)
         self._requests[task] = name
         try:
             if self._watchdog is None or self._closing:
-                if not await self._is_done(task, name, timeout_s, lost):
+                if not await self._is_done(task, name, timeout_s, ends):
                     self._record_stall(Stall(request=name, seconds=timeout_s), None)
                     raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
             else:
-                await self._until_done(self._watchdog, task, name, timeout_s, pace, lost)
+                await self._until_done(self._watchdog, task, name, timeout_s, pace, ends)
                 self._watchdog.note_reply(name, pace, started)
             return _result_of(task)
         finally:
             del self._requests[task]
             task.cancel()
 
-    async def _is_done(
-        self, task: "asyncio.Future[Any]", name: str, timeout_s: float, lost: "asyncio.Future[str] | None"
-    ) -> bool:
+    async def _is_done(self, task: "asyncio.Future[Any]", name: str, timeout_s: float, ends: "_Ends") -> bool:
         """Wait for a reply; return False if there is none in time. Raise if the run has failed, or the part is lost."""
-        waiting: set[asyncio.Future[Any]] = {task, self._failure} if lost is None else {task, self._failure, lost}
+        failure, lost = ends
+        waiting: set[asyncio.Future[Any]] = {task, failure} if lost is None else {task, failure, lost}
         done, num_continued = set[asyncio.Future[Any]](), -1
         while not done and num_continued != self._num_continued:  # time that this process was suspended does not count
             num_continued = self._num_continued
             for limit_s in (timeout_s, SIGNAL_S):
                 if not done:
                     done, _ = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._failure.done():
-            error = self._failure.result()
+        if failure.done():
+            error = failure.result()
             text = str(error) if name in str(error) else f"{error} (while waiting for: {name})"
             raise type(error)(text, error.part) if isinstance(error, FaultError) else type(error)(text)
         if lost is not None and lost.done() and not task.done():
@@ -173,11 +175,11 @@ class Supervisor:
         name: str,
         timeout_s: float,
         pace: Pace,
-        lost: "asyncio.Future[str] | None",
+        ends: "_Ends",
     ) -> None:
         """Wait for a reply under the learned deadline, and handle the stalls."""
         limit_s, waited_s, seen = watchdog.limit(name, pace, timeout_s), 0.0, None
-        while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), lost):
+        while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), ends):
             waited_s = min(timeout_s, waited_s + limit_s)
             before, seen = seen, await _progress(pace)
             if waited_s >= timeout_s and seen != before:
@@ -191,6 +193,8 @@ class Supervisor:
             reason = LAST if waited_s >= timeout_s else watchdog.known(name, pace)
             stall = Stall(request=name, seconds=waited_s, suspects=involved, reason=reason)
             report = await self._report_stall(watchdog, stall, limit_s / 2)
+            if ends[0].done():
+                continue
             if task.done():
                 logger.info("reply to %s after all", name)
             elif waited_s >= timeout_s:
@@ -248,6 +252,18 @@ class Supervisor:
         self._closing = True
         _send(signal.SIGCONT, self._pidfds)
 
+    async def start_over(self, kept: Collection[str]) -> None:
+        """End every request, and every process but those of some roles; nothing that happened before fails a request then."""
+        self.fail(ActorDiedError("the run restarts", "session"))
+        self._replaceable = {role: part for role, part in self._replaceable.items() if role in kept}
+        for task in [task for task, role in self._guards.items() if role not in kept]:
+            task.cancel()
+        self._doomed = {pidfd for pidfd, process in self._pidfds.items() if process.role not in kept}
+        dropped = {process.role for process in [*self._pidfds.values(), *self._remote.values()]} - set(kept)
+        await asyncio.gather(*map(self.kill, dropped))
+        self._doomed = set()  # the numbers will be those of other processes
+        self._failure = self._loop.create_future()
+
     async def reap(self, timeout_s: float) -> list[str]:
         """Wait until every watched process has ended; kill the others after `timeout_s`, and return their names."""
         if self._pidfds:
@@ -282,7 +298,7 @@ class Supervisor:
         known, self._stopped = self._stopped, {}
         for process in self._pidfds.values():
             if process.is_stopped():
-                stopped = known.get(process) or _Stopped(since=now, limit_s=watchdog.config.min_stall_s)
+                stopped = known.get(process) or Stopped(since=now, limit_s=watchdog.config.min_stall_s)
                 self._stopped[process] = stopped
                 if now - stopped.since >= stopped.limit_s:
                     stopped.limit_s *= 2
@@ -346,7 +362,8 @@ class Supervisor:
         os.close(pidfd)
         if not self._pidfds:
             self._all_ended.set()
-        self._note_end(process.role, f"{process} has ended")
+        if pidfd not in self._doomed:
+            self._note_end(process.role, f"{process} has ended")
 
     def _on_guard_end(self, task: "asyncio.Task[None]") -> None:
         role = self._guards.pop(task)
@@ -390,16 +407,6 @@ class Supervisor:
         """Record an event."""
         if self._on_event is not None:
             self._on_event(kind, **fields)
-
-
-@dataclass(slots=True)
-class _Stopped:
-    """A process that a signal has stopped."""
-
-    since: float
-    """Time on the loop's clock at which that was seen."""
-    limit_s: float
-    """Seconds after which it is reported; doubled by each report."""
 
 
 def _send(number: signal.Signals, pidfds: Iterable[int]) -> None:

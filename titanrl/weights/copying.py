@@ -161,3 +161,9 @@ def pin(data: torch.Tensor, device: torch.device, *, read_only: bool) -> None:
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)
     if int(error) != 0:  # copies stay correct, only slower
         warnings.warn(f"cannot pin {data.numel()} bytes of shared memory (got CUDA error {int(error)})", stacklevel=2)
+
+
+def unpin(address: int, device: torch.device) -> None:
+    """Release what `pin` has registered before the memory at an address is unmapped; do nothing for devices other than CUDA."""
+    if device.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(address)

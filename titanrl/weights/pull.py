@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from titanrl.config.choices import Verify
-from titanrl.weights.copying import Copies, copy_in, pin
+from titanrl.weights.copying import Copies, copy_in, pin, unpin
 from titanrl.weights.digest import digest
 from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
 from titanrl.weights.manifest import (
@@ -74,7 +74,7 @@ class WeightReader:
         self._run, self._store, self._verify = run, store, verify
         self._transports: list[Transport] = make_transports(("arena", "rdma", "store"), run, 0, store)
         self._layouts: dict[str, ByteLayout] = {}
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, torch.device] = {}
         self.plan: CopyPlan | None = None
 
     async def committed(self, version: int) -> Commit:
@@ -132,8 +132,14 @@ class WeightReader:
     def pin(self, payload: Payload, device: torch.device) -> None:
         """Pin a mapping once, which makes copies from it to a device fast."""
         if payload.mapped is not None and payload.data.data_ptr() not in self._pinned:
-            self._pinned.add(payload.data.data_ptr())
+            self._pinned[payload.data.data_ptr()] = device
             pin(payload.data, device, read_only=True)
+
+    def close(self) -> None:
+        """Release the pinned mappings; these end with the reader, which must not be used any more."""
+        for address, device in self._pinned.items():
+            unpin(address, device)
+        self._pinned.clear()
 
     async def _layout(self, layout_id: str) -> ByteLayout:
         """Return a layout, read from the store the first time."""
