@@ -10,28 +10,8 @@ from tests.e2e.conftest import Command, Finished, Start
 ROLES = ("trainer", "generator_0", "rollout", "store")
 
 
-@pytest.mark.parametrize(
-    ("on_update", "bound", "replay"),
-    [
-        ("continue", 1, ""),
-        # With 3, the trainer publishes a version while a generator drains for the previous one.
-        ("drain", 3, "replay={fraction: 0.5, max_age: 5}"),
-    ],
-)
-def test_asynchronous_run_overlaps_and_keeps_its_bound(
-    start_run: Start, plain_run: Finished, on_update: str, bound: int, replay: str
-) -> None:
-    initial = f"model.path={plain_run.run_dir}/checkpoints/final"
-    settings = (
-        f"max_staleness={bound}",
-        "rollout.num_workers=2",
-        "rollout.num_spare_completions=1",
-        "warm_start=null",
-        initial,
-        *([replay] if replay else []),
-    )
-    finished = start_run(f"async-{on_update}", "num_steps=8", f"generator.on_update={on_update}", *settings).finish()
-    assert finished.code == 0, finished.output
+def check_overlap(finished: Finished, bound: int) -> None:
+    """Check that generation overlapped with training, and that no token was older than the bound."""
     slots = f"B={8 * (bound + 1)} slots, window W=1, P=8 groups per publication"
     assert f"{slots}: no token older than (B + W - 2) // P = {bound}" in finished.output
     assert "idle     trainer" in finished.output
@@ -43,9 +23,17 @@ def test_asynchronous_run_overlaps_and_keeps_its_bound(
         assert row.get("mismatch/numeric/logprob_abs_max", 0.0) < 1e-4
         assert sum(row[key] for key in row if re.fullmatch(r"staleness/lag_\d+_frac", key)) == pytest.approx(1.0)
     assert max(row["mismatch/stale/logprob_abs_max"] for row in stale) > 1e-4
-    if replay:
-        assert max(row["replay/groups"] for row in finished.steps) >= 1
-        assert all(row.get("replay/age_max", 0) <= 5 for row in finished.steps)
+
+
+def test_asynchronous_run_overlaps_and_keeps_its_bound(start_run: Start, plain_run: Finished) -> None:
+    """With a bound of 3, the trainer publishes a version while a generator drains for the previous one."""
+    settings = ("max_staleness=3", "rollout.num_workers=2", "generator.on_update=drain")
+    replay = "replay={fraction: 0.5, max_age: 5}"
+    finished = start_run("async-drain", *plain_run.as_start, "num_steps=8", *settings, replay).finish()
+    assert finished.code == 0, finished.output
+    check_overlap(finished, bound=3)
+    assert max(row["replay/groups"] for row in finished.steps) >= 1
+    assert all(row.get("replay/age_max", 0) <= 5 for row in finished.steps)
 
 
 def test_interval_start_ratios_start_from_the_published_weights(start_run: Start, plain_run: Finished) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import REPO, Finished, Start
+from tests.e2e.test_async import check_overlap
 from titanrl.metrics.run_directory import read_metrics
 
 KILLER = f"hooks=[{REPO}/tests/e2e/killer.py:Killer]"
@@ -40,10 +41,12 @@ def test_asynchronous_run_evaluates_each_version_in_the_background(
 ) -> None:
     best = "evaluation.best_metric=eval/chain_sum/mean"
     kill = "evaluator:before_step:4"
-    asynchronous = ("max_staleness=1", "num_steps=8", "rollout.groups_per_step=8")
-    overrides = (*plain_run.as_start, *asynchronous, *EVERY_STEP, own_set(tmp_path), best, KILLER)
+    asynchronous = ("max_staleness=1", "num_steps=8", "rollout.num_workers=2", "generator.on_update=continue")
+    spare = "rollout.num_spare_completions=1"
+    overrides = (*plain_run.as_start, *asynchronous, spare, *EVERY_STEP, own_set(tmp_path), best, KILLER)
     run = start_run("background", *overrides, KILL=kill).finish()
     assert run.code == 0, run.output
+    check_overlap(run, bound=1)
     steps = evaluated(run, "chain_sum")
     assert all(step == version for step, version in steps.items())  # pinned to the version of their step
     left_out = [event["step"] for kind in ("evaluation_skipped", "evaluation_lost") for event in of_kind(run, kind)]

@@ -88,19 +88,19 @@ def with_ward(folder: Path, scenario: Callable[[Ward], Coroutine[Any, Any, None]
 def test_hanging_request_ends_the_run_with_its_stacks(tmp_path: Path, name: str, frames: list[str]) -> None:
     async def scenario(ward: Ward) -> None:
         call = getattr(ward.patient, name).call_one()
-        with pytest.raises(StallError, match=rf"no reply to 'patient\.{name}' for 1 s .* from patient rank 0; stacks: "):
+        with pytest.raises(StallError, match=rf"no reply to 'patient\.{name}' for [\d.]+ s .* from patient rank 0; stacks: "):
             await asyncio.wait_for(ward.supervisor.ask(f"patient.{name}", call, 600, PATIENT), 30)
         assert ward.supervisor.failure
 
     ward = with_ward(tmp_path, scenario)
     (event,) = ward.events
     file = tmp_path / "logs" / "stall_1.txt"
+    assert event.pop("seconds") >= LIMIT_S
     assert event == {
         "kind": "stall",
         "actor": "patient",
         "endpoint": name,
         "ranks": ["patient_0"],
-        "seconds": LIMIT_S,
         "file": str(file),
     }
     text = file.read_text()
@@ -143,14 +143,17 @@ def test_run_that_waits_reports_again_after_twice_the_time(tmp_path: Path) -> No
         (tmp_path / "logs").mkdir()
         ward = Ward(tmp_path, on_stall="wait", min_stall_s=0.1)
         await ward.settle(lambda: asyncio.sleep(0))
-        assert await ward.supervisor.ask("patient.answer", asyncio.sleep(1.0, "late"), 60, PATIENT) == "late"
+        assert await ward.supervisor.ask("patient.answer", asyncio.sleep(1.4, "late"), 60, PATIENT) == "late"
         with pytest.raises(DeadlineError, match=r"no reply to 'patient\.hang' for 0\.2 s \(the limit"):
             await ward.supervisor.ask("patient.hang", asyncio.sleep(60), 0.2)
         return ward
 
     ward = asyncio.run(scenario())
-    assert [event["seconds"] for event in ward.events] == [0.1, pytest.approx(0.3), pytest.approx(0.7), 0.2]
-    assert len(ward.warnings) == 3
+    *reported, last = (event["seconds"] for event in ward.events)
+    assert len(reported) >= 2
+    assert reported == pytest.approx([reported[0] * (2**number - 1) for number in range(1, len(reported) + 1)])
+    assert last == 0.2
+    assert len(ward.warnings) == len(reported)
     assert all("waiting on (faults.on_stall)" in text for text in ward.warnings)
 
 
@@ -168,7 +171,8 @@ def test_work_that_goes_on_is_no_stall(tmp_path: Path) -> None:
         return ward
 
     ward = asyncio.run(scenario())
-    assert [event["seconds"] for event in ward.events] == [0.5]
+    (event,) = ward.events
+    assert event["seconds"] >= 0.5  # five intervals
 
 
 def test_breakpoint_in_the_controller_is_no_stall(tmp_path: Path) -> None:

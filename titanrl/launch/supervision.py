@@ -27,7 +27,7 @@ PROCESS_FAILED = "the process this actor was running on failed"
 TICK_S = 1.0
 """Seconds between two looks at the states of the processes."""
 SIGNAL_S = 0.1
-"""Seconds by which SIGCONT may be handled after a timer that expired during the suspension: any thread may receive it."""
+"""Seconds by which SIGCONT may be handled after a timer that expired while this process was suspended, so that it came late."""
 LATE_S = 3.0
 """Delay of a look that shows that this process was suspended, or in a debugger; a busy machine causes shorter ones."""
 PROGRESS_S = PROBE_S = 10.0
@@ -157,9 +157,10 @@ class Supervisor:
         done, num_continued = set[asyncio.Future[Any]](), -1
         while not done and num_continued != self._num_continued:  # time that this process was suspended does not count
             num_continued = self._num_continued
-            for limit_s in (timeout_s, SIGNAL_S):
-                if not done:
-                    done, _ = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            due = self._loop.time() + timeout_s
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done and self._loop.time() > due + SIGNAL_S / 2:
+                done, _ = await asyncio.wait(waiting, timeout=SIGNAL_S, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
             error = failure.result()
             text = str(error) if name in str(error) else f"{error} (while waiting for: {name})"
