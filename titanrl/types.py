@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.pickling import pickle_fast
+from titanrl.pickling import float32_bytes, int32_bytes, pickle_fast
+from titanrl.supports import Supports
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -63,6 +64,8 @@ class SamplingParams:
     """Texts that end the completion. The completion includes the token that completes one."""
     prompt_logprobs: bool = False
     """Return the log-probabilities of the prompt's tokens, too."""
+    supports: bool = False
+    """Return the entries of the vocabulary that `top_p`, `top_k` and `min_p` left for each token, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,8 @@ class Completion:
     """`stop`: the policy ended it; `length`: cut at the limit; `abort`: cancelled."""
     prompt_logprobs: FloatArray | None = None
     """Log-probability of each prompt token but the first, at temperature 1, if requested, `[P - 1]`."""
+    supports: Supports | None = None
+    """Support of each token's distribution, over which `logprobs` are normalized, if requested, `[T]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +138,8 @@ class Segment:
     """Log-probability from the generator where `mask` is true, 0 elsewhere, `[S]`."""
     versions: IntArray
     """Policy version of each sampled token, -1 elsewhere, `[S]`."""
+    supports: Supports | None = None
+    """Support of each sampled token's distribution, the whole vocabulary elsewhere, `[S]`; None without truncated sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,44 +412,37 @@ for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord, Se
     pickle_fast(_carrier)
 
 
-def _completion(
-    token_ids: bytes, logprobs: bytes, versions: bytes, finish_reason: FinishReason, prompt_logprobs: FloatArray | None
-) -> Completion:
+def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reason: FinishReason, *optional: Any) -> Completion:
+    prompt_logprobs, supports = optional
     return Completion(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
         logprobs=np.frombuffer(logprobs, np.float32),
         versions=np.frombuffer(versions, np.int32).astype(np.int64),
         finish_reason=finish_reason,
         prompt_logprobs=prompt_logprobs,
+        supports=supports,
     )
 
 
-def _segment(token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes) -> Segment:
+def _segment(token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, supports: Supports | None = None) -> Segment:
     return Segment(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
         mask=np.frombuffer(mask, np.bool_),
         logprobs=np.frombuffer(logprobs, np.float32),
         versions=np.frombuffer(versions, np.int32).astype(np.int64),
+        supports=supports,
     )
 
 
-def _narrow(values: IntArray) -> bytes:
-    """Return int32 bytes. Token ids and versions are far below 2^31, so this halves the bytes sent and stored."""
-    return values.astype(np.int32).tobytes()
-
-
-def _float_bytes(values: FloatArray) -> bytes:
-    return np.asarray(values, np.float32).tobytes()
-
-
 def _reduce_completion(made: Completion) -> tuple[Any, ...]:
-    arrays = _narrow(made.token_ids), _float_bytes(made.logprobs), _narrow(made.versions)
-    return _completion, (*arrays, made.finish_reason, made.prompt_logprobs)
+    arrays = int32_bytes(made.token_ids), float32_bytes(made.logprobs), int32_bytes(made.versions)
+    return _completion, (*arrays, made.finish_reason, made.prompt_logprobs, made.supports)
 
 
 def _reduce_segment(made: Segment) -> tuple[Any, ...]:
     mask = np.asarray(made.mask, np.bool_).tobytes()
-    return _segment, (_narrow(made.token_ids), mask, _float_bytes(made.logprobs), _narrow(made.versions))
+    arrays = int32_bytes(made.token_ids), mask, float32_bytes(made.logprobs), int32_bytes(made.versions)
+    return _segment, arrays if made.supports is None else (*arrays, made.supports)
 
 
 # Pickling bytes is several times faster than pickling arrays.

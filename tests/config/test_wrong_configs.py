@@ -330,23 +330,26 @@ def test_pass_k_larger_than_the_group(tmp_path: Path) -> None:
     assert "fix:  set algorithm.pass_k to at most 8" in text
 
 
-def test_truncated_sampling_conflicts_with_importance_ratios(tmp_path: Path) -> None:
-    truncated = GOOD + "rollout: {top_p: 0.9, min_p: 0.1}\n"
-    text = complaint(tmp_path, truncated)
-    assert text.startswith(
-        'configs/run.yaml:3: rollout.top_p=0.9, rollout.min_p=0.1 (configs/run.yaml:3), algorithm.loss="ppo"'
-    )
-    assert "fix:  remove rollout.top_p and rollout.min_p, or set algorithm.loss to reinforce without correction" in text
-    assert "top_k=20" in complaint(tmp_path, GOOD, "rollout.top_k=20")
-    assert load_config_text(tmp_path, truncated + "algorithm: {loss: reinforce}\n")
-    for more in ("correction: {preset: token_tis}", "kl: {coef: 0.1}"):
-        assert "truncated" in complaint(tmp_path, truncated + f"algorithm: {{loss: reinforce, {more}}}\n")
-    assert load_config_text(tmp_path, truncated + "algorithm: {loss: reinforce, kl: {coef: 0.1, importance_weighted: false}}\n")
+@pytest.mark.parametrize("loss", ["ppo", "reinforce, correction: {preset: token_tis}", "ppo, kl: {coef: 0.1}"])
+def test_truncated_sampling_is_allowed_with_importance_ratios(tmp_path: Path, loss: str) -> None:
+    truncated = GOOD + "rollout: {top_p: 0.9, top_k: 20, min_p: 0.1}\n"
+    assert load_config_text(tmp_path, truncated + f"algorithm: {{loss: {loss}}}\n")
+
+
+@pytest.mark.parametrize("wrong", ["top_p=0", "top_p=1.1", "top_k=-1", "top_k=1.5", "min_p=-0.1", "min_p=1"])
+def test_limits_of_sampling_have_ranges(tmp_path: Path, wrong: str) -> None:
+    text = complaint(tmp_path, GOOD, f"rollout.{wrong}")
+    key, _, value = wrong.partition("=")
+    assert f"rollout.{key}" in text
+    assert value in text
+    assert "fix:" in text
 
 
 def test_raw_log_probabilities_are_rejected(tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD + "generator: {vllm: {logprobs_mode: raw_logprobs}}\n")
-    assert 'generator.vllm.logprobs_mode="raw_logprobs"\n  rule: log-probabilities must include the temperature' in text
+    assert (
+        'generator.vllm.logprobs_mode="raw_logprobs"\n  rule: log-probabilities must include temperature and truncation' in text
+    )
 
 
 def test_short_rows_are_allowed_with_overlong_truncate_or_skip(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: 
         "warm_start.num_long_only_steps=90",
         "rollout.num_workers=2",
         "logging.rollouts_per_step=8",
+        "rollout.top_p=0.95",
         "num_steps=3",
     ).finish()
     assert run.code == 0, run.output
@@ -41,6 +42,7 @@ def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: 
     assert with_call[0][1]["tool_calls"][0]["function"]["name"] == "calculate"
     for step in run.steps:
         assert step["mismatch/logprob_abs_max"] < 1e-4, "the trainer sees the tokens that the generator sampled"
+        assert step["tokens/support_size_mean"] < 20.0, "a nucleus is a small part of the vocabulary"
         assert 1.0 <= step["episode/turns_mean"] <= 3.0
     turns = sum(message["role"] == "assistant" for messages in conversations for message in messages)
     assert run.steps[-1]["count/environment_steps"] == turns

@@ -24,6 +24,7 @@ LAYOUTS = {
         "generator.model_impl=native",
         "rollout.num_workers=2",
         "algorithm.kl.coef=0.1",
+        "rollout.min_p=0.02",
     ),
     "tp": (
         "trainer.parallelism.tp=2",
@@ -31,6 +32,8 @@ LAYOUTS = {
         "trainer.lora={rank: 8}",
         "algorithm.kl={coef: 0.1, reference: ema}",
         "algorithm.ema_decay=0.5",
+        "rollout.top_p=0.9",
+        "rollout.top_k=20",
     ),
 }
 
@@ -57,7 +60,8 @@ def test_exported_policy_of_two_ranks_equals_the_generators(
             metrics = [await run.step() for _ in range(2)]
             assert [step.version for step in metrics] == [1, 2]
             for step in metrics:
-                assert step.values["mismatch/logprob_abs_max"] < 1e-4
+                assert step.values["mismatch/logprob_abs_max"] < 1e-4, "both normalize over the tokens that truncation left"
+                assert 1.0 < step.values["tokens/support_size_mean"] < 20.0
                 assert step.values["staleness/max"] == 0
             # The reference is the policy as it was at the start, or the average of all versions.
             assert [step.values["policy/kl_ref"] > 0 for step in metrics] == [False, True]

@@ -218,6 +218,59 @@ def test_log_probabilities_include_the_temperature(lab: Lab, impl: str) -> None:
         np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-5)
 
 
+TRUNCATED = {
+    "top_k": SamplingParams(max_new_tokens=24, temperature=0.7, seed=5, top_k=20, supports=True),
+    "top_p": SamplingParams(max_new_tokens=24, temperature=2.0, seed=5, top_p=0.9, supports=True),
+    "min_p": SamplingParams(max_new_tokens=24, temperature=1.0, seed=5, min_p=0.05, supports=True),
+    "all": SamplingParams(max_new_tokens=24, temperature=1.3, seed=5, top_k=30, top_p=0.95, min_p=0.01, supports=True),
+}
+
+
+def kept_by(p_V: torch.Tensor, sampling: SamplingParams, *, slack: float) -> set[int]:
+    """Return the tokens that truncation leaves, in vLLM's order: min-p, then top-k, then top-p of the rest.
+
+    With `slack`, each bound is this much stricter, or laxer if it is negative.
+    """
+    p_V = torch.where(p_V >= (sampling.min_p + slack) * p_V.max(), p_V, 0.0)
+    if sampling.top_k:
+        last = sampling.top_k if slack > 0 else sampling.top_k - 1  # the first one left out, or the last one kept
+        p_V = torch.where(p_V >= p_V.sort(descending=True).values[last] * (1 + slack), p_V, 0.0)
+    ordered, order = (p_V / p_V.sum()).sort(descending=True)
+    needed = ordered.cumsum(0) - ordered < sampling.top_p - slack
+    return set(order[needed & (ordered > 0)].tolist()) | {int(p_V.argmax())}
+
+
+@pytest.mark.parametrize("limits", TRUNCATED)
+def test_support_of_each_token_is_what_truncation_left(lab: Lab, impl: str, limits: str) -> None:
+    """The exact set is between those of slightly moved bounds, and equal to them but for tokens at the bound."""
+    sampling = TRUNCATED[limits]
+    lab.do(pull(lab, impl, 1))
+    plain = SamplingParams(max_new_tokens=24, temperature=0.7, seed=1)
+
+    async def both() -> tuple[list[Completion], list[Completion]]:
+        return await asyncio.gather(lab.generate(impl, sampling), lab.generate(impl, plain))
+
+    truncated, others = lab.do(both())
+    assert all(completion.supports is None for completion in others)
+    policy, num_exact, sizes = reference(lab.models[1]), 0, set()
+    for prompt, completion in zip(PROMPTS, truncated, strict=True):
+        tokens = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.no_grad():
+            logits = policy(tokens).logits[0, len(prompt) - 1 : -1].double() / sampling.temperature
+        assert len(completion.supports) == len(completion.token_ids)
+        for number, p_V in enumerate(logits.softmax(-1)):
+            support, token = completion.supports.ids(number), completion.token_ids[number]
+            strict, lax = kept_by(p_V, sampling, slack=1e-5), kept_by(p_V, sampling, slack=-1e-5)
+            assert strict <= set(support.tolist()) <= lax
+            num_exact += strict == lax
+            assert token in support
+            expected = p_V[token].log() - p_V[support].sum().log()
+            assert completion.logprobs[number] == pytest.approx(expected.item(), abs=2e-5)
+            sizes.add(len(support))
+    assert num_exact > 0.95 * sum(len(completion.token_ids) for completion in truncated)
+    assert max(sizes) < len(p_V)
+
+
 def test_seed_determines_the_completion(lab: Lab, impl: str) -> None:
     lab.do(pull(lab, impl, 1))
     first, again = (lab.do(lab.generate(impl, SAMPLED)) for _ in range(2))

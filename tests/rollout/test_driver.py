@@ -16,6 +16,7 @@ from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Done, Environment, Episode, Message, Observation, Tool
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.renderers import PlainRenderer
+from titanrl.supports import supports_of
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 
 EPISODE = Episode(task_id="sums/0", question="1+1=", entry={"answer": "2"}, seed=5)
@@ -66,8 +67,8 @@ def conversation(environment: Any, tokenizer: Tokenizer, limits: Limits = LIMITS
 class Policy:
     """Replies with given texts, or with random tokens; keeps every request and completion."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str] | random.Random) -> None:
-        self._tokenizer, self._texts = tokenizer, texts
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str] | random.Random, *, is_truncated: bool = False) -> None:
+        self._tokenizer, self._texts, self._is_truncated = tokenizer, texts, is_truncated
         self.record: list[tuple[GenerationRequest, Completion]] = []
 
     def __call__(self, request: GenerationRequest) -> Completion:
@@ -82,6 +83,7 @@ class Policy:
             logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32) - turn,
             versions=np.full(len(ids), 10 + turn),
             finish_reason="stop" if ids[-1] == 1 else "length",
+            supports=supports_of([np.array([token, 105], np.int32) for token in ids], 200) if self._is_truncated else None,
         )
         self.record.append((request, completion))
         return completion
@@ -119,6 +121,20 @@ def test_every_turn_extends_the_tokens_of_the_one_before(tokenizer: Tokenizer) -
     assert environment.seen[0] == {"role": "assistant", "content": "hm", "tool_calls": [call]}
     assert (talk.turn_rewards, talk.rewards, talk.finish_reason) == ([0.5, 0.25], {"right": 1.0}, "stop")
     assert talk.last_text == "<answer>2</answer>"
+
+
+def test_supports_stay_with_the_tokens_of_their_turns(tokenizer: Tokenizer) -> None:
+    replaced = Observation(messages=[user("go on")], replaces=True)
+    environment = Scripted([Observation(messages=[tool_result("2")]), replaced, Done()])
+    policy = Policy(tokenizer, ["<tool_call>1+1</tool_call>", "2", "3"], is_truncated=True)
+    segments = play(conversation(environment, tokenizer), policy).segments()
+    assert len(segments) == 2
+    for segment in segments:
+        assert segment.supports is not None
+        assert len(segment.supports) == len(segment.token_ids)
+        assert (segment.supports.counts_S == np.where(segment.mask, 2, 0)).all()
+        for place in np.flatnonzero(segment.mask):
+            assert segment.supports.ids(place)[0] == segment.token_ids[place]
 
 
 def test_replaced_history_begins_a_segment_whose_old_turns_are_not_trained_on(tokenizer: Tokenizer) -> None:

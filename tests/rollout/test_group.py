@@ -23,6 +23,7 @@ from titanrl.rollout.group import (
     sampling_requests,
     without_truncated,
 )
+from titanrl.supports import supports_of
 from titanrl.tables import RecordTable
 from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
@@ -47,6 +48,21 @@ def test_rollout_masks_the_prompt() -> None:
     assert rollout.segments[0].versions.tolist() == [-1, -1, 4, 4]
     assert rollout.segments[0].logprobs.tolist() == [0.0, 0.0, -0.5, -0.5]
     assert (rollout.reward, rollout.reward_parts) == (1.25, {"answer": 1.0, "format": 0.5})
+
+
+def test_supports_of_the_completion_follow_the_prompt_and_are_cut_with_it() -> None:
+    supports = supports_of([np.array([7, 9], np.int32), np.array([1], np.int32)], 100)
+    truncated = replace(completion([7, 1]), supports=supports)
+    rollouts = rollouts_of(PROMPT, [truncated, completion([7, 1])], scored(1.0, 0.0))
+    (segment,), (other,) = (rollout.segments for rollout in rollouts)
+    assert segment.supports is not None
+    assert segment.supports.counts_S.tolist() == [0, 0, 2, 1]
+    assert segment.supports.ids(3).tolist() == [1]
+    assert other.supports is None
+    group = Group(prompt=PROMPT, rollouts=rollouts, generate_s=0.0, score_s=0.0)
+    cut = fit_to_rows(group, TrainerConfig(row_tokens=3, overlong="truncate"))[0].rollouts[0].segments[0].supports
+    assert cut is not None
+    assert (cut.counts_S.tolist(), cut.words_K.tolist()) == ([0, 0, 2], [7, 9])
 
 
 def scored(*rewards: float) -> list[Scored]:
@@ -246,3 +262,5 @@ def test_requests_carry_the_sampling_options() -> None:
     for request in sampling_requests(PROMPT, config, seed=0):
         sampling = request.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 20, 0.05)
+        assert sampling.supports
+    assert not sampling_requests(PROMPT, RolloutConfig(group_size=2, temperature=0.7), seed=0)[0].sampling.supports

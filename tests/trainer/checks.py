@@ -19,6 +19,7 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import TrainerConfig
 from titanrl.device import DEVICES
 from titanrl.models.directory import open_model
+from titanrl.supports import Supports, supports_of, words_of
 from titanrl.tables import SEQUENCE, RowTable
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.hf import load_hf
@@ -53,12 +54,24 @@ def shared_learner(model_dir: Path, plan: tuple[tuple[str, int], ...]) -> Learne
 def made_up(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: int) -> Segment:
     """Return a rollout of the prompt with a random completion."""
     mask = np.arange(len(prompt_ids) + num_sampled) >= len(prompt_ids)
-    return Segment(
-        token_ids=np.concatenate([prompt_ids, random.integers(1, VOCAB, num_sampled)]),
-        mask=mask,
-        logprobs=np.where(mask, random.uniform(-6.0, -3.0, len(mask)), 0.0).astype(np.float32),
-        versions=np.where(mask, 0, -1),
-    )
+    token_ids = np.concatenate([prompt_ids, random.integers(1, VOCAB, num_sampled)])
+    logprobs = np.where(mask, random.uniform(-6.0, -3.0, len(mask)), 0.0).astype(np.float32)
+    supports = made_up_supports(token_ids, mask) if num_sampled % 2 else None
+    if supports is not None:
+        logprobs *= np.log(supports.sizes_S()).astype(np.float32) / 5
+    return Segment(token_ids=token_ids, mask=mask, logprobs=logprobs, versions=np.where(mask, 0, -1), supports=supports)
+
+
+def made_up_supports(token_ids: np.ndarray, mask: np.ndarray) -> Supports:
+    """Return random supports of 1 to all entries of the vocabulary, which contain the tokens."""
+    random = np.random.default_rng(int(token_ids.sum()))
+
+    def words(token: int) -> np.ndarray:
+        others = random.permutation(VOCAB)[: random.choice([1, 2, 3, 20, VOCAB]) - 1]
+        return words_of(np.union1d(others, [token]).astype(np.int32), VOCAB)
+
+    none = np.zeros(0, np.int32)
+    return supports_of([words(token) if sampled else none for token, sampled in zip(token_ids, mask, strict=True)], VOCAB)
 
 
 @functools.cache

@@ -1,8 +1,11 @@
 """Packed rows as tensors, by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from titanrl.supports import supports_of
 from titanrl.trainer.collate import collate, row_length
 from titanrl.types import GroupHandle, Segment, SequencePlan
 
@@ -36,6 +39,19 @@ def test_token_values_are_at_predicting_position() -> None:
     assert rows.advantages_BL.tolist() == [[2, 2, 2, 0, -1, -1, 0, 0, 0]]
     assert rows.weights_BL.tolist() == [[0, 0.5, 0.5, 0, 0.25, 0, 0, 0, 0]]
     assert rows.sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_supports_are_at_predicting_position_of_trained_tokens() -> None:
+    limited = supports_of([np.array(ids, np.int32) for ids in ([], [], [3, 7], [0, 1])], 100)
+    with_nan = supports_of([np.array(ids, np.int32) for ids in ([], [9], [1])], 100)
+    first, second = PAYLOAD[HANDLE][0], PAYLOAD[HANDLE][1]
+    payload = {HANDLE: {0: replace(first, supports=limited), 1: replace(second, supports=with_nan), 2: first}}
+    rows = collate([(plan(0, 4, 2.0, 0.5), plan(1, 3, -1.0, 0.25)), (plan(2, 4, 1.0, 1.0),)], payload, 9)
+    assert rows.supports is not None
+    assert rows.supports.sizes_N.tolist() == [100, 2, 2, 100, 1, 100, 100, 100, 100] + [100] * 9
+    assert rows.supports.ids_I.tolist() == [3, 7, 0, 1, 9]
+    assert rows.supports.id_tokens_I.tolist() == [1, 1, 2, 2, 4]
+    assert collate([(plan(2, 4, 1.0, 1.0),)], payload, 9).supports is None
 
 
 def test_rank_without_rows_gets_one_empty_row() -> None:

@@ -11,11 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titanrl.algorithms.supports import TokenSupports
+
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
 """Logits converted to fp32 at once, so that no fp32 copy of all logits exists. On a CPU a chunk fits into its cache."""
 
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
 """The same on an accelerator, where launching many small kernels costs more than 16 MiB of memory."""
+
+EXCLUDED = -1e4
+"""Stand-in for a log-probability of -inf: its exponential is exactly 0 in fp32 and fp64, and so is the product of the two."""
 
 
 def logprobs_and_entropy(
@@ -25,11 +30,15 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
     temperature: float = 1.0,
+    supports: TokenSupports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each label and the entropy of each distribution, in nats, `[N]` each.
 
     The distribution is softmax(logits / temperature), in fp32 (fp64 for fp64 logits). Both results carry gradients. The
     backward pass recomputes the softmax, so autograd saves only the logits and two `[N]`.
+
+    With `supports`, the softmax of each token is over its support alone, and logits outside of it have neither an effect nor a
+    gradient. Labels must be inside. Masks are made for one chunk of tokens at a time.
 
     With `group`, each of its ranks holds the vocabulary entries from `vocab_start` on, in any split. Labels count from 0 over
     the whole vocabulary and are the same on every rank; so is the result. Two all-reduces of `[N]` and `[3, N]` run in the
@@ -40,17 +49,23 @@ def logprobs_and_entropy(
     """
     assert logits_NV.ndim == 2, f"logits must be [N, V], got {tuple(logits_NV.shape)}"
     assert labels_N.shape == logits_NV.shape[:1], f"labels must be [{logits_NV.shape[0]}], got {tuple(labels_N.shape)}"
-    logprobs_N, entropy_N = _LogprobsAndEntropy.apply(logits_NV, labels_N, group, vocab_start, temperature)  # type: ignore[no-untyped-call]
+    logprobs_N, entropy_N = _LogprobsAndEntropy.apply(logits_NV, labels_N, group, vocab_start, temperature, supports)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup | None, vocab_start: int, temperature: float
+        ctx: Any,
+        logits_NV: Tensor,
+        labels_N: Tensor,
+        group: dist.ProcessGroup | None,
+        vocab_start: int,
+        temperature: float,
+        supports: TokenSupports | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-        max_N = logits_NV.amax(-1).to(dtype) / temperature
+        max_N = _largest(logits_NV, supports, vocab_start).to(dtype) / temperature
         if group is not None:
             dist.all_reduce(max_N, dist.ReduceOp.MAX, group=group)
 
@@ -61,6 +76,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         sums_3N[2] = torch.where(owned_N, label_logits_N, 0.0)
         for rows in _chunks(logits_NV):
             shifted_CV = _shifted(logits_NV[rows], max_N[rows], temperature)
+            if supports is not None:
+                shifted_CV.masked_fill_(supports.outside(rows, vocab_start, logits_NV.shape[-1]), EXCLUDED)
             exp_CV = shifted_CV.exp()
             sums_3N[0, rows] = exp_CV.sum(-1)
             sums_3N[1, rows] = exp_CV.mul_(shifted_CV).sum(-1)
@@ -71,7 +88,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         log_sum_N = sum_exp_N.log()
         entropy_N = log_sum_N - sum_exp_x_N / sum_exp_N
         ctx.save_for_backward(logits_NV, labels_N, max_N + log_sum_N, entropy_N)
-        ctx.vocab_start, ctx.temperature = vocab_start, temperature
+        ctx.vocab_start, ctx.temperature, ctx.supports = vocab_start, temperature, supports
         ctx.set_materialize_grads(False)
         return label_N - log_sum_N, entropy_N
 
@@ -79,14 +96,14 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None, None]:
         """Compute the gradient of the logits x: with p = softmax(x / T) and H its entropy,
 
         ((1[v = label] - p_v) * grad_logprobs - p_v * (log p_v + H) * grad_entropy) / T.
         """
         logits_NV, labels_N, log_z_N, entropy_N = ctx.saved_tensors
         if grad_logprobs_N is None and grad_entropy_N is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         local_N, owned_N = _local_labels(labels_N, ctx.vocab_start, logits_NV.shape[-1])
         grad_N = torch.zeros_like(log_z_N) if grad_logprobs_N is None else grad_logprobs_N / ctx.temperature
         unused_N = grad_N == 0
@@ -97,6 +114,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         grad_logits_NV = torch.empty_like(logits_NV)
         for rows in _chunks(logits_NV):
             logp_CV = _shifted(logits_NV[rows], log_z_N[rows], ctx.temperature)
+            if ctx.supports is not None:
+                logp_CV.masked_fill_(ctx.supports.outside(rows, ctx.vocab_start, logits_NV.shape[-1]), EXCLUDED)
             grad_CV = logp_CV.exp()
             if grad_entropy_N is None:
                 grad_CV.mul_(-grad_N[rows, None])
@@ -106,7 +125,18 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             grad_CV.scatter_add_(-1, local_N[rows, None], torch.where(owned_N, grad_N, 0.0)[rows, None])
             # p is NaN where logits are not finite, and NaN * 0 is NaN.
             grad_logits_NV[rows] = grad_CV.masked_fill_(unused_N[rows, None], 0.0)
-        return grad_logits_NV, None, None, None, None
+        return grad_logits_NV, None, None, None, None, None
+
+
+def _largest(logits_NV: Tensor, supports: TokenSupports | None, vocab_start: int) -> Tensor:
+    """Return the largest logit of each token's support on this rank, `[N]`; -inf if the rank has none of it."""
+    if supports is None:
+        return logits_NV.amax(-1)
+    max_N = logits_NV.new_empty(len(logits_NV))
+    for rows in _chunks(logits_NV):
+        outside_CV = supports.outside(rows, vocab_start, logits_NV.shape[-1])
+        max_N[rows] = logits_NV[rows].masked_fill(outside_CV, -torch.inf).amax(-1)
+    return max_N
 
 
 def _local_labels(labels_N: Tensor, vocab_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:

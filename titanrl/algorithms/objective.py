@@ -48,6 +48,8 @@ class ObjectiveInputs:
     """Id of each token's sequence: int64, unique in the micro-batch, below N."""
     correction: CorrectionTotals = NOT_MEASURED
     """Totals of the correction over the whole step, if `algorithm.correction` is measured."""
+    support_sizes_N: Tensor | None = None
+    """Entries of the vocabulary that truncated sampling left for each token; None without it."""
 
 
 def policy_loss(
@@ -196,6 +198,8 @@ def _metrics(
         by_token["policy/entropy"] = inputs.entropy_N
     if inputs.reference_logprobs_N is not None:
         by_token["policy/kl_ref"] = kl_estimate(inputs.logprobs_N, inputs.reference_logprobs_N, "k3", mask=valid_N)
+    if inputs.support_sizes_N is not None:
+        by_token["tokens/support_size_mean"] = inputs.support_sizes_N.to(d_N.dtype)
     sums = {name: torch.where(valid_N, values_N, 0.0).sum() for name, values_N in by_token.items()}
     sums |= {name: term.detach() for name, term in terms.items()}
     sums |= {"loss/total": torch.stack(list(terms.values())).sum(), "num_tokens": valid_N.sum().to(d_N.dtype)}

@@ -124,12 +124,6 @@ class AlgorithmConfig(Section):
         return self.proximal != "sampler" and self.loss_traits.ratio in ("proximal", "undeclared")
 
     @property
-    def compares_with_sampler(self) -> bool:
-        """True if the generator's log-probabilities affect the gradient."""
-        weighted_kl = self.kl.coef > 0 and self.kl.place == "loss" and self.kl.importance_weighted
-        return self.ratio_starts_at_sampler or self.correction.is_on or weighted_kl
-
-    @property
     def runs_without_advantage(self) -> bool:
         """True if sequences with advantage 0 need a forward pass, because they have a gradient or enter batch statistics."""
         has_gradient = not self.loss_traits.zero_without_advantage

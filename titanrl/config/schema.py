@@ -183,7 +183,7 @@ class Config(Section):
                 else "set correction.weight to none; rejection is still allowed",
             )
         if algorithm.knows_loss and algorithm.loss_traits.ratio == "undeclared":
-            involved = dict(self._truncated_sampling)
+            involved: dict[str, object] = {}
             if weight != "none":
                 involved["algorithm.correction.weight"] = weight
             if self.max_staleness:
@@ -231,19 +231,11 @@ class Config(Section):
                 rule="group_size must be at least pass_k",
                 fix=f"set algorithm.pass_k to at most {rollout.group_size}",
             )
-        cut = self._truncated_sampling
-        if cut and algorithm.compares_with_sampler:
-            yield BrokenRule(
-                values={**cut, "algorithm.loss": algorithm.loss},
-                rule="the sampler's log-probabilities are of a truncated distribution and the trainer's of the full one, so "
-                "their ratio would be wrong",
-                fix=f"remove {' and '.join(cut)}, or set algorithm.loss to reinforce without correction",
-            )
         mode = self.generator.vllm.get("logprobs_mode", "processed_logprobs")
         if mode != "processed_logprobs":
             yield BrokenRule(
                 values={"generator.vllm.logprobs_mode": mode},
-                rule="log-probabilities must include the temperature, as the trainer's do",
+                rule="log-probabilities must include temperature and truncation, as the trainer's do",
                 fix="remove generator.vllm.logprobs_mode",
             )
 
@@ -347,12 +339,6 @@ class Config(Section):
                     rule="distillation compares on-policy samples with the teacher's log-probabilities at temperature 1",
                     fix=f"set {key} to {needed:g}",
                 )
-
-    @property
-    def _truncated_sampling(self) -> dict[str, object]:
-        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        values = self.rollout.model_dump(include=set(off))
-        return {f"rollout.{key}": value for key, value in values.items() if value != off[key]}
 
     def device_shortage(self) -> Iterator[BrokenRule]:
         """Yield the rule broken by a host with too few accelerators; meaningless on CPU."""

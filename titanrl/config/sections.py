@@ -115,12 +115,12 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same value. vLLM takes no others."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling; 1 disables it. Trainer log-probabilities do not account for it."""
+    """Nucleus sampling; 1 disables it. The trainer normalizes over the same tokens (docs/howto/truncated_sampling.md)."""
     top_k: CountOrZero = 0
-    """Top-k sampling; 0 disables it. Trainer log-probabilities do not account for it."""
-    min_p: Share = 0.0
-    """Minimum token probability, relative to the likeliest token; 0 disables it. Trainer log-probabilities do not account for
-    it."""
+    """Top-k sampling; 0 disables it. The trainer normalizes over the same tokens."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Minimum probability of a token, relative to the likeliest one; 0 disables it. The trainer normalizes over the same
+    tokens."""
     dynamic_sampling: bool = False
     """Discard groups whose rewards are all equal and sample new ones until the batch has `groups_per_step` groups (DAPO)."""
     window: Share = 0.0
@@ -135,6 +135,11 @@ class RolloutConfig(Section):
     """Number of rollout worker processes."""
     starvation_timeout_s: Seconds = 300.0
     """Maximum wait for a trainable batch while groups keep finishing without a signal. The run then ends with an error."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
     def num_requests(self) -> int:

@@ -31,8 +31,10 @@ from titanrl.generator.compat import (
     step_core,
     temporary_rendezvous,
 )
+from titanrl.generator.truncation import SupportRecording, support_words
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.vllm_limits import CPU_BLOCK_TOKENS
+from titanrl.supports import Int32Array, supports_of
 from titanrl.types import Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -62,17 +64,20 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: FloatArray | None = None
+    supports: list[Int32Array] = field(default_factory=list)
 
-    def take(self, output: EngineCoreOutput) -> None:
+    def take(self, output: EngineCoreOutput, vocab_size: int) -> None:
         """Append the tokens of one step: usually one, none during prefill."""
         if output.new_token_ids:
             assert output.new_logprobs is not None, "vLLM returned a token without its log-probability"
             self.token_ids += output.new_token_ids
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
+            if self.request.sampling.supports:
+                self.supports += support_words(output, vocab_size)
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()  # column 0 is the prompt's token
 
-    def completion(self, finish_reason: FinishReason) -> Completion:
+    def completion(self, finish_reason: FinishReason, vocab_size: int) -> Completion:
         """Return everything generated."""
         assert len(self.logprobs) == len(self.token_ids), "expected one log-probability per token"
         counts = np.diff([*(start for start, _ in self.switches), len(self.token_ids)])
@@ -82,6 +87,7 @@ class _Running:
             versions=np.repeat([version for _, version in self.switches], counts).astype(np.int64),
             finish_reason=finish_reason,
             prompt_logprobs=self.prompt_logprobs,
+            supports=supports_of(self.supports, vocab_size) if self.request.sampling.supports else None,
         )
 
 
@@ -106,6 +112,7 @@ class Engine:
         self._next_ticket = 0
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}
+        self._recording: SupportRecording | None = None
         self.version: int | None = None
         self._no_weights = "none have been pulled yet"
 
@@ -159,17 +166,20 @@ class Engine:
     def step(self) -> list[Finished]:
         """Decode one token for every running request; return the requests that finished."""
         ended = []
+        if self._recording is not None:
+            self._recording.switch(any(running.request.sampling.supports for running in self._running.values()))
         for output in step_core(self._engine):
             running = self._running.get(output.request_id)
             if running is None:  # aborted during an asynchronous step, which vLLM runs on accelerators
                 continue
-            running.take(output)
+            running.take(output, self._vocab_size)
             if output.finish_reason is not None:
                 del self._running[output.request_id]
-                ended.append(Finished(running.ticket, running.completion(FINISH_REASONS[str(output.finish_reason)])))
+                reason = FINISH_REASONS[str(output.finish_reason)]
+                ended.append(Finished(running.ticket, running.completion(reason, self._vocab_size)))
             elif running.request.sampling.stop and self._has_stop_text(running):
                 self.abort([running.ticket])
-                ended.append(Finished(running.ticket, running.completion("stop")))
+                ended.append(Finished(running.ticket, running.completion("stop", self._vocab_size)))
         return ended
 
     def invalidate(self, reason: str) -> None:
@@ -210,6 +220,8 @@ class Engine:
             raise ValueError(f"the prompt has {len(token_ids)} tokens; this engine takes 1 to {self._max_len - 1}")
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise ValueError(f"the prompt has tokens outside of 0 to {self._vocab_size - 1}")
+        if request.sampling.supports and self._recording is None:
+            self._recording = SupportRecording(self._engine, self._vocab_size)
         request_id = str(next(self._request_ids))
         add_request(self._engine, request_id, list(token_ids), sampling_params(request.sampling, self._stop_ids))
         self._running[request_id] = _Running(ticket, request, [(0, self.version)])

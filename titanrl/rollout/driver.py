@@ -17,6 +17,7 @@ import numpy as np
 from titanrl.environments import Done, Environment, EnvironmentTimeout, Episode, Message, Observation, Tool
 from titanrl.errors import TitanRLError
 from titanrl.rollout.renderers import Renderer
+from titanrl.supports import Supports, join, whole_vocabulary
 from titanrl.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment
 
 T = TypeVar("T")
@@ -57,6 +58,8 @@ class _Growing:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    supports: list[tuple[int, Supports]] = field(default_factory=list)
+    """Supports of each turn of the policy, and the number of its first token."""
 
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample."""
@@ -66,6 +69,8 @@ class _Growing:
     def add(self, completion: Completion) -> None:
         """Append what the policy sampled, as it was recorded."""
         self._pad()
+        if completion.supports is not None:
+            self.supports.append((len(self.token_ids), completion.supports))
         self.token_ids += completion.token_ids.tolist()
         self.mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs.tolist()
@@ -79,7 +84,17 @@ class _Growing:
             mask=np.array(self.mask[:end], np.bool_),
             logprobs=np.array(self.logprobs[:end], np.float32),
             versions=np.array(self.versions[:end], np.int64),
+            supports=self._supports(end),
         )
+
+    def _supports(self, end: int) -> Supports | None:
+        """Return the supports of the first `end` tokens, the whole vocabulary before and between the policy's turns."""
+        parts: list[Supports] = []
+        joined = 0
+        for start, supports in self.supports:
+            parts += whole_vocabulary(start - joined, supports.vocab_size), supports
+            joined = start + len(supports)
+        return join(parts)[:end] if parts else None
 
     def _pad(self) -> None:
         missing = len(self.token_ids) - len(self.mask)

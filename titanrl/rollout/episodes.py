@@ -71,6 +71,7 @@ class Episodes:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
+            supports=rollout.is_truncated,
             stop_ids=self.renderer.stop_ids,
         )
         places = [_Place(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]

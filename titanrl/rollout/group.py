@@ -13,6 +13,7 @@ import numpy.typing as npt
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.rewards import Answers, Scored
+from titanrl.supports import Supports, join, whole_vocabulary
 from titanrl.types import (
     Completion,
     GenerationRequest,
@@ -71,6 +72,7 @@ def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[
                 top_p=config.top_p,
                 top_k=config.top_k,
                 min_p=config.min_p,
+                supports=config.is_truncated,
             ),
         )
         for g in range(config.num_requests)
@@ -99,6 +101,9 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
     def after_prompt(before: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         return np.concatenate([piece for values in columns for piece in (before, values)])
 
+    def supports_after_prompt(supports: Supports | None) -> Supports | None:
+        return None if supports is None else join((whole_vocabulary(num_prompt, supports.vocab_size), supports))
+
     lengths = [len(completion.token_ids) for completion in completions]
     token_ids = after_prompt(np.array(prompt.token_ids, np.int64), (completion.token_ids for completion in completions))
     logprobs = after_prompt(np.zeros(num_prompt, np.float32), (completion.logprobs for completion in completions))
@@ -117,6 +122,7 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
                         mask=mask[sequence],
                         logprobs=logprobs[sequence],
                         versions=versions[sequence],
+                        supports=supports_after_prompt(completion.supports),
                     ),
                 ),
                 reward=scored.reward,
@@ -145,6 +151,7 @@ def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
             mask=segment.mask[:limit] & (config.overlong == "truncate"),
             logprobs=segment.logprobs[:limit],
             versions=segment.versions[:limit],
+            supports=None if segment.supports is None else segment.supports[:limit],
         )
 
     rollouts = tuple(replace(rollout, segments=tuple(map(fitting, rollout.segments))) for rollout in group.rollouts)

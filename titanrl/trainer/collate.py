@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from titanrl.algorithms.supports import CollatedSupports, TokenSupports
 from titanrl.models.attention import sequence_starts
 from titanrl.types import GroupHandle, Row, Segment
 
@@ -40,6 +41,8 @@ class PackedRows:
     """Log-probability of the target under the proximal policy, if the loss needs it."""
     reference_BL: torch.Tensor | None = None
     """Log-probability of the target under the reference policy, if the loss needs it."""
+    supports: TokenSupports | None = None
+    """Support of the target's distribution at each position, rows one after another; None without truncated sampling."""
     shares_prompts: bool = False
     """True if a sequence shares its start with another one."""
 
@@ -58,8 +61,12 @@ class PackedRows:
         if self.tokens_BL.device == device:
             return self
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return type(self)(**values | {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        on_device = {
+            name: value.to(device, non_blocking=True)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor | TokenSupports)
+        }
+        return type(self)(**values | on_device)
 
 
 def row_length(used: Iterable[int], row_tokens: int, multiple: int) -> int:
@@ -84,6 +91,7 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
     versions = np.zeros((num_rows, row_tokens), np.int64)
     mask = np.zeros((num_rows, row_tokens), np.bool_)
     logprobs, advantages, weights = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(3))
+    supports = CollatedSupports(num_rows * row_tokens)
     for b in range(num_rows):
         start = 0
         for sequence in rows[b] if rows else ():
@@ -101,6 +109,8 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
             versions[b, predicting] = np.where(trained, segment.versions[predicted], 0)
             advantages[b, predicting] = sequence.advantage
             weights[b, predicting] = np.where(trained, sequence.weight, 0.0)
+            if segment.supports is not None:
+                supports.add(b * row_tokens + start, segment.supports[predicted].where(trained))
             start = end
         positions[b, start:] = np.arange(row_tokens - start)
     return PackedRows(
@@ -112,5 +122,6 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
         versions_BL=torch.from_numpy(versions),
         advantages_BL=torch.from_numpy(advantages),
         weights_BL=torch.from_numpy(weights),
+        supports=supports.collated(),
         shares_prompts=any(sequence.num_shared for row in rows for sequence in row),
     )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titanrl.algorithms.logprobs import logprobs_and_entropy
+from titanrl.algorithms.supports import TokenSupports
 
 LOGITS_AT_ONCE = 1 << 27
 """Largest number of logits held at once: 256 MiB in bfloat16, and as much for their gradient; 883 tokens with a
@@ -31,33 +32,35 @@ class ScoringHead:
         self._logits: Callable[[Tensor], Tensor] = lm_head.forward
         self._vocab_size = vocab_size
         self._targets_BL: Tensor | None = None
+        self._supports: TokenSupports | None = None
         self._temperature = 1.0
         lm_head.forward = self
 
     @contextmanager
-    def scoring(self, targets_BL: Tensor, temperature: float) -> Iterator[None]:
-        """Score these targets inside the context instead of returning logits."""
-        self._targets_BL, self._temperature = targets_BL, temperature
+    def scoring(self, targets_BL: Tensor, temperature: float, supports: TokenSupports | None = None) -> Iterator[None]:
+        """Score these targets inside the context instead of returning logits; `supports` are those of the rows, flattened."""
+        self._targets_BL, self._temperature, self._supports = targets_BL, temperature, supports
         try:
             yield
         finally:
-            self._targets_BL = None
+            self._targets_BL = self._supports = None
 
     def __call__(self, hidden_BLD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits `[B, L, V]`; inside `scoring` log-probabilities and entropies, `[B, L]` each."""
         if self._targets_BL is None:
             return self._logits(hidden_BLD)
-        targets_BL, temperature = self._targets_BL, self._temperature
+        targets_BL, temperature, supports = self._targets_BL, self._temperature, self._supports
         num_rows, length = targets_BL.shape
         width = max(1, LOGITS_AT_ONCE // (num_rows * self._vocab_size))
         if length <= width:
-            return self._score(hidden_BLD, targets_BL, temperature)
+            return self._score(hidden_BLD, targets_BL, temperature, supports)
         chunks = [
             checkpoint(
                 self._score,
                 hidden_BLD[:, start : start + width],
                 targets_BL[:, start : start + width],
                 temperature,
+                None if supports is None else supports.columns(num_rows, start, min(start + width, length)),
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
@@ -66,10 +69,17 @@ class ScoringHead:
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs, dim=1), torch.cat(entropies, dim=1)
 
-    def _score(self, hidden_BCD: Tensor, targets_BC: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden_BCD: Tensor, targets_BC: Tensor, temperature: float, supports: TokenSupports | None
+    ) -> tuple[Tensor, Tensor]:
         logits_BCV, vocab_start, group = local_logits(self._logits(hidden_BCD), self._vocab_size)
         logprobs_N, entropy_N = logprobs_and_entropy(
-            logits_BCV.flatten(0, 1), targets_BC.flatten(), group=group, vocab_start=vocab_start, temperature=temperature
+            logits_BCV.flatten(0, 1),
+            targets_BC.flatten(),
+            group=group,
+            vocab_start=vocab_start,
+            temperature=temperature,
+            supports=supports,
         )
         return logprobs_N.view(targets_BC.shape), entropy_N.view(targets_BC.shape)
 

@@ -336,7 +336,7 @@ class Learner:
     def _score(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """Compute the log-probability of each target and the entropy of each prediction, `[B, L]` each."""
         module, positions_BL = self.model.module, rows.positions_BL
-        with self._head.scoring(rows.targets_BL, self.temperature):
+        with self._head.scoring(rows.targets_BL, self.temperature, rows.supports):
             scores: tuple[Tensor, Tensor] = module(rows.tokens_BL, positions=positions_BL, attention_masks=self._mask(rows))
         return scores
 
@@ -405,6 +405,7 @@ def _inputs(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> Objectiv
         weights_N=rows.weights_BL.flatten(),
         mask_N=rows.mask_BL.flatten(),
         sequence_N=rows.sequence_N,
+        support_sizes_N=None if rows.supports is None else rows.supports.sizes_N,
     )
 
 

@@ -1,0 +1,133 @@
+"""Supports of truncated sampling: the vocabulary entries that top-k, top-p and min-p left for each token.
+
+Shape suffixes: S tokens, K words of all tokens, W words of a bitmap of the vocabulary, V vocabulary entries.
+"""
+
+import copyreg
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+WORD_BITS = 32
+
+
+def bitmap_words(vocab_size: int) -> int:
+    """Return the words of a bitmap of the vocabulary."""
+    return -(-vocab_size // WORD_BITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Supports:
+    """The support of each token as a ragged list of words, in whichever form is smaller.
+
+    Fewer than W words are the ids of the entries, in increasing order. W words are a bitmap: entry v is bit v % 32 of word
+    v // 32. No words mean the whole vocabulary. So a token takes 4 bytes for each entry of its support, at most V / 8 bytes.
+
+    Example: the supports `{4, 9}`, `{0, 1, 2, 69}` and all of 70 entries, with bitmaps of 3 words: `counts_S=[2, 3, 0]`,
+    `words_K=[4, 9, 7, 0, 32]`.
+    """
+
+    counts_S: Int32Array
+    """Words of each token."""
+    words_K: Int32Array
+    """Words of all tokens, one after another."""
+    vocab_size: int
+    """Entries of the vocabulary."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.counts_S)
+
+    def __getitem__(self, tokens: slice) -> "Supports":
+        """Return the supports of consecutive tokens."""
+        first, last, _ = tokens.indices(len(self))
+        ends_S = self.ends_S
+        words = slice(0 if first == 0 else ends_S[first - 1], 0 if last == 0 else ends_S[last - 1])
+        return Supports(counts_S=self.counts_S[tokens], words_K=self.words_K[words], vocab_size=self.vocab_size)
+
+    @property
+    def ends_S(self) -> npt.NDArray[np.int64]:
+        """End of each token's words."""
+        return np.cumsum(self.counts_S, dtype=np.int64)
+
+    @property
+    def is_bitmap_S(self) -> npt.NDArray[np.bool_]:
+        """True where the words are a bitmap."""
+        return np.equal(self.counts_S, bitmap_words(self.vocab_size))
+
+    def where(self, kept_S: npt.NDArray[np.bool_]) -> "Supports":
+        """Return the supports of some tokens, and the whole vocabulary for the others."""
+        return Supports(
+            counts_S=np.where(kept_S, self.counts_S, 0).astype(np.int32),
+            words_K=self.words_K[np.repeat(kept_S, self.counts_S)],
+            vocab_size=self.vocab_size,
+        )
+
+    def sizes_S(self) -> npt.NDArray[np.int64]:
+        """Return the number of entries in each support."""
+        is_bitmap_S = self.is_bitmap_S
+        sizes_S = np.where(self.counts_S == 0, self.vocab_size, self.counts_S).astype(np.int64)
+        bitmaps = self.words_K[np.repeat(is_bitmap_S, self.counts_S)].reshape(-1, bitmap_words(self.vocab_size))
+        sizes_S[is_bitmap_S] = np.bitwise_count(bitmaps.view(np.uint32)).sum(-1)
+        return sizes_S
+
+    def ids(self, token: int) -> npt.NDArray[np.int64]:
+        """Return the entries in the support of one token, in increasing order."""
+        one = self[token : token + 1]
+        if len(one.words_K) == 0:
+            return np.arange(self.vocab_size)
+        return (np.flatnonzero(_bits(one.words_K)) if one.is_bitmap_S[0] else one.words_K).astype(np.int64)
+
+
+def supports_of(words: Sequence[Int32Array], vocab_size: int) -> Supports:
+    """Return the supports of tokens from the words of each."""
+    counts_S = np.fromiter(map(len, words), np.int32, len(words))
+    words_K = np.concatenate([np.zeros(0, np.int32), *words])
+    return Supports(counts_S=counts_S, words_K=words_K, vocab_size=vocab_size)
+
+
+def words_of(ids: Int32Array, vocab_size: int) -> Int32Array:
+    """Return the words of one support, given as ids in increasing order."""
+    if len(ids) >= vocab_size:
+        return ids[:0]
+    if len(ids) < bitmap_words(vocab_size):
+        return ids
+    bits = np.zeros(bitmap_words(vocab_size) * WORD_BITS, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
+def whole_vocabulary(num_tokens: int, vocab_size: int) -> Supports:
+    """Return the supports of tokens that were not sampled, or not truncated."""
+    return Supports(counts_S=np.zeros(num_tokens, np.int32), words_K=np.zeros(0, np.int32), vocab_size=vocab_size)
+
+
+def join(parts: Iterable[Supports]) -> Supports:
+    """Concatenate the supports of consecutive tokens; there is at least one part, and all have the same vocabulary."""
+    parts = list(parts)
+    assert len({part.vocab_size for part in parts}) == 1, "supports of different vocabularies"
+    return Supports(
+        counts_S=np.concatenate([part.counts_S for part in parts]),
+        words_K=np.concatenate([part.words_K for part in parts]),
+        vocab_size=parts[0].vocab_size,
+    )
+
+
+def _bits(words: Int32Array) -> npt.NDArray[np.uint8]:
+    return np.unpackbits(np.ascontiguousarray(words, "<i4").view(np.uint8), bitorder="little")
+
+
+def _from_bytes(counts: bytes, words: bytes, vocab_size: int) -> Supports:
+    return Supports(counts_S=np.frombuffer(counts, "<i4"), words_K=np.frombuffer(words, "<i4"), vocab_size=vocab_size)
+
+
+def _reduce(made: Supports) -> tuple[Any, ...]:
+    return _from_bytes, (made.counts_S.astype("<i4").tobytes(), made.words_K.astype("<i4").tobytes(), made.vocab_size)
+
+
+copyreg.pickle(Supports, _reduce)
