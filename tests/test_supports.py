@@ -61,6 +61,8 @@ def test_parts_and_copies_have_the_same_ids(example: tuple[list[list[int]], int]
     joined = join([whole_vocabulary(2, vocab_size), part, made])
     assert lists(joined) == [list(range(vocab_size))] * 2 + ids[first:last] + ids
     assert lists(pickle.loads(pickle.dumps(joined))) == lists(joined)
+    for entry in (0, vocab_size - 1, vocab_size, -1):
+        assert made.contains_S(np.full(len(made), entry)).tolist() == [entry in some or len(some) == vocab_size for some in ids]
     kept = np.arange(len(made)) % 2 == 0
     masked = made.where(kept)
     assert lists(masked) == [some if keep else list(range(vocab_size)) for some, keep in zip(ids, kept, strict=True)]

@@ -1,11 +1,13 @@
 """Pickling of carriers."""
 
 import pickle
+from dataclasses import replace
 
 import cloudpickle
 import numpy as np
 import pytest
 
+from titanrl.supports import supports_of
 from titanrl.types import Completion, GenerationRequest, GroupHandle, SamplingParams, Segment, SequencePlan
 
 HANDLE = GroupHandle(shard=1, slot=7, serial=3)
@@ -53,3 +55,23 @@ def test_tokens_are_pickled_bit_for_bit_in_half_the_bytes(pickler: object) -> No
             got = arrays_of(arrived)[name]
             assert (got.dtype, got.tobytes()) == (values.dtype, values.tobytes()), name
     assert pickle.loads(dumps(completion)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
+def test_supports_are_pickled_with_their_tokens_and_cost_nothing_without_truncation(pickler: object) -> None:
+    dumps = {"pickle": pickle.dumps, "cloudpickle": cloudpickle.dumps}[vars(pickler)["__name__"]]
+    tokens = np.arange(1000)
+    plain = Segment(token_ids=tokens, mask=tokens > 9, logprobs=np.zeros(1000, np.float32), versions=tokens)
+    supports = supports_of([np.arange(20, dtype=np.int32)] * 1000, 150_000)
+    truncated = replace(plain, supports=supports)
+    assert b"supports" not in dumps(plain)
+    assert pickle.loads(dumps(plain)).supports is None
+    assert len(dumps(truncated)) - len(dumps(plain)) < 1000 * (4 + 20 * 4) + 200
+    completion = Completion(
+        token_ids=tokens, logprobs=plain.logprobs, versions=tokens, finish_reason="stop", supports=supports[:7]
+    )
+    for carrier, length in ((truncated, 1000), (completion, 7)):
+        arrived = pickle.loads(dumps(carrier)).supports
+        assert arrived.vocab_size == 150_000
+        assert arrived.counts_S.tolist() == [20] * length
+        assert arrived.words_K.tobytes() == supports.words_K.tobytes()[: 80 * length]

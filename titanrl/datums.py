@@ -1,11 +1,12 @@
 """Data of a loop of one's own, in Tinker's format, and the helpers that keep such a loop short."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
+from titanrl.supports import Supports, join, whole_vocabulary
 from titanrl.types import FloatArray, IntArray
 
 T = TypeVar("T")
@@ -25,6 +26,9 @@ class Datum:
     loss_fn_inputs: Mapping[str, IntArray | FloatArray]
     """`target_tokens`, the token that follows each input token, and the inputs of the loss: `weights` (loss weights, 1 by
     default), `logprobs` (of the sampler) and `advantages`."""
+    supports: Supports | None = None
+    """Supports of the distributions that the targets were sampled from, if sampling was truncated; the trainer normalizes over
+    the same tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,7 @@ def sampled_datum(
     logprobs: Sequence[float] | FloatArray,
     advantage: float | Sequence[float] | FloatArray,
     weight: float = 1.0,
+    supports: Supports | None = None,
 ) -> Datum:
     """Return the datum of a sampled completion for a policy loss, such as `ppo` or `importance_sampling`.
 
@@ -54,13 +59,17 @@ def sampled_datum(
         logprobs: Log-probability of each sampled token under the policy that sampled it, `[T]`.
         advantage: Advantage of the completion, or of each of its tokens, `[T]`.
         weight: Loss weight of each sampled token, such as 1 / number of tokens of the batch for a mean.
+        supports: Support of each sampled token, `[T]`, if sampling was truncated.
     """
     inputs = {
         "logprobs": np.asarray(logprobs, np.float32),
         "advantages": np.broadcast_to(np.asarray(advantage, np.float32), (len(tokens),)),
         "weights": np.full(len(tokens), weight, np.float32),
     }
-    return _datum(prompt, tokens, inputs)
+    datum = _datum(prompt, tokens, inputs)
+    if supports is None:
+        return datum
+    return replace(datum, supports=join((whole_vocabulary(len(prompt) - 1, supports.vocab_size), supports)))
 
 
 def supervised_datum(prompt: Sequence[int] | IntArray, tokens: Sequence[int] | IntArray, weight: float = 1.0) -> Datum:

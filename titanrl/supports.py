@@ -76,6 +76,18 @@ class Supports:
         sizes_S[is_bitmap_S] = np.bitwise_count(bitmaps.view(np.uint32)).sum(-1)
         return sizes_S
 
+    def contains_S(self, entries_S: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return True where the support of a token contains the entry given for it."""
+        is_bitmap_S, tokens = self.is_bitmap_S, np.arange(len(self))
+        found_S: npt.NDArray[np.bool_] = np.equal(self.counts_S, 0)
+        token_K = np.repeat(tokens, self.counts_S)
+        is_listed_K = ~is_bitmap_S[token_K] & (self.words_K == entries_S[token_K])
+        found_S[token_K[is_listed_K]] = True
+        mapped = tokens[is_bitmap_S & (entries_S >= 0) & (entries_S < self.vocab_size)]
+        words = self.words_K[(self.ends_S - self.counts_S)[mapped] + entries_S[mapped] // WORD_BITS]
+        found_S[mapped] = (words >> (entries_S[mapped] % WORD_BITS)) & 1 == 1
+        return found_S
+
     def ids(self, token: int) -> npt.NDArray[np.int64]:
         """Return the entries in the support of one token, in increasing order."""
         one = self[token : token + 1]
@@ -108,7 +120,7 @@ def whole_vocabulary(num_tokens: int, vocab_size: int) -> Supports:
 
 
 def join(parts: Iterable[Supports]) -> Supports:
-    """Concatenate the supports of consecutive tokens; there is at least one part, and all have the same vocabulary."""
+    """Join the supports of consecutive tokens; there is at least one part, and all have the same vocabulary."""
     parts = list(parts)
     assert len({part.vocab_size for part in parts}) == 1, "supports of different vocabularies"
     return Supports(

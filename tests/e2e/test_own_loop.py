@@ -4,10 +4,11 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.e2e.conftest import SMALL, Finished
-from titanrl import GRPO, AdamParams, load_config, sampled_datum
+from titanrl import GRPO, AdamParams, load_config
 
 
 class BodyFailed(Exception):
@@ -19,18 +20,22 @@ def test_ages_stay_within_the_bound_when_the_caller_trains_and_publishes_in_betw
 ) -> None:
     places = (f"output_dir={tmp_path}", "warm_start=null", f"model.path={plain_run.run_dir}/checkpoints/final")
     intervals = ("max_staleness=1", "algorithm.updates_per_publish=2", "algorithm.proximal=interval_start")
-    config = load_config("configs/quickstart.yaml", [*SMALL, *places, *intervals, "algorithm.correction.weight=token"])
+    config = load_config(
+        "configs/quickstart.yaml", [*SMALL, *places, *intervals, "algorithm.correction.weight=token", "rollout.top_k=20"]
+    )
 
     async def scenario() -> Path:
         async with GRPO(config) as run:
             before = [await run.step() for _ in range(3)]
             await run.session.rollouts.buffer.wait_until_full()  # with groups of the versions so far
-            for _ in range(3):
-                [[sample]] = await run.sampling.sample(["What is 1 + 2?"], max_tokens=8)
-                data = [sampled_datum(sample.prompt, sample.tokens, sample.logprobs, 1.0)]
-                passes = run.training.forward_backward(data, "importance_sampling")
+            for number in range(3):
+                [[sample]] = await run.sampling.sample(["What is 1 + 2?"], max_tokens=8, top_p=0.9)
+                passes = run.training.forward_backward([sample.datum(1.0)], "importance_sampling")
                 update = await run.training.optim_step(AdamParams(learning_rate=1e-4))
-                await passes
+                (output,) = (await passes).loss_fn_outputs
+                if number:  # the first sample may be older than the trainer
+                    computed = output["logprobs"][-len(sample.tokens) :]
+                    assert np.abs(computed - sample.logprobs).max() < 1e-4, "both are of the truncated distribution"
                 client = await run.training.publish()
                 assert client.version == update.version
             after = [await run.step() for _ in range(2)]
@@ -38,6 +43,7 @@ def test_ages_stay_within_the_bound_when_the_caller_trains_and_publishes_in_betw
             assert [metrics.version for metrics in after] == [7, 8]
             assert max(metrics.values["staleness/max"] for metrics in before + after) <= config.worst_staleness
             assert all(metrics.values["mismatch/numeric/logprob_abs_max"] < 1e-4 for metrics in after)
+            assert all(1.0 < metrics.values["tokens/support_size_mean"] <= 20.0 for metrics in after)
             folder = run.run_dir
             assert json.loads((await run.save()).joinpath("controller.json").read_text())["version"] == 8
             raise BodyFailed("on purpose")

@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from titanrl.datums import Datum, sampled_datum
 from titanrl.supports import supports_of
 from titanrl.trainer.collate import collate, row_length
+from titanrl.trainer.datums import Place, RowSizes, check_supports, lay_out, plan_data
 from titanrl.types import GroupHandle, Segment, SequencePlan
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
@@ -52,6 +54,40 @@ def test_supports_are_at_predicting_position_of_trained_tokens() -> None:
     assert rows.supports.ids_I.tolist() == [3, 7, 0, 1, 9]
     assert rows.supports.id_tokens_I.tolist() == [1, 1, 2, 2, 4]
     assert collate([(plan(2, 4, 1.0, 1.0),)], payload, 9).supports is None
+
+
+def datum(*supports: list[int], vocab_size: int = 100) -> Datum:
+    return sampled_datum([5, 6], [7, 1], [-0.5, -0.25], 1.0, supports=supports_of([*map(int32, supports)], vocab_size))
+
+
+def int32(ids: list[int]) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def test_supports_of_data_are_at_their_targets() -> None:
+    data = [datum([3, 7], [1]), sampled_datum([5], [7], [-0.5], 1.0), datum([7], [0, 1])]
+    sizes = RowSizes(row_tokens=8, rows_per_microbatch=2, multiple=8)
+    check_supports(data, 100)
+    (places,) = plan_data([len(datum.model_input) for datum in data], sizes, 1, 0)
+    rows = lay_out(data, places, sizes)
+    assert rows.supports is not None
+    for place in places:
+        found = rows.supports.sizes_N.view(rows.tokens_BL.shape)[place.row, place.tokens].tolist()
+        assert found == [[100, 2, 1], [100], [100, 1, 2]][place.index]
+    assert lay_out(data[1:2], [Place(0, 0, slice(0, 1))], sizes).supports is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (datum([3, 7], [1], vocab_size=90), r"^data\[0\]\.supports: the model has 100 tokens \(got 90\)"),
+        (datum([3, 7], [0]), r"target 2 is not in its support \(got token 1\)\. Give"),
+        (datum([3, 7]), r"wrong length \(got 2\)\. Give one per input token: 3\."),
+    ],
+)
+def test_supports_that_do_not_fit_their_data_are_refused(wrong: Datum, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        check_supports([wrong], 100)
 
 
 def test_rank_without_rows_gets_one_empty_row() -> None:

@@ -26,15 +26,21 @@ def model(request: pytest.FixtureRequest, tiny_model: Path, untied_model: Path) 
 
 @functools.cache
 def expected_logprobs(model: Path) -> list[np.ndarray]:
-    """Compute log-probabilities with transformers, one sequence at a time."""
+    """Compute log-probabilities with transformers, one sequence at a time, over the supports of truncated ones."""
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     plans, payload = checks.sequences()
     found = []
     for plan in plans:
-        tokens = torch.from_numpy(payload[plan.handle][0].token_ids)
+        segment = payload[plan.handle][0]
+        tokens = torch.from_numpy(segment.token_ids)
         with torch.no_grad():
-            logprobs = policy(tokens[None]).logits[0].log_softmax(-1)
-        found.append(logprobs[:-1].gather(-1, tokens[1:, None])[:, 0].numpy())
+            logits = policy(tokens[None]).logits[0, :-1]
+        outside = torch.zeros_like(logits, dtype=torch.bool)
+        for place in range(len(outside) if segment.supports is not None else 0):
+            outside[place] = True
+            outside[place, segment.supports.ids(place + 1)] = False
+        logprobs = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+        found.append(logprobs.gather(-1, tokens[1:, None])[:, 0].numpy())
     return found
 
 

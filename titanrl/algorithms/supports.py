@@ -53,12 +53,14 @@ class TokenSupports:
             num_entries: Entries of this rank, V.
         """
         first, last, _ = tokens.indices(len(self.is_whole_N))
-        # One column more takes the ids of other ranks.
-        outside = (~self.is_whole_N[first:last, None]).repeat(1, num_entries + 1)
+        size = (last - first) * num_entries
+        flat = torch.empty(size + 1, dtype=torch.bool, device=self.is_whole_N.device)  # the last element takes other ranks' ids
+        outside = flat[:size].view(last - first, num_entries)
+        torch.logical_not(self.is_whole_N[first:last, None].expand_as(outside), out=outside)
         listed = slice(self.id_starts[first], self.id_starts[last])
         columns_I = self.ids_I[listed].long() - vocab_start
-        columns_I = torch.where((columns_I >= 0) & (columns_I < num_entries), columns_I, num_entries)
-        outside[self.id_tokens_I[listed].long() - first, columns_I] = False
+        places_I = (self.id_tokens_I[listed].long() - first) * num_entries + columns_I
+        flat.index_fill_(0, torch.where((columns_I >= 0) & (columns_I < num_entries), places_I, size), 0)
         mapped = slice(self.bitmap_starts[first], self.bitmap_starts[last])
         if mapped.start < mapped.stop:
             bits = torch.arange(WORD_BITS, dtype=torch.int32, device=outside.device)
@@ -66,7 +68,7 @@ class TokenSupports:
             unpacked = ((self.bitmaps_MW[mapped, words, None] >> bits) & 1).flatten(1)
             inside = unpacked[:, vocab_start % WORD_BITS :][:, :num_entries]
             outside[self.bitmap_tokens_M[mapped].long() - first, : inside.shape[1]] = inside == 0
-        return outside[:, :num_entries]
+        return outside
 
     def columns(self, num_rows: int, start: int, stop: int) -> Self:
         """Return the supports of some columns, if the tokens are those of `num_rows` rows of equal length."""

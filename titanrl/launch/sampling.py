@@ -15,6 +15,7 @@ from titanrl.launch.deadlines import Pace, size_class
 from titanrl.launch.generators import GeneratorMeshes
 from titanrl.rollout.group import derive_seed
 from titanrl.rollout.pool import GeneratorPool
+from titanrl.supports import Supports
 from titanrl.types import Completion, FinishReason, FloatArray, GenerationRequest, IntArray, Prompt, SamplingParams
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class Sample:
     """Text of the completion, without special tokens."""
     finish_reason: FinishReason
     """`stop`: the policy or a stop text ended it; `length`: cut at the limit; `abort`: cancelled."""
+    supports: Supports | None = None
+    """Support of each token's distribution, if sampling was truncated, `[T]`."""
 
     @property
     def sequence(self) -> IntArray:
@@ -54,7 +57,7 @@ class Sample:
 
     def datum(self, advantage: float | Sequence[float] | FloatArray = 0.0, weight: float = 1.0) -> Datum:
         """Return the sample as data for a policy loss; see `sampled_datum`."""
-        return sampled_datum(self.prompt, self.tokens, self.logprobs, advantage, weight)
+        return sampled_datum(self.prompt, self.tokens, self.logprobs, advantage, weight, self.supports)
 
 
 class Sampler:
@@ -162,7 +165,7 @@ class SamplingClient:
             temperature: Divisor of the logits, 0 for greedy decoding; `rollout.temperature` by default, which is also the
                 temperature of the trainer's log-probabilities.
             top_p: Probability mass of nucleus sampling; 1 disables it. The returned log-probabilities are of the truncated
-                distribution, so a loss with a ratio to them needs 1.
+                distribution, and so are those that the trainer computes for `Sample.datum`.
             top_k: Number of most likely tokens to sample from; 0 disables the limit.
             min_p: Lowest probability to sample, as a share of the most likely token's; 0 disables the limit.
             stop: Texts and token ids that end a completion, in addition to the model's own end tokens.
@@ -183,6 +186,7 @@ class SamplingClient:
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            supports=top_p < 1.0 or top_k > 0 or min_p > 0.0,
             stop_ids=tuple(value for value in stop if isinstance(value, int)),
             stop=tuple(value for value in stop if isinstance(value, str)),
         )
@@ -235,6 +239,7 @@ class SamplingClient:
             versions=completion.versions,
             text=self.tokenizer.decode(completion.token_ids.tolist()),
             finish_reason=completion.finish_reason,
+            supports=completion.supports,
         )
 
 

@@ -5,7 +5,7 @@ sequence, N tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from titanrl.algorithms.contracts import bound_loss, declared_traits
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
+from titanrl.algorithms.supports import CollatedSupports
 from titanrl.algorithms.tinker import own_algorithm, tinker_algorithm
 from titanrl.datums import Datum
 from titanrl.plugins import Plugin, plugin_of
@@ -117,6 +118,7 @@ def plan_pass(
     """
     chosen = None if loss is None else chosen_loss(loss, config)
     check_data(data, sizes, chosen)
+    check_supports(data, model.module.config.vocab_size)
     microbatches = plan_data([len(datum.model_input) for datum in data], sizes, model.dp_size, model.dp_rank)
     return DataPass(data=data, sizes=sizes, loss=chosen, microbatches=list(microbatches))
 
@@ -208,10 +210,33 @@ def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) 
                 raise ValueError(f"{inputs}[{name!r}]: wrong shape (got {np.shape(values)}). {fix}")
 
 
+def check_supports(data: Sequence[Datum], vocab_size: int) -> None:
+    """Check that the supports of data fit their targets and the model.
+
+    Raises:
+        ValueError: Supports have the wrong length or vocabulary, or a target is not in its support.
+    """
+    for index, datum in enumerate(data):
+        if datum.supports is None:
+            continue
+        name, targets_S = f"data[{index}].supports", np.asarray(datum.loss_fn_inputs["target_tokens"], np.int64)
+        if len(datum.supports) != len(targets_S):
+            fix = f"Give one per input token: {len(targets_S)}."
+            raise ValueError(f"{name}: wrong length (got {len(datum.supports)}). {fix}")
+        if datum.supports.vocab_size != vocab_size:
+            fix = "Use samples of a model with the same vocabulary."
+            raise ValueError(f"{name}: the model has {vocab_size} tokens (got {datum.supports.vocab_size}). {fix}")
+        outside = np.flatnonzero(~datum.supports.contains_S(targets_S))
+        if len(outside):
+            fix = "Give the supports that the targets were sampled from."
+            raise ValueError(f"{name}: target {outside[0]} is not in its support (got token {targets_S[outside[0]]}). {fix}")
+
+
 def lay_out(data: Sequence[Datum], places: Sequence[Place], sizes: RowSizes) -> PackedRows:
     """Build the packed rows of one micro-batch."""
     length = row_length((place.tokens.stop for place in places), sizes.row_tokens, sizes.multiple)
     rows = empty_rows(1 + max((place.row for place in places), default=0), length)
+    supports = CollatedSupports(rows.tokens_BL.numel())
     for place in places:
         datum, row = data[place.index], place.row
         rows.tokens_BL[row, place.tokens] = torch.from_numpy(np.asarray(datum.model_input))
@@ -223,7 +248,9 @@ def lay_out(data: Sequence[Datum], places: Sequence[Place], sizes: RowSizes) -> 
         rows.weights_BL[row, place.tokens] = weights
         rows.logprobs_BL[row, place.tokens] = logprobs.nan_to_num()
         rows.advantages_BL[row, place.tokens] = _input(datum, "advantages", 0.0)
-    return rows
+        if datum.supports is not None:
+            supports.add(row * length + place.tokens.start, datum.supports)
+    return replace(rows, supports=supports.collated())
 
 
 def _input(datum: Datum, name: str, default: float) -> Tensor:
