@@ -116,6 +116,21 @@ def test_whole_supports_change_no_bit() -> None:
     assert torch.equal(gradient, exact_gradient)
 
 
+def test_tokens_without_limit_need_no_mask(monkeypatch) -> None:
+    monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", 1)
+    logits, labels, inside = example()
+    supports, masked = supports_from(inside), []
+
+    def outside(self: TokenSupports, tokens: slice, vocab_start: int, num_entries: int) -> Tensor:
+        masked.append(tokens.start)
+        return make_mask(self, tokens, vocab_start, num_entries)
+
+    make_mask = TokenSupports.outside
+    monkeypatch.setattr(TokenSupports, "outside", outside)
+    logprobs_and_entropy(logits.requires_grad_(), labels, supports=supports)[0].sum().backward()
+    assert set(masked) == {token for token in range(12) if token % 4 != 3}
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
 def test_logits_outside_the_support_have_no_effect(value: float) -> None:
     logits, labels, inside = example()

@@ -127,14 +127,16 @@ def _largest(logits_NV: Tensor, supports: TokenSupports | None, vocab_start: int
         return logits_NV.amax(-1)
     max_N = logits_NV.new_empty(len(logits_NV))
     for rows in _chunks(logits_NV):
-        outside_CV = supports.outside(rows, vocab_start, logits_NV.shape[-1])
-        max_N[rows] = logits_NV[rows].masked_fill(outside_CV, -torch.inf).amax(-1)
+        logits_CV = logits_NV[rows]
+        if supports.limits_any(rows):
+            logits_CV = logits_CV.masked_fill(supports.outside(rows, vocab_start, logits_NV.shape[-1]), -torch.inf)
+        max_N[rows] = logits_CV.amax(-1)
     return max_N
 
 
 def _exp(values_CV: Tensor, rows: slice, supports: TokenSupports | None, vocab_start: int) -> Tensor:
     """Return exp(values), 0 outside the supports; set the values there to 0, too, so that no product with them is NaN."""
-    if supports is None:
+    if supports is None or not supports.limits_any(rows):
         return values_CV.exp()
     outside_CV = supports.outside(rows, vocab_start, values_CV.shape[-1])
     # Not -inf: on a CPU, exp takes five times longer where it underflows.

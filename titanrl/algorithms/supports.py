@@ -44,6 +44,12 @@ class TokenSupports:
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         return type(self)(**values | {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()})
 
+    def limits_any(self, tokens: slice) -> bool:
+        """Return True if the support of one of these tokens is a part of the vocabulary."""
+        first, last, _ = tokens.indices(len(self.is_whole_N))
+        has_ids = self.id_starts[first] < self.id_starts[last]
+        return bool(has_ids or self.bitmap_starts[first] < self.bitmap_starts[last])
+
     def outside(self, tokens: slice, vocab_start: int, num_entries: int) -> Tensor:
         """Mark the vocabulary entries that are not in the support of some tokens, `[C, V]`.
 
