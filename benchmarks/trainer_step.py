@@ -42,11 +42,12 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import TrainerConfig
 from titanrl.config.shapes import ModelShape
 from titanrl.models.directory import open_model, published_shapes
+from titanrl.tables import SequencePlan
 from titanrl.trainer import head
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner, new_optimizer
 from titanrl.trainer.model import PolicyModel, build_model
-from titanrl.types import AdamParams, GroupHandle, Segment, SequencePlan
+from titanrl.types import AdamParams, GroupHandle, Segment
 
 ADAM = AdamParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from titanrl.supports import supports_of
-from titanrl.types import Completion, GenerationRequest, GroupHandle, SamplingParams, Segment, SequencePlan
+from titanrl.tables import SequencePlan
+from titanrl.types import Completion, GenerationRequest, GroupHandle, SamplingParams, Segment
 
 HANDLE = GroupHandle(shard=1, slot=7, serial=3)
 CARRIERS = (

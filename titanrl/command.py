@@ -77,7 +77,7 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source) ->
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
         code, cause = 1, ""
         try:
-            training = kind(config, resume=resume, console=console, source=source)
+            training = kind.for_config(config)(config, resume=resume, console=console, source=source)
             with console, log_to(training.run_dir / "logs" / "controller_0.log"), temporary_folder():
                 code, cause, watchdog = asyncio.run(train(training, err))
             watchdog.cancel()

@@ -20,6 +20,7 @@ import numpy as np
 from titanrl import command
 from titanrl.algorithms.schedule import adam_params
 from titanrl.evaluated import EvaluatedRun
+from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.run_directory import append_line
 from titanrl.rewards import Scored
@@ -29,7 +30,6 @@ from titanrl.types import EvaluationResult, FloatArray, GenerationStats, OptimUp
 
 if TYPE_CHECKING:
     from titanrl.datums import Datum, ForwardBackwardOutput
-    from titanrl.launch.assembly import Roles
     from titanrl.launch.sampling import Sample, SamplingClient
     from titanrl.task import Task
 
@@ -122,10 +122,8 @@ class Distill(EvaluatedRun):
         self.console.note(f"teacher: mean reward {result.mean:.3f} on held-out {result.task}")
         return result
 
-    def roles(self) -> "Roles":
+    def roles(self) -> Roles:
         """Return trainer and generators."""
-        from titanrl.launch.assembly import Roles  # imports torch
-
         return Roles()
 
     async def begin(self) -> None:

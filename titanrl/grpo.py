@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,11 +23,13 @@ from titanrl.algorithms.minibatches import StepPlan, plan_step
 from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.algorithms.schedule import adam_params
 from titanrl.config import Config, Source
+from titanrl.config.sizes import describe_staleness
+from titanrl.dumped import DumpedRun
 from titanrl.errors import TitanRLError
-from titanrl.evaluated import EvaluatedRun
 from titanrl.launch.meshes import merge_losses
 from titanrl.launch.past_policies import PastPolicies, PastVersions
 from titanrl.launch.progress import checkpoint_dir
+from titanrl.loading import import_object
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
 from titanrl.plugins import loaded
@@ -38,10 +39,6 @@ from titanrl.replay.saved import Freshness, TrainedBatch, joined, versions_behin
 from titanrl.tables import BatchPlan
 from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 
-if TYPE_CHECKING:
-    from titanrl.launch.assembly import Roles
-
-
 _Begun = tuple[StepPlan, PastVersions, dict[str, float], LossSums, "asyncio.Task[OptimUpdate]", "asyncio.Task[GenerationStats]"]
 """Plan, past policies and metrics of a batch, the losses of its first optimizer step, and the requests behind its passes."""
 
@@ -49,7 +46,7 @@ GROUPS = "groups"
 """Folder of a checkpoint with the state of the buffer."""
 
 
-class GRPO(EvaluatedRun):
+class GRPO(DumpedRun):
     """A training run: rollout workers, trainer and generators, and the order in which they are called.
 
     Example:
@@ -58,6 +55,12 @@ class GRPO(EvaluatedRun):
     """
 
     with_data = True
+
+    @classmethod
+    def for_config(cls, config: Config) -> "type[GRPO]":
+        """Return the loop of a configuration: with `train: false` one that only generates, and derives from this one."""
+        generation: type[GRPO] = import_object("titanrl.generation:Generation", key="train")
+        return cls if config.train else generation
 
     def __init__(
         self,
@@ -159,15 +162,10 @@ class GRPO(EvaluatedRun):
         for name in names:
             results.append(await session.rollouts.workers.evaluate_on(part, name))
 
-    def roles(self) -> "Roles":
-        """Return all roles."""
-        from titanrl.launch.assembly import Roles  # imports torch
-
-        return Roles(rollouts=True)
-
     async def begin(self) -> None:
         """Publish the policy to the generators and start the rollouts."""
         self.console.note(describe_staleness(self.config))
+        self.open_dump()
         self._num_published, self._num_deaths, self._unpublished = 0, 0, []
         passes = {"epochs": self.config.trainer.epochs, "num_minibatches": self.config.trainer.minibatches_per_batch}
         self._past = PastPolicies(self.session.trainer, self.config.algorithm, self.config.checkpoint, **passes)
@@ -220,6 +218,7 @@ class GRPO(EvaluatedRun):
         counts = {"ready": restored.num_ready, "in_flight": restored.num_in_flight, "too_old": len(restored.too_old)}
         self.recorder.directory.event("restored", step=step, **counts)
         self.recorder.directory.drop_rollouts(restored.too_old)
+        self.drop_saved(restored.too_old)
         return restored.trained
 
     async def save_parts(self, folder: Path) -> None:
@@ -249,6 +248,7 @@ class GRPO(EvaluatedRun):
 
     async def finish_parts(self) -> None:
         """Wait until the groups are on disk."""
+        await super().finish_parts()
         await self.session.rollouts.buffer.finish_save()
 
     # Details of a step
@@ -294,8 +294,10 @@ class GRPO(EvaluatedRun):
         versions = batch.records.groups["min_version"].tolist()
         age_of = {version: versions_behind(self.session.weights.versions, version) for version in set(versions)}
         ages = [age_of[version] for version in versions]
-        bound = self.config.worst_staleness
-        assert max(ages) <= bound, f"step {self.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
+        bound, is_replay = self.config.worst_staleness, self._recorded is not None
+        assert is_replay or max(ages) <= bound, (
+            f"step {self.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
+        )
         self._num_published = len(self.session.weights.versions)
         return ages
 
@@ -327,9 +329,8 @@ class GRPO(EvaluatedRun):
 
     def _batch_metrics(self, batch: Batch, ages: Sequence[int]) -> dict[str, float]:
         """Return the metrics that depend on the batch alone."""
-        has_filter, filtered = self.config.rollout.group_filter is not None, batch.drops.get("filtered", 0)
         return {
-            **({"group/filtered_frac": filtered / batch.num_tried} if has_filter else {}),
+            **metrics_of.rejection_metrics(batch.drops, batch.num_tried, self.config.rollout),
             **metrics_of.rollout_metrics(
                 batch.records,
                 num_tried=batch.num_tried,
@@ -368,6 +369,7 @@ class GRPO(EvaluatedRun):
         step_s: float,
     ) -> StepMetrics:
         """Count the step and record everything about it."""
+        self.save_batch(batch)
         trained = (int(part.sums["num_tokens"]) for part, update in zip(losses, updates, strict=True) if not update.skipped)
         self._count(batch, trained_tokens=sum(trained))
         version, busy_s, merged = updates[-1].version, sum(update.busy_s for update in updates), merge_losses(losses)
@@ -401,7 +403,7 @@ class GRPO(EvaluatedRun):
         self.state = replace(self.state, counts=counts)
 
     def _record_groups(self, batch: Batch, plan: StepPlan) -> None:
-        """Record the advantages of the groups that `rollouts.jsonl` shows, and the groups dropped since the last batch."""
+        """Record the advantages of the groups that `rollouts.jsonl` shows, and what `record_drops` does."""
         directory, rollout = self.recorder.directory, self.config.rollout
         groups = batch.all_records.by_index().groups
         ends = np.cumsum(groups["num_rollouts"])
@@ -414,6 +416,11 @@ class GRPO(EvaluatedRun):
         ]
         if rows:
             directory.log_advantages(self.state.step, rows)
+        self.record_drops(batch)
+
+    def record_drops(self, batch: Batch) -> None:
+        """Record the groups that were dropped since the batch before, and failed rewards."""
+        directory = self.recorder.directory
         for reason, num_dropped in batch.drops.items():
             directory.event("drop", step=self.state.step, groups=num_dropped, reason=reason)
         if batch.num_errors:
@@ -424,16 +431,6 @@ class GRPO(EvaluatedRun):
                     f"{batch.num_errors} of {batch.num_tried_rollouts} completions have no reward, and are left out "
                     f"(first error: {batch.first_error}); reward/error_frac counts them"
                 )
-
-
-def describe_staleness(config: Config) -> str:
-    """Return the bound on staleness as a sentence, with the numbers it follows from."""
-    if config.max_staleness == 0 and config.algorithm.updates_per_publish == 1:
-        return f"synchronous: {config.num_slots} groups at a time, trained on by the weights that sampled them"
-    return (
-        f"B={config.num_slots} slots, window W={config.window_groups}, P={config.groups_per_publish} groups per publication: "
-        f"no token older than (B + W - 2) // P = {config.worst_staleness} published versions"
-    )
 
 
 main = partial(command.main, GRPO, prog="python -m titanrl.grpo")

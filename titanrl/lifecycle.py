@@ -20,6 +20,7 @@ from titanrl.launch.progress import Resumable, RunState, resumable
 from titanrl.launch.recording import Beginning, open_recorder
 from titanrl.launch.respawns import Respawns
 from titanrl.launch.restarts import Restart, Restarts, newest_checkpoint
+from titanrl.launch.roles import Roles
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.loading import loading
 from titanrl.metrics.console import Console
@@ -29,7 +30,7 @@ from titanrl.metrics.record import Recorder
 from titanrl.preflight import preflight
 
 if TYPE_CHECKING:
-    from titanrl.launch.assembly import Parts, Roles
+    from titanrl.launch.assembly import Parts
     from titanrl.launch.sampling import SamplingClient
     from titanrl.launch.training import TrainingClient
     from titanrl.session import Session
@@ -76,7 +77,8 @@ class Lifecycle:
         lock = claim_run(resume) if resume is not None and resume.is_dir() else None
         self._found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
         self.state = self._found.state
-        preflight(config, source, plugins=self._plugins, rollouts=self.with_data, meanwhile=_import_heavy_packages)
+        sides = {"training": config.train, "sampling": config.rollout.replay is None}
+        preflight(config, source, plugins=self._plugins, rollouts=self.with_data, meanwhile=_import_heavy_packages, **sides)
         self._lock: RunLock = lock or claim_new_run(config.run_dir)
         self.run_dir = self._lock.path.resolve()
         self.config = config = with_declared_traits(config, self._plugins)
@@ -98,7 +100,7 @@ class Lifecycle:
         self._restart: Restart | None = None
         self._kept: Parts | None = None
 
-    def roles(self) -> "Roles":
+    def roles(self) -> Roles:
         """Return the roles that the loop needs."""
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from titanrl import packages
+from titanrl import dumps, packages
 from titanrl.child_checks import policy_tokenizer, start_checks
 from titanrl.config.choices import DeviceKind
 from titanrl.config.dry_run import print_dry_run, print_table
@@ -212,6 +212,7 @@ def _device_bytes(device: DeviceKind) -> int | None:
 
 
 def _broken_by_folders(config: Config) -> Iterator[BrokenRule]:
+    yield from dumps.broken_rules(config.rollout)
     folders = {"output_dir": config.output_dir}
     if config.model.path is None or config.warm_start is not None:
         folders["cache_dir"] = config.cache_dir

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titanrl.config import Config
 from titanrl.errors import TitanRLError
 from titanrl.files import uncommit_folder
 from titanrl.launch.progress import RunState, checkpoint_dir, complete_checkpoint
@@ -27,6 +28,11 @@ class NonFiniteGradientError(TitanRLError):
 
 class Run(Lifecycle):
     """Base of the loops. A loop defines `roles`, `begin`, `step`, `due_evaluations` and `evaluate_all`."""
+
+    @classmethod
+    def for_config(cls, config: Config) -> "type[Run]":
+        """Return the class of the run for a configuration."""
+        return cls
 
     async def step(self) -> StepMetrics:
         """Take one step of training and report it."""

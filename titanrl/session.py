@@ -16,10 +16,11 @@ from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.device import resolve_device
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.extensions import plugins_of, with_declared_traits
-from titanrl.launch.assembly import Parts, Roles, Rollouts, RunFiles, assemble
+from titanrl.launch.assembly import Parts, Rollouts, assemble
 from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.respawns import Respawns
+from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.run_lock import RunLock, claim_new_run
 from titanrl.launch.sampling import Sampler, SamplingClient
 from titanrl.launch.starting_model import StartingModel, new_base, prepare_starting_model

@@ -11,20 +11,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titanrl import command
 from titanrl.algorithms.schedule import adam_params
 from titanrl.config import Config, Source
 from titanrl.data.demonstrations import Demonstration, mean_loss_data
+from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
 from titanrl.preflight import read_examples
 from titanrl.run import Run, is_due
 from titanrl.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
-
-if TYPE_CHECKING:
-    from titanrl.launch.assembly import Roles
 
 NO_GENERATION = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=0.0, num_replicas=0)
 
@@ -100,10 +97,8 @@ class SFT(Run):
         self.recorder.heldout_loss(StepMetrics(step=self.state.step, version=self.state.version, values={"loss/eval": loss}))
         return loss
 
-    def roles(self) -> "Roles":
+    def roles(self) -> Roles:
         """Return the trainer alone."""
-        from titanrl.launch.assembly import Roles  # imports torch
-
         return Roles(generators=False)
 
     async def begin(self) -> None:

@@ -9,12 +9,15 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.types import NOT_MEASURED, CorrectionTotals, GroupHandle, GroupRecord, IntArray, Row, SequencePlan
+from titanrl.pickling import pickle_fast
+from titanrl.turns import PackedTurns, TurnTable, pack_turns, ranges
+from titanrl.types import NOT_MEASURED, CorrectionTotals, GroupHandle, GroupRecord, IntArray
 
 Table = npt.NDArray[np.void]
 """A structured array with one entry per record and one field per column."""
@@ -30,9 +33,12 @@ SEQUENCE = np.dtype(
         ("advantage", "<f8"),
         ("weight", "<f8"),
         ("num_shared", "<i4"),
+        ("num_spans", "<i4"),
     ]
 )
 """Columns of planned sequences; `SequencePlan` describes them."""
+SPAN = np.dtype([("advantage", "<f8"), ("num_tokens", "<i4")])
+"""Columns of runs of tokens with the same advantage; the tokens are those that count in the loss."""
 _GROUP = np.dtype(
     [
         ("index", "<i8"),
@@ -58,6 +64,39 @@ _HANDLE_START, _WEIGHT_START = 8, _GROUP_STRUCT.size - 8
 _NAN = array("d", [math.nan]).tobytes()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePlan:
+    """One segment's part in the optimizer step."""
+
+    handle: GroupHandle
+    """Location of its group."""
+    segment: int
+    """Index among the segments of the group."""
+    length: int
+    """Tokens of the sequence."""
+    advantage: float
+    """A_i of its tokens; their mean if they have `spans`."""
+    weight: float
+    """w_i, the loss weight of each of its sampled tokens, from the step's global counts."""
+    num_shared: int = 0
+    """Tokens at its start that its row stores only once, in the preceding sequence of the same group."""
+    spans: tuple[tuple[float, int], ...] = ()
+    """Advantage and length of consecutive runs of its tokens that count in the loss, if they differ; they replace
+    `advantage`."""
+
+    @property
+    def num_placed(self) -> int:
+        """Tokens that it occupies in its row."""
+        return self.length - self.num_shared
+
+
+Row = tuple[SequencePlan, ...]
+"""Sequences packed one after another into one row of tokens."""
+
+
+pickle_fast(SequencePlan)
+
+
 class PackedRecord(NamedTuple):
     """A group's numbers as bytes. Joining the bytes of many groups gives columns."""
 
@@ -73,6 +112,8 @@ class PackedRecord(NamedTuple):
     """int64, `[K]`."""
     reward_parts: Mapping[str, bytes]
     """float64, `[G]`, by part of the reward."""
+    turns: PackedTurns | None = None
+    """Turns of its segments; None if each is one turn."""
 
     @property
     def no_part(self) -> bytes:
@@ -117,6 +158,7 @@ def pack_record(record: GroupRecord) -> PackedRecord:
         lengths=array("q", record.lengths).tobytes(),
         num_sampled=array("q", record.num_sampled).tobytes(),
         reward_parts={part: array("d", values).tobytes() for part, values in record.reward_parts.items()},
+        turns=None if record.turns is None else pack_turns(record.turns),
     )
 
 
@@ -136,6 +178,8 @@ class RecordTable:
     """Tokens of each segment that count in the loss, `[M]`."""
     reward_parts: Mapping[str, DoubleArray]
     """Values of each part of the reward, `[N]`; NaN where a rollout does not have the part."""
+    known_turns: TurnTable | None = None
+    """Turns of the segments; None if each segment is one turn."""
 
     @classmethod
     def of(cls, records: Iterable[GroupRecord]) -> Self:
@@ -156,6 +200,7 @@ class RecordTable:
                 part: np.frombuffer(b"".join([record.reward_parts.get(part) or record.no_part for record in packed]), "<f8")
                 for part in parts
             },
+            known_turns=_joined_turns(packed),
         )
 
     def __len__(self) -> int:
@@ -194,6 +239,19 @@ class RecordTable:
         sums: IntArray = np.bincount(self.rollout_of, self.num_sampled, len(self.rewards)).astype(np.int64)
         return sums
 
+    @property
+    def turns(self) -> TurnTable:
+        """Turns of the segments."""
+        if self.known_turns is None:
+            return TurnTable.of_segments(self.rewards, self.num_segments, self.num_sampled)
+        return self.known_turns
+
+    @property
+    def num_turns_by_rollout(self) -> IntArray:
+        """Turns of each rollout, `[N]`."""
+        sums: IntArray = np.bincount(self.rollout_of, self.turns.num_turns, len(self.rewards)).astype(np.int64)
+        return sums
+
     def __add__(self, other: Self) -> Self:
         """Return the groups of both tables."""
         nan = [np.full(len(table.rewards), np.nan) for table in (self, other)]
@@ -208,6 +266,9 @@ class RecordTable:
                 part: np.concatenate([self.reward_parts.get(part, nan[0]), other.reward_parts.get(part, nan[1])])
                 for part in parts
             },
+            known_turns=None
+            if self.known_turns is None and other.known_turns is None
+            else TurnTable.join([self.turns, other.turns]),
         )
 
     def by_index(self) -> Self:
@@ -219,8 +280,8 @@ class RecordTable:
 
     def take(self, order: IntArray) -> Self:
         """Return some groups, given by their places, in this order."""
-        rollouts = _ranges(self.starts[order], self.groups["num_rollouts"][order])
-        segments = _ranges(self.segment_starts[rollouts], self.num_segments[rollouts])
+        rollouts = ranges(self.starts[order], self.groups["num_rollouts"][order])
+        segments = ranges(self.segment_starts[rollouts], self.num_segments[rollouts])
         return type(self)(
             groups=self.groups[order],
             rewards=self.rewards[rollouts],
@@ -228,7 +289,28 @@ class RecordTable:
             lengths=self.lengths[segments],
             num_sampled=self.num_sampled[segments],
             reward_parts={part: values[rollouts] for part, values in self.reward_parts.items()},
+            known_turns=None if self.known_turns is None else self.known_turns.take(segments),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spans:
+    """Advantages of the tokens of many segments: runs of tokens that count in the loss and have the same advantage."""
+
+    table: Table
+    """The runs of all segments, one segment after another, as a table of `SPAN`."""
+    num_spans: IntArray
+    """Runs of each segment, `[M]`."""
+
+    @property
+    def segment_of(self) -> IntArray:
+        """Index of each run's segment."""
+        return np.repeat(np.arange(len(self.num_spans)), self.num_spans)
+
+    def take(self, segments: IntArray) -> Self:
+        """Return the runs of some segments, given by their places, in this order."""
+        places = ranges((np.cumsum(self.num_spans) - self.num_spans)[segments], self.num_spans[segments])
+        return type(self)(table=self.table[places], num_spans=self.num_spans[segments])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,6 +321,8 @@ class RowTable:
     """Sequences of all rows, `[S]` of `SEQUENCE`."""
     ends: IntArray
     """Index after the last sequence of each row, `[R]`."""
+    spans: Table = field(default_factory=lambda: np.zeros(0, SPAN))
+    """Runs of tokens of the sequences that have `num_spans`, one sequence after another, as a table of `SPAN`."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -246,7 +330,8 @@ class RowTable:
 
     def __iter__(self) -> Iterator[Row]:
         """Yield each row."""
-        start, plans = 0, [_sequence_plan(*columns) for columns in self.sequences.tolist()]
+        spans = iter(self.spans.tolist())
+        start, plans = 0, [_sequence_plan(spans, *columns) for columns in self.sequences.tolist()]
         for end in self.ends.tolist():
             yield tuple(plans[start:end])
             start = end
@@ -255,7 +340,8 @@ class RowTable:
         """Return True if all rows are equal."""
         if not isinstance(other, RowTable):
             return NotImplemented
-        return np.array_equal(self.ends, other.ends) and np.array_equal(self.sequences, other.sequences)
+        pairs = ((self.ends, other.ends), (self.sequences, other.sequences), (self.spans, other.spans))
+        return all(np.array_equal(own, others) for own, others in pairs)
 
     __hash__ = None  # type: ignore[assignment]  # the arrays are mutable
 
@@ -290,17 +376,33 @@ class BatchPlan:
     """Tokens of all packed rows. A prompt shared by sequences of one row counts once."""
     packing_efficiency: float
     """Share of the positions of all rows that hold a token."""
+    spans: "Spans | None" = field(default=None, compare=False)
+    """Advantages of the tokens, if those of a rollout differ; `advantages_N` has their means."""
 
 
-def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """Return the indices of several ranges, one after another."""
-    offsets = np.cumsum(counts) - counts
-    indices: IntArray = np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
-    return indices
+def _joined_turns(packed: Sequence[PackedRecord]) -> TurnTable | None:
+    """Return the turns of packed records; None if none of them knows its turns."""
+    if all(record.turns is None for record in packed):
+        return None
+    return TurnTable.join([_turns_of(record) for record in packed])
+
+
+def _turns_of(record: PackedRecord) -> TurnTable:
+    if record.turns is not None:
+        return TurnTable.unpacked(record.turns)
+    num_segments, num_sampled = np.frombuffer(record.num_segments, "<i8"), np.frombuffer(record.num_sampled, "<i8")
+    return TurnTable.of_segments(np.frombuffer(record.rewards, "<f8"), num_segments, num_sampled)
 
 
 def _sequence_plan(
-    handle: tuple[int, int, int], segment: int, length: int, advantage: float, weight: float, num_shared: int
+    spans: Iterator[tuple[float, int]],
+    handle: tuple[int, int, int],
+    segment: int,
+    length: int,
+    advantage: float,
+    weight: float,
+    num_shared: int,
+    num_spans: int,
 ) -> SequencePlan:
     shard, slot, serial = handle
     return SequencePlan(
@@ -310,4 +412,5 @@ def _sequence_plan(
         advantage=advantage,
         weight=weight,
         num_shared=num_shared,
+        spans=tuple(islice(spans, num_spans)),
     )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from titanrl.pickling import float32_bytes, int32_bytes, pickle_fast
 from titanrl.supports import Supports
+from titanrl.turns import GroupTurns, Turn
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -21,6 +22,8 @@ BoolArray = npt.NDArray[np.bool_]
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["environment_error", "timeout", "reward_error"]
 """Reason why a rollout has no reward."""
+Rejection = Literal["filtered", "too small"]
+"""Reason why a group with rewards is discarded: `rollout.group_filter` or `rollout.min_group_size`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,8 @@ class Rollout:
     """Reward by part, reported as `reward/<part>`."""
     finish_reason: FinishReason
     """Reason why the last completion ended."""
+    turns: tuple[Turn, ...] = ()
+    """Turns of the policy in the order of time; empty if each segment is one turn."""
 
     @property
     def sampled(self) -> Completion:
@@ -254,48 +259,23 @@ class GroupRecord:
     """Rollouts left out of the group because their reward failed (exception, timeout or crash)."""
     first_error: str = ""
     """Error of the first of these rollouts; empty if there is none."""
-    is_filtered: bool = False
-    """True if `rollout.group_filter` rejects the group."""
+    rejection: Rejection | None = None
+    """Reason why the group must not be trained on, although it has rewards."""
     parts_differ: bool = False
-    """True if the advantage compares the parts of the reward, and one of them differs."""
+    """True if the advantage compares the parts of the reward, or returns of turns, and one of them differs."""
     num_generated: int = 0
     """Tokens that the generators sampled for it, also those of completions without a reward or cut to fit a row."""
     num_segments: tuple[int, ...] = ()
     """Segments of each rollout; empty if each has one."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Numbers of its episodes, if an environment was used."""
+    turns: GroupTurns | None = None
+    """Its turns; None if each segment is one turn."""
 
     @property
     def has_signal(self) -> bool:
-        """True if rewards differ, or parts of them that the advantage compares."""
+        """True if rewards differ, or parts of them or returns of turns that the advantage compares."""
         return self.parts_differ or len(set(self.rewards)) > 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequencePlan:
-    """One segment's part in the optimizer step."""
-
-    handle: GroupHandle
-    """Location of its group."""
-    segment: int
-    """Index among the segments of the group."""
-    length: int
-    """Tokens of the sequence."""
-    advantage: float
-    """A_i, the same for every token of the segment's rollout."""
-    weight: float
-    """w_i, the loss weight of each of its sampled tokens, from the step's global counts."""
-    num_shared: int = 0
-    """Tokens at its start that its row stores only once, in the preceding sequence of the same group."""
-
-    @property
-    def num_placed(self) -> int:
-        """Tokens that it occupies in its row."""
-        return self.length - self.num_shared
-
-
-Row = tuple[SequencePlan, ...]
-"""Sequences packed one after another into one row of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +388,7 @@ class StepMetrics:
     """Flat metrics; names in `docs/metrics.md`."""
 
 
-for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord, SequencePlan):
+for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord):
     pickle_fast(_carrier)
 
 

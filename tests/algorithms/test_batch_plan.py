@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.contracts import Advantage, GroupRewards
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.tables import BatchPlan, RecordTable
-from titanrl.types import GroupRecord, Row, SequencePlan
+from titanrl.tables import BatchPlan, RecordTable, Row, SequencePlan
+from titanrl.types import GroupRecord
 
 RecordMaker = Callable[..., GroupRecord]
 
@@ -245,8 +245,24 @@ def test_own_advantage_gets_parts_lengths_and_options_of_its_group(make_record: 
     right = {"right": [1.0, 0.0, 2.0]}
     both = {"right": [0.0, 0.5], "short": [0.0, 0.5]}
     assert seen == [
-        GroupRewards(rewards=[1.0, 0.0, 2.0], parts=right, weights={"right": 1.0}, num_tokens=[3, 1, 2], index=2),
-        GroupRewards(rewards=[0.0, 1.0], parts=both, weights=weights, num_tokens=[7, 8], index=4),
+        GroupRewards(
+            rewards=[1.0, 0.0, 2.0],
+            parts=right,
+            weights={"right": 1.0},
+            num_tokens=[3, 1, 2],
+            index=2,
+            turn_rewards=[[1.0], [0.0], [2.0]],
+            turn_tokens=[[3], [1], [2]],
+        ),
+        GroupRewards(
+            rewards=[0.0, 1.0],
+            parts=both,
+            weights=weights,
+            num_tokens=[7, 8],
+            index=4,
+            turn_rewards=[[0.0], [1.0]],
+            turn_tokens=[[7], [8]],
+        ),
     ]
     assert batch.advantages_N.tolist() == [1.0] * 5
 

@@ -12,8 +12,8 @@ from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.objective import ObjectiveInputs, policy_loss
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.tables import BatchPlan, RecordTable
-from titanrl.types import GroupRecord, Row
+from titanrl.tables import BatchPlan, RecordTable, Row
+from titanrl.types import GroupRecord
 
 VOCAB_SIZE, PROMPT_LEN, GROUP_SIZE = 11, 2, 4
 REDUCTIONS = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")

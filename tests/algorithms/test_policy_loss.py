@@ -118,7 +118,14 @@ def test_decoupled_ppo_with_all_terms_matches_definition() -> None:
     )
     inputs = example()
     expected, num_rejected = 0.0, 0
-    rows = zip(*(getattr(inputs, field.name).tolist() for field in fields(inputs) if field.name != "correction"), strict=True)
+    rows = zip(
+        *(
+            getattr(inputs, field.name).tolist()
+            for field in fields(inputs)
+            if field.name not in ("correction", "support_sizes_N")
+        ),
+        strict=True,
+    )
     for now, sampled, proximal, reference, entropy, advantage, weight, counts, _ in rows:
         rho, r = math.exp(proximal - sampled), math.exp(now - proximal)
         if not counts:

@@ -13,8 +13,8 @@ from tests.records import make_record
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.choices import Reduction
-from titanrl.tables import BatchPlan, RecordTable
-from titanrl.types import GroupRecord, SequencePlan
+from titanrl.tables import BatchPlan, RecordTable, SequencePlan
+from titanrl.types import GroupRecord
 
 PROMPT = 4
 

@@ -27,9 +27,9 @@ def test_unknown_key(tmp_path: Path) -> None:
     assert complaint(tmp_path, GOOD + "rollout:\n  group_sise: 8\n") == (
         "configs/run.yaml:4: rollout.group_sise=8\n"
         "  rule: no such key in rollout\n"
-        "  fix:  did you mean rollout.group_size? Keys of rollout: groups_per_step, group_size, max_new_tokens, temperature, "
-        "top_p, top_k, min_p, dynamic_sampling, window, num_spare_completions, group_filter, num_workers, "
-        "starvation_timeout_s"
+        "  fix:  did you mean rollout.group_size? Keys of rollout: groups_per_step, group_size, min_group_size, "
+        "max_new_tokens, temperature, top_p, top_k, min_p, dynamic_sampling, window, num_spare_completions, group_filter, "
+        "num_workers, starvation_timeout_s, save, replay"
     )
 
 

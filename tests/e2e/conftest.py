@@ -143,7 +143,9 @@ def plain_run(start_run: Start, tmp_path_factory: pytest.TempPathFactory) -> Fin
     with FileLock(folder / "plain.lock"):
         kept = folder / "plain.pickle"
         if not kept.exists():
-            kept.write_bytes(pickle.dumps(make_plain_run(start_run, tmp_path_factory.mktemp("temporary"))))
+            kept.write_bytes(
+                pickle.dumps(make_plain_run(start_run, tmp_path_factory.mktemp("temporary"), folder / "runs/dump"))
+            )
         finished: Finished = pickle.loads(kept.read_bytes())
     return finished
 
@@ -156,9 +158,9 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_plain_run(start_run: Start, temporary: Path) -> Finished:
-    """Run the quick start once, and check that it leaves nothing behind."""
-    command = start_run("plain", TMPDIR=str(temporary))
+def make_plain_run(start_run: Start, temporary: Path, dump: Path) -> Finished:
+    """Run the quick start once, saving its rollouts, and check that it leaves nothing behind."""
+    command = start_run("plain", f"rollout.save={dump}", TMPDIR=str(temporary))
     command.wait_for_step(1)
     finished = command.finish()
     assert finished.code == 0, finished.output

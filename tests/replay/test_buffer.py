@@ -386,7 +386,7 @@ def test_trained_group_of_equal_rewards_counts_as_without_signal() -> None:
 
 def filtered(reservation: Reservation) -> GroupRecord:
     """Return the record of a group that the filter rejects, although its rewards differ."""
-    return replace(record(reservation), has_payload=False, is_filtered=True)
+    return replace(record(reservation), has_payload=False, rejection="filtered")
 
 
 def test_filtered_group_frees_its_slot_and_is_counted_by_reason() -> None:
@@ -403,6 +403,21 @@ def test_filtered_group_frees_its_slot_and_is_counted_by_reason() -> None:
         await groups.release(batch.records.handles)
         await groups.commit([record(reservation) for reservation in await groups.reserve(3)])
         assert (await groups.take_batch(3)).drops == {}
+
+    run(scenario())
+
+
+def test_group_that_is_too_small_frees_its_slot() -> None:
+    async def scenario() -> None:
+        groups = buffer(2)
+        first, second = await groups.reserve(2)
+        small = replace(record(first, (1.0,)), has_payload=False, rejection="too small", num_errors=1, first_error="timeout")
+        await groups.commit([small, record(second)])
+        assert "1 with fewer rewards than rollout.min_group_size (first error: timeout)" in groups.why_starved(2, 1.0)
+        (third,) = await groups.reserve(2)
+        await groups.commit([record(third)])
+        batch = await groups.take_batch(2)
+        assert (batch.drops, batch.num_tried, batch.num_errors) == ({"too small": 1}, 3, 1)
 
     run(scenario())
 

@@ -83,7 +83,7 @@ def finished(index: int, handle: GroupHandle, version: int, kind: str) -> GroupR
         case "failed":
             return replace(record, rewards=(), has_payload=False, num_errors=2, min_version=-1, max_version=-1)
         case "filtered":
-            return replace(record, has_payload=False, is_filtered=True)
+            return replace(record, has_payload=False, rejection="filtered")
     return record
 
 

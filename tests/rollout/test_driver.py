@@ -17,6 +17,7 @@ from titanrl.environments import Done, Environment, Episode, Message, Observatio
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.renderers import PlainRenderer
 from titanrl.supports import supports_of
+from titanrl.turns import Turn
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 
 EPISODE = Episode(task_id="sums/0", question="1+1=", entry={"answer": "2"}, seed=5)
@@ -141,7 +142,12 @@ def test_replaced_history_begins_a_segment_whose_old_turns_are_not_trained_on(to
     summary = [user("1+1="), {"role": "assistant", "content": "so far 2"}, user("go on")]
     environment = Scripted([Observation(messages=summary, replaces=True), Done()])
     policy = Policy(tokenizer, ["a long thought", "2"])
-    first, second = play(conversation(environment, tokenizer), policy).segments()
+    talk = play(conversation(environment, tokenizer), policy)
+    first, second = talk.segments()
+    assert talk.turns([0.5, 1.0]) == (
+        Turn(segment=0, end=len(first.token_ids), reward=0.5),
+        Turn(segment=1, end=len(second.token_ids), reward=1.0),
+    )
     assert tokenizer.decode(first.token_ids.tolist()) == "1+1=a long thought"
     assert tokenizer.decode(second.token_ids.tolist()) == "1+1=so far 2go on2"
     assert tokenizer.decode(second.token_ids[second.mask].tolist()) == "2"

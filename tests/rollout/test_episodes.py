@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from titanrl.config import Config
+from titanrl.config.sections import TrainerConfig
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Done, Environments, Episode, Message, Observation
 from titanrl.rewards import Answers, Scored
 from titanrl.rollout.episodes import Episodes
-from titanrl.rollout.group import record_of
+from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
 from titanrl.rollout.renderers import PlainRenderer
+from titanrl.turns import GroupTurns
 from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"answer": "2"})
@@ -129,6 +131,33 @@ def test_group_has_segments_rewards_and_counts(tokenizer: Tokenizer, in_round: b
     record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
     assert (record.prompt_len, record.num_segments, record.num_sampled) == (4, (1, 1, 1, 1), (2, 4, 6, 8))
     assert [message["content"] for message in group.conversations[1]][::2] == ["1+1=", "more"]
+    assert [[turn.reward for turn in rollout.turns] for rollout in group.rollouts] == [
+        [1.0],
+        [0.25, 1.0],
+        [0.25, 0.25, 1.0],
+        [0.25, 0.25, 0.25, 1.0],
+    ]
+    assert record.turns == GroupTurns(
+        num_turns=(1, 2, 3, 4), rewards=(1.0, 0.25, 1.0, 0.25, 0.25, 1.0, 0.25, 0.25, 0.25, 1.0), num_sampled=(2,) * 10
+    )
+
+
+def test_turns_of_a_cut_segment_have_the_tokens_that_are_left(tokenizer: Tokenizer) -> None:
+    group, _ = play(tokenizer, ["2"] * 4, in_round=True)
+    (whole,) = group.rollouts[0].segments
+    assert [turn.end for turn in group.rollouts[0].turns] == [6, len(whole.token_ids)]
+    cut, num_overlong = fit_to_rows(group, TrainerConfig(row_tokens=len(whole.token_ids) - 1, overlong="truncate"))
+    record = record_of(cut, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=num_overlong)
+    assert record.turns is not None
+    assert (num_overlong, record.turns.num_sampled) == (4, (2, 1) * 4)
+    assert record.num_sampled == (3,) * 4
+
+
+def test_turns_differ_where_sums_of_rewards_are_equal(tokenizer: Tokenizer) -> None:
+    group, _ = play(tokenizer, ["1", "2", "1", "1"], in_round=True, environment={"weights": {"turns": 0.0}})
+    assert not group.has_signal
+    assert not turns_differ(group, 1.0)
+    assert turns_differ(group, 0.5)  # the reward is one turn later
 
 
 @pytest.mark.parametrize("in_round", [True, False])

@@ -46,6 +46,28 @@ def test_groups_finished_during_a_delivery_share_the_next_message() -> None:
     asyncio.run(scenario())
 
 
+def test_whole_groups_are_written_before_their_delivery() -> None:
+    async def scenario() -> None:
+        shard, written = FakeShard(), []
+
+        def write(groups: Sequence[tuple[Any, str]]) -> None:
+            written.append((list(groups), len(shard.log)))
+
+        outbox = Outbox(shard, in_order=True, dump=write)
+        records = [
+            make_record(0),
+            make_record(1, has_payload=False, rejection="too small"),
+            make_record(2, has_payload=False),
+            make_record(3, rewards=()),
+        ]
+        await asyncio.gather(*(outbox.deliver(record, (), f"group {record.index}") for record in records))  # type: ignore[arg-type]
+        statuses = [("group 0", "kept"), ("group 1", "too small"), ("group 2", "no signal"), ("group 3", "no reward")]
+        assert written == [(statuses, 0)]
+        assert len(shard.log) == 1
+
+    asyncio.run(scenario())
+
+
 def test_groups_of_one_tick_share_a_message_and_its_error() -> None:
     async def scenario() -> None:
         shard = FakeShard()

@@ -20,12 +20,12 @@ from titanrl.config.sections import TrainerConfig
 from titanrl.device import DEVICES
 from titanrl.models.directory import open_model
 from titanrl.supports import Supports, supports_of, words_of
-from titanrl.tables import SEQUENCE, RowTable
+from titanrl.tables import SEQUENCE, Row, RowTable, SequencePlan
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.hf import load_hf
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import build_model
-from titanrl.types import AdamParams, GroupHandle, Row, Segment, SequencePlan
+from titanrl.types import AdamParams, GroupHandle, Segment
 
 ROW_TOKENS = 32
 VOCAB = 112

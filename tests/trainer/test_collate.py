@@ -7,9 +7,10 @@ import pytest
 
 from titanrl.datums import Datum, sampled_datum
 from titanrl.supports import supports_of
+from titanrl.tables import SequencePlan
 from titanrl.trainer.collate import collate, row_length
 from titanrl.trainer.datums import Place, RowSizes, check_supports, lay_out, plan_data
-from titanrl.types import GroupHandle, Segment, SequencePlan
+from titanrl.types import GroupHandle, Segment
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
 
@@ -88,6 +89,14 @@ def test_supports_of_data_are_at_their_targets() -> None:
 def test_supports_that_do_not_fit_their_data_are_refused(wrong: Datum, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_supports([wrong], 100)
+
+
+def test_spans_replace_the_advantage_of_the_sequence() -> None:
+    spans = ((2.0, 1), (-3.0, 1))
+    payload = {HANDLE: {0: rollout([5, 6, 7, 1], 1, [-0.5, float("nan"), -0.25])}}
+    rows = collate([(replace(plan(0, 4, 0.0, 0.5), spans=spans),)], payload, 5)
+    assert rows.mask_BL.int().tolist() == [[1, 0, 1, 0, 0]]
+    assert rows.advantages_BL.tolist() == [[2, 0, -3, 0, 0]]
 
 
 def test_rank_without_rows_gets_one_empty_row() -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from titanrl.tables import SequencePlan
 from titanrl.trainer.kept import KeptLogprobs
-from titanrl.types import GroupHandle, SequencePlan
+from titanrl.types import GroupHandle
 
 
 def sequence(slot: int, length: int, serial: int = 1, num_shared: int = 0) -> SequencePlan:

@@ -68,6 +68,17 @@ def test_version_is_pushed_pulled_freed_and_recorded_in_order() -> None:
     asyncio.run(scenario())
 
 
+def test_version_without_generators_frees_slots_at_once() -> None:
+    async def scenario() -> None:
+        world = World(num_replicas=0)
+        await world.publish(1)
+        await world.publish(2)
+        assert world.log == ["push 1", "free", "put run/COMMITS", "push 2", "free", "put run/COMMITS"]
+        assert world.sync.take_metrics() == {}
+
+    asyncio.run(scenario())
+
+
 def test_two_versions_are_kept_and_records_go_before_bytes() -> None:
     async def scenario() -> None:
         world = World()

@@ -13,7 +13,9 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from titanrl.algorithms.contracts import GroupRewards, option_names
 from titanrl.config.registry import ADVANTAGES
@@ -21,6 +23,9 @@ from titanrl.loading import import_object
 
 EPS = 1e-6
 """Added to every divisor of advantages."""
+
+Unit = Literal["rollout", "turn", "token"]
+"""Part of the batch that has an advantage of its own."""
 
 HUGE = 2.0**120
 """Size from which rewards are scaled down first. Squares of smaller ones are finite, and their advantages fit float32."""
@@ -218,7 +223,9 @@ def unit_of(values: Collection[float]) -> float:
     return 2.0 ** (math.frexp(max(map(abs, values)))[1] - 120)
 
 
-def checked_advantages(advantage: Callable[[GroupRewards], Iterable[Any]], group: GroupRewards, name: str) -> tuple[float, ...]:
+def checked_advantages(
+    advantage: Callable[[GroupRewards], Iterable[Any]], group: GroupRewards, name: str
+) -> tuple[Unit, list[list[float]]]:
     """Call an advantage of the user for one group.
 
     Args:
@@ -226,21 +233,37 @@ def checked_advantages(advantage: Callable[[GroupRewards], Iterable[Any]], group
         group: Rewards of the group.
         name: Import path or name of the function, for error messages.
 
+    Returns:
+        The unit that has an advantage each, and the advantages of the units of each completion.
+
     Raises:
-        ValueError: The function raised, or did not return one finite number per completion.
+        ValueError: The function raised, or did not return one finite number per completion, turn or token.
     """
     rewards = list(group.rewards)
     try:
-        numbers = [float(number) for number in advantage(group)]
+        returned = list(advantage(group))
+        is_nested = any(np.ndim(value) for value in returned)
+        numbers = [[float(number) for number in value] if is_nested else [float(value)] for value in returned]
     except Exception as error:  # the function is the user's and may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"algorithm.advantage: {name} raised {cause} (got the rewards {rewards}). Correct it.") from error
-    if len(numbers) != len(rewards) or not all(abs(number) <= MAX_ADVANTAGE for number in numbers):
+    unit = _unit_of([len(own) for own in numbers], group, is_nested=is_nested)
+    if unit is None or not all(abs(number) <= MAX_ADVANTAGE for own in numbers for number in own):
+        got = numbers if is_nested else [number for own in numbers for number in own]
         raise ValueError(
-            f"algorithm.advantage: {name} must return one finite number per completion (got {numbers} for the rewards "
-            f"{rewards}). Correct it."
+            f"algorithm.advantage: {name} must return one finite number per completion (got {got} for the rewards {rewards}), "
+            "or for each completion a list of one number per turn or per token. Correct it."
         )
-    return tuple(numbers)
+    return unit, numbers
+
+
+def _unit_of(counts: Sequence[int], group: GroupRewards, *, is_nested: bool) -> Unit | None:
+    """Return the unit of which each completion has so many; None if there is none."""
+    if not is_nested:
+        return "rollout" if len(counts) == len(group.rewards) else None
+    if counts == [len(turns) for turns in group.turn_rewards]:
+        return "turn"
+    return "token" if counts == list(group.num_tokens) else None
 
 
 @lru_cache(maxsize=4096)

@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from titanrl.algorithms.advantages import batch_advantages, checked_advantages, decoupled_advantages
+from titanrl.algorithms.advantages import batch_advantages, decoupled_advantages
 from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
+from titanrl.algorithms.credit import own_advantages, spans_of, turn_advantages
 from titanrl.algorithms.loss_weights import sequence_weights
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordTable, RowTable, Table
+from titanrl.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordTable, RowTable, Spans, Table
 from titanrl.types import BoolArray, IntArray
 
 T = TypeVar("T")
@@ -31,9 +32,10 @@ def plan_batch(
     rows_per_microbatch: int,
     dp_size: int,
     share_prompts: bool = False,
-    own_advantage: Callable[..., Sequence[float]] | None = None,
+    own_advantage: Callable[..., Sequence[Any]] | None = None,
     weight_of: Callable[[str], float] = lambda part: 1.0,
     advantages_N: DoubleArray | None = None,
+    spans: Spans | None = None,
 ) -> BatchPlan:
     """Plan one optimizer step over all groups of `records`; their order does not matter.
 
@@ -53,6 +55,7 @@ def plan_batch(
         own_advantage: Advantage of the user; None selects the built-in one that `algorithm` names.
         weight_of: Function from a part of the reward to its factor in the sum.
         advantages_N: Advantages of all rollouts, with the groups in prompt order; None computes them from these groups.
+        spans: Advantages of the tokens of all segments; None if those of a rollout do not differ.
 
     Raises:
         ValueError: A sequence does not fit a row, the advantage refuses a reward, or it returns no valid advantages.
@@ -60,10 +63,13 @@ def plan_batch(
     ordered = records.by_index()
     assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not be in a batch twice"
     if advantages_N is None:
-        advantages_N = _advantages(ordered, algorithm, own_advantage, weight_of)
-    sequences, prompts_S, prompt_lens_S = _sequences_with_gradient(ordered, algorithm, constant_length, advantages_N)
+        advantages_N, spans = _advantages(ordered, algorithm, own_advantage, weight_of)
+    chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
+    rollout_of_M = ordered.rollout_of
+    sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
+    chosen_spans = None if spans is None else _with_spans(sequences, spans.take(np.flatnonzero(chosen_M)))
     rows = pack_sequences(sequences, prompts_S, prompt_lens_S if share_prompts else None, row_tokens)
-    microbatches = _microbatches(sequences, rows, rows_per_microbatch, dp_size)
+    microbatches = _microbatches(sequences, chosen_spans, rows, rows_per_microbatch, dp_size)
     num_placed = int((sequences["length"] - sequences["num_shared"]).sum())
     # A rank without rows runs an empty one.
     num_rows = sum(max(len(rank), 1) for microbatch in microbatches for rank in microbatch.rows)
@@ -72,6 +78,7 @@ def plan_batch(
         advantages_N=advantages_N,
         num_placed=num_placed,
         packing_efficiency=num_placed / (num_rows * row_tokens),
+        spans=spans,
     )
 
 
@@ -99,14 +106,19 @@ def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArra
 def _advantages(
     records: RecordTable,
     algorithm: AlgorithmConfig,
-    own_advantage: Callable[..., Sequence[float]] | None,
+    own_advantage: Callable[..., Sequence[Any]] | None,
     weight_of: Callable[[str], float],
-) -> DoubleArray:
-    """Return the advantages of all rollouts, `[N]`."""
+) -> tuple[DoubleArray, Spans | None]:
+    """Return the advantages of all rollouts, `[N]`, and those of their tokens if they differ."""
     if own_advantage is not None:
         own = partial(own_advantage, **advantage_arguments(own_advantage, algorithm))
-        by_group = [checked_advantages(own, group, algorithm.advantage) for group in group_rewards(records, weight_of)]
-    elif algorithm.advantage_traits.compares_parts:
+        return own_advantages(own, list(group_rewards(records, weight_of)), algorithm.advantage, records)
+    if algorithm.credit == "turn":
+        groups, options = list(group_rewards(records, weight_of)), {"std_ddof": algorithm.std_ddof}
+        turns = turn_advantages(groups, algorithm.advantage, discount=algorithm.turn_discount, **options)
+        values = np.fromiter(chain.from_iterable(chain.from_iterable(turns)), np.float64)
+        return spans_of(values, records.turns.num_sampled, records.turns.num_turns, records)
+    if algorithm.advantage_traits.compares_parts:
         by_group = decoupled_advantages(group_rewards(records, weight_of), std_ddof=algorithm.std_ddof)
     else:
         ends = np.cumsum(records.groups["num_rollouts"]).tolist()
@@ -117,13 +129,13 @@ def _advantages(
             std_ddof=algorithm.std_ddof,
             pass_k=algorithm.pass_k,
         )
-    return np.fromiter(chain.from_iterable(by_group), np.float64, len(records.rewards))
+    return np.fromiter(chain.from_iterable(by_group), np.float64, len(records.rewards)), None
 
 
-def _sequences_with_gradient(
-    records: RecordTable, algorithm: AlgorithmConfig, constant_length: int, advantages: DoubleArray
-) -> tuple[Table, IntArray, IntArray]:
-    """Plan the segments that have a gradient as `_sequences` does. Their weights are those of their rollouts."""
+def _segments_with_gradient(
+    records: RecordTable, algorithm: AlgorithmConfig, constant_length: int, advantages: DoubleArray, spans: Spans | None
+) -> tuple[BoolArray, DoubleArray]:
+    """Return which segments have a gradient, `[M]`, and the weights of their rollouts, `[N]`."""
     weights = sequence_weights(
         algorithm.reduction,
         num_sampled=records.num_sampled_by_rollout,
@@ -131,10 +143,21 @@ def _sequences_with_gradient(
         constant_length=constant_length,
     )
     weights = weights * records.groups["weight"][records.group_of]
-    has_gradient = (weights != 0.0) & ((advantages != 0.0) | algorithm.runs_without_advantage)
     rollout_of = records.rollout_of
-    chosen = has_gradient[rollout_of] & (records.num_sampled > 0)
-    return _sequences(records, chosen, advantages[rollout_of], weights[rollout_of])
+    if spans is None:
+        has_advantage = (advantages != 0.0)[rollout_of]
+    else:
+        has_advantage = np.bincount(spans.segment_of, spans.table["advantage"] != 0.0, len(rollout_of)) > 0.0
+    has_gradient = (weights != 0.0)[rollout_of] & (has_advantage | algorithm.runs_without_advantage)
+    return has_gradient & (records.num_sampled > 0), weights
+
+
+def _with_spans(sequences: Table, spans: Spans) -> Spans:
+    """Set the advantages of sequences whose tokens have the same one; return the spans of the others."""
+    is_equal = spans.num_spans == 1
+    sequences["advantage"][is_equal] = spans.take(np.flatnonzero(is_equal)).table["advantage"]
+    sequences["num_spans"] = np.where(is_equal, 0, spans.num_spans)
+    return Spans(table=spans.take(np.flatnonzero(~is_equal)).table, num_spans=sequences["num_spans"].astype(np.int64))
 
 
 def group_rewards(records: RecordTable, weight_of: Callable[[str], float] = lambda part: 1.0) -> Iterator[GroupRewards]:
@@ -145,6 +168,9 @@ def group_rewards(records: RecordTable, weight_of: Callable[[str], float] = lamb
     weights = {part: weight_of(part) for part in records.reward_parts}
     ends = np.cumsum(records.groups["num_rollouts"]).tolist()
     indices, num_tokens = records.groups["index"].tolist(), records.num_sampled_by_rollout.tolist()
+    turn_ends = np.cumsum(records.num_turns_by_rollout).tolist()
+    turn_rewards = _by_group(records.turns.rewards.tolist(), turn_ends)
+    turn_tokens = _by_group(records.turns.num_sampled.tolist(), turn_ends)
     for index, start, end in zip(indices, [0, *ends], ends, strict=False):
         parts = {part: values[start:end].tolist() for part, values in records.reward_parts.items()}
         parts = {part: values for part, values in parts.items() if not all(map(math.isnan, values))}
@@ -154,6 +180,8 @@ def group_rewards(records: RecordTable, weight_of: Callable[[str], float] = lamb
             weights={part: weights[part] for part in parts},
             num_tokens=num_tokens[start:end],
             index=index,
+            turn_rewards=turn_rewards[start:end],
+            turn_tokens=turn_tokens[start:end],
         )
 
 
@@ -184,7 +212,7 @@ def _sequences(
 
 
 def _microbatches(
-    sequences: Table, rows: Sequence[Sequence[int]], rows_per_microbatch: int, dp_size: int
+    sequences: Table, spans: Spans | None, rows: Sequence[Sequence[int]], rows_per_microbatch: int, dp_size: int
 ) -> tuple[MicroBatch, ...]:
     """Balance the rows over ranks and cut each rank's share; ranks with fewer rows get empty micro-batches."""
     costs = row_costs(sequences["length"], sequences["num_shared"], rows)
@@ -192,12 +220,13 @@ def _microbatches(
     num_microbatches = max(1, math.ceil(max(len(rank) for rank in ranks) / rows_per_microbatch))
     starts = [i * rows_per_microbatch for i in range(num_microbatches)]
     return tuple(
-        MicroBatch(rows=tuple(_row_table(sequences, rank[start : start + rows_per_microbatch]) for rank in ranks))
+        MicroBatch(rows=tuple(_row_table(sequences, spans, rank[start : start + rows_per_microbatch]) for rank in ranks))
         for start in starts
     )
 
 
-def _row_table(sequences: Table, rows: Sequence[Sequence[int]]) -> RowTable:
+def _row_table(sequences: Table, spans: Spans | None, rows: Sequence[Sequence[int]]) -> RowTable:
     """Return the table of some rows, given as indices into `sequences`."""
     places = np.fromiter(chain.from_iterable(rows), np.int64)
-    return RowTable(sequences[places], np.cumsum([len(row) for row in rows], dtype=np.int64))
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    return RowTable(sequences[places], ends) if spans is None else RowTable(sequences[places], ends, spans.take(places).table)

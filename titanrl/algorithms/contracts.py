@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 LOSS_EXPECTED = "def loss(inputs: LossInputs, *, option: float = 1.0) -> Tensor"
-ADVANTAGE_EXPECTED = "def advantage(group: GroupRewards) -> Sequence[float]"
+ADVANTAGE_EXPECTED = "def advantage(group: GroupRewards) -> Sequence[float] | Sequence[Sequence[float]]"
 _TRAITS = "titanrl_loss_traits"
 
 
@@ -218,12 +218,20 @@ class GroupRewards:
     """Sampled tokens of each completion that count in the loss."""
     index: int = 0
     """Position of the prompt in the stream."""
+    turn_rewards: Sequence[Sequence[float]] = ()
+    """Rewards of the turns of each completion; that of the completion as a whole is part of its last turn's."""
+    turn_tokens: Sequence[Sequence[int]] = ()
+    """Sampled tokens of each turn that count in the loss; they add up to `num_tokens`."""
 
 
 class Advantage(Protocol):
     """An advantage: a function of the rewards of one group that returns one number per completion, `[G]`.
 
-    It runs in the controller, once per group and step. Parameters named `std_ddof` or `pass_k` get these keys of `algorithm`.
+    It may also return a list of numbers for each completion: one per turn, or one per token that counts in the loss. If both
+    fit, they are those of turns.
+
+    It runs in the controller, once per group and step. Parameters named `std_ddof`, `pass_k` or `turn_discount` get these keys
+    of `algorithm`.
 
     Example:
         def centred(group: GroupRewards) -> list[float]:
@@ -231,8 +239,8 @@ class Advantage(Protocol):
             return [reward - mean for reward in group.rewards]
     """
 
-    def __call__(self, group: GroupRewards, /) -> Sequence[float]:
-        """Return the advantages of the group's completions."""
+    def __call__(self, group: GroupRewards, /) -> Sequence[float] | Sequence[Sequence[float]]:
+        """Return the advantages of the group's completions, of their turns, or of their tokens."""
         ...
 
 

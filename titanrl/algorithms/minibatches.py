@@ -6,6 +6,7 @@ Shape suffixes: P groups, N rollouts.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def plan_step(
         return StepPlan(updates=(whole,) * num_updates, num_in_first_epoch=1, advantages_N=whole.advantages_N)
     by_epoch = [
         [
-            plan(ordered.take(groups_P), advantages_N=whole.advantages_N[np.isin(ordered.group_of, groups_P)])
+            plan(ordered.take(groups_P), **_advantages(whole, ordered, groups_P))
             for groups_P in minibatches(len(ordered), num_minibatches, (*seed, epoch))
         ]
         for epoch in range(epochs)
@@ -78,6 +79,15 @@ def plan_step(
     return StepPlan(
         updates=tuple(chain.from_iterable(trained)), num_in_first_epoch=len(trained[0]), advantages_N=whole.advantages_N
     )
+
+
+def _advantages(whole: BatchPlan, ordered: RecordTable, groups_P: IntArray) -> dict[str, Any]:
+    """Return the advantages of some groups of a planned batch, as arguments of `plan_batch`."""
+    is_chosen_N = np.isin(ordered.group_of, groups_P)
+    own: dict[str, Any] = {"advantages_N": whole.advantages_N[is_chosen_N]}
+    if whole.spans is not None:
+        own["spans"] = whole.spans.take(np.flatnonzero(is_chosen_N[ordered.rollout_of]))
+    return own
 
 
 def minibatches(num_groups: int, num_minibatches: int, seed: Sequence[int]) -> Iterator[IntArray]:

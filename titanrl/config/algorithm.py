@@ -9,11 +9,11 @@ from titanrl.config.choices import LearningRateDecay, Proximal, Reduction
 from titanrl.config.errors import BrokenRule
 from titanrl.config.objective import ALGORITHM_PRESETS, CorrectionConfig, KLConfig, with_preset
 from titanrl.config.registry import ADVANTAGES, LOSSES, OWN_ADVANTAGE, AdvantageTraits, LossTraits
-from titanrl.config.section import Count, Decay, Fraction, OrImportPath, Section, StepsOrZero, Tokens
+from titanrl.config.section import Count, Decay, Fraction, OrImportPath, Section, Share, StepsOrZero, Tokens
 
 LOSS_KEYS = ("clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperatures")
 """Keys that a loss gets if it has a parameter of the same name."""
-ADVANTAGE_KEYS = ("std_ddof", "pass_k")
+ADVANTAGE_KEYS = ("std_ddof", "pass_k", "turn_discount")
 """Keys that an advantage gets if it has a parameter of the same name."""
 
 
@@ -32,6 +32,11 @@ class AlgorithmConfig(Section):
     """Delta degrees of freedom of the standard deviation in `advantage: grpo`, and of each part in `gdpo`."""
     pass_k: Count | None = None
     """Value of k for `advantage: pass_at_k`."""
+    credit: Literal["rollout", "turn"] = "rollout"
+    """Unit of the advantage: `rollout` gives all tokens of a completion the same one. `turn` compares, for each turn, its
+    discounted return with those of the same turn of the group's other completions (docs/algorithms.md)."""
+    turn_discount: Share = 1.0
+    """Discount of the return of a turn per later turn, with `credit: turn` or an advantage of your own."""
     loss: Annotated[str, OrImportPath(tuple(LOSSES))] = "ppo"
     """Per-token policy loss (docs/algorithms.md), or the import path of your own (docs/howto/loss.md)."""
     loss_options: dict[str, Any] = {}
@@ -161,7 +166,25 @@ class AlgorithmConfig(Section):
                 rule="the reference policy ema is the moving average that ema_decay keeps",
                 fix="set ema_decay, for example to 0.99, or kl.reference to initial",
             )
+        yield from self._broken_by_credit()
         yield from self._broken_by_loss_options()
+
+    def _broken_by_credit(self) -> Iterator[BrokenRule]:
+        is_own = self.advantage not in ADVANTAGES
+        if self.credit == "turn" and (is_own or self.advantage in ("pass_at_k", "gdpo")):
+            yield BrokenRule(
+                values={"credit": self.credit, "advantage": self.advantage},
+                rule="an advantage of your own decides by what it returns (docs/howto/advantage.md)"
+                if is_own
+                else f"{self.advantage} compares whole completions",
+                fix="remove credit" if is_own else "set advantage to dr_grpo, grpo, rloo, maxrl or one of reinforce_pp",
+            )
+        if self.turn_discount != 1.0 and self.credit == "rollout" and not is_own:
+            yield BrokenRule(
+                values={"turn_discount": self.turn_discount, "credit": self.credit},
+                rule="only the returns of turns are discounted",
+                fix="set credit to turn, or remove turn_discount",
+            )
 
     def _broken_by_loss_options(self) -> Iterator[BrokenRule]:
         for key in LOSS_KEYS:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from titanrl.config.choices import DeviceName
 from titanrl.config.errors import BrokenRule
 from titanrl.config.operations import HostsConfig
-from titanrl.config.sections import GeneratorConfig, ParallelismConfig, WeightsConfig, largest_divisor
+from titanrl.config.sections import GeneratorConfig, ParallelismConfig, TrainerConfig, WeightsConfig, largest_divisor
 
 
 def broken_by_hosts(
@@ -97,3 +98,25 @@ def _degrees(parallelism: ParallelismConfig) -> dict[str, int]:
     """Return the trainer's degrees of parallelism above 1, by key."""
     degrees = parallelism.model_dump(include={"dp_replicate", "dp_shard", "tp"})
     return {f"trainer.parallelism.{axis}": degree for axis, degree in degrees.items() if degree > 1}
+
+
+def broken_by_device(trainer: TrainerConfig, device: DeviceName) -> Iterator[BrokenRule]:
+    """Yield the rules that options of the trainer break on a kind of device."""
+    if trainer.float8 is not None and device == "npu":
+        yield BrokenRule(
+            values={"trainer.float8": trainer.float8, "device": device},
+            rule="torchtitan supports float8 on CUDA, and emulates it on CPU",
+            fix="set trainer.float8 to null",
+        )
+    if trainer.float8 is not None and device == "cpu" and trainer.compile:
+        yield BrokenRule(
+            values={"trainer.compile": True, "trainer.float8": trainer.float8, "device": device},
+            rule="torch.compile does not support float8 emulation on CPU",
+            fix="set trainer.compile to false",
+        )
+    if trainer.compile and device == "npu":
+        yield BrokenRule(
+            values={"trainer.compile": True, "device": device},
+            rule="torch.compile has no NPU backend among the packages of requirements/npu.txt",
+            fix="set trainer.compile to false",
+        )

@@ -10,6 +10,7 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.choices import DeviceName, Program
 from titanrl.config.data import DataConfig
 from titanrl.config.distill import DistillConfig, unused_keys
+from titanrl.config.dump_rules import broken_by_dump
 from titanrl.config.epoch_rules import broken_by_epochs
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.evaluation import (
@@ -21,7 +22,7 @@ from titanrl.config.evaluation import (
     evaluation_sets,
 )
 from titanrl.config.faults import FaultsConfig
-from titanrl.config.host_rules import broken_by_hosts, device_shortage
+from titanrl.config.host_rules import broken_by_device, broken_by_hosts, device_shortage
 from titanrl.config.operations import CheckpointConfig, HostsConfig, LoggingConfig, TimeoutsConfig
 from titanrl.config.registry import LossTraits
 from titanrl.config.replay import ReplayConfig, broken_by_replay
@@ -55,6 +56,8 @@ class Config(Section):
     """Number of steps, each on one batch."""
     device: DeviceName = "auto"
     """Device of trainer and generators; `auto` selects the first available one of NPU, CUDA and CPU."""
+    train: bool = True
+    """Train the policy; false only generates `num_steps` batches with it, without a trainer (docs/howto/dump.md)."""
     max_staleness: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Maximum age of a token, in published weight versions, when it is trained on; 0 is synchronous, on-policy training.
     `rollout.window` can extend it."""
@@ -108,10 +111,11 @@ class Config(Section):
         yield from self._broken_by_rows()
         yield from broken_by_epochs(self.trainer, self.algorithm, self.rollout.groups_per_step, self.program)
         yield from self._broken_by_sampling()
-        yield from self._broken_by_device()
+        yield from broken_by_device(self.trainer, self.device)
         yield from self._broken_by_recipe()
         yield from self._broken_by_warm_start()
         yield from self._broken_by_environment()
+        yield from broken_by_dump(self.rollout, self.replay, train=self.train, program=self.program)
         yield from broken_by_hosts(self.hosts, self.trainer.parallelism, self.generator, self.weights)
         yield from self._broken_by_sft()
         yield from self._broken_by_distillation()
@@ -239,27 +243,6 @@ class Config(Section):
                 fix="remove generator.vllm.logprobs_mode",
             )
 
-    def _broken_by_device(self) -> Iterator[BrokenRule]:
-        trainer = self.trainer
-        if trainer.float8 is not None and self.device == "npu":
-            yield BrokenRule(
-                values={"trainer.float8": trainer.float8, "device": self.device},
-                rule="torchtitan supports float8 on CUDA, and emulates it on CPU",
-                fix="set trainer.float8 to null",
-            )
-        if trainer.float8 is not None and self.device == "cpu" and trainer.compile:
-            yield BrokenRule(
-                values={"trainer.compile": True, "trainer.float8": trainer.float8, "device": self.device},
-                rule="torch.compile does not support float8 emulation on CPU",
-                fix="set trainer.compile to false",
-            )
-        if trainer.compile and self.device == "npu":
-            yield BrokenRule(
-                values={"trainer.compile": True, "device": self.device},
-                rule="torch.compile has no NPU backend among the packages of requirements/npu.txt",
-                fix="set trainer.compile to false",
-            )
-
     def _broken_by_recipe(self) -> Iterator[BrokenRule]:
         if self.model.path is not None:
             return
@@ -369,13 +352,13 @@ class Config(Section):
 
     @property
     def num_generator_ranks(self) -> int:
-        """Number of generator processes over all replicas; a fine-tuning has none."""
-        return self.generator.num_ranks if self.sft is None else 0
+        """Number of generator processes over all replicas; a fine-tuning or a replay has none."""
+        return self.generator.num_ranks if self.sft is None and self.rollout.replay is None else 0
 
     @property
     def num_evaluator_ranks(self) -> int:
         """Number of processes of the generator that evaluates in the background; 0 if there is none."""
-        is_asynchronous = self.max_staleness > 0 and self.program == "train"
+        is_asynchronous = self.max_staleness > 0 and self.program == "train" and self.evaluates
         is_between = any(0 < subset.every_steps < self.num_steps for subset in self.evaluation_sets.values())
         return self.generator.tp if is_asynchronous and is_between and self.evaluation.background else 0
 
@@ -392,6 +375,11 @@ class Config(Section):
     def evaluation_sets(self) -> Mapping[str, EvaluationSet]:
         """Evaluation sets by name, the default set first."""
         return evaluation_sets(self.evaluation, self.data, self.rollout.max_new_tokens)
+
+    @property
+    def evaluates(self) -> bool:
+        """True if evaluation sets are sampled; a replay has no generators, and without a trainer the policy does not change."""
+        return self.train and self.rollout.replay is None
 
     @property
     def max_sampled_tokens(self) -> int:

@@ -110,6 +110,9 @@ class RolloutConfig(Section):
     """Number of prompts per optimizer step. Each prompt yields one group of completions."""
     group_size: Annotated[int, Field(ge=2, le=1_000_000)] = 8
     """Number of completions per prompt. Advantages compare the completions of a group, so it needs at least two."""
+    min_group_size: Count = 1
+    """Fewest completions with a reward that a group needs to be trained on. A completion whose reward or environment failed is
+    left out of its group; another prompt replaces a group of fewer than this."""
     max_new_tokens: Tokens = 26
     """Maximum completion length, in tokens."""
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
@@ -135,6 +138,12 @@ class RolloutConfig(Section):
     """Number of rollout worker processes."""
     starvation_timeout_s: Seconds = 300.0
     """Maximum wait for a trainable batch while groups keep finishing without a signal. The run then ends with an error."""
+    save: FilePath | None = None
+    """Folder for a dump: every rollout with its tokens, log-probabilities, rewards and messages, as Parquet files
+    (docs/howto/dump.md); null writes none."""
+    replay: FilePath | None = None
+    """Folder of a dump to train on, batch by batch in its order, without generators, environments and rewards
+    (docs/howto/dump.md); null samples."""
 
     @property
     def is_truncated(self) -> bool:
@@ -145,6 +154,14 @@ class RolloutConfig(Section):
     def num_requests(self) -> int:
         """Number of completions started per prompt."""
         return self.group_size + self.num_spare_completions
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.min_group_size > self.group_size:
+            yield BrokenRule(
+                values={"min_group_size": self.min_group_size, "group_size": self.group_size},
+                rule="a group never has more completions than group_size",
+                fix=f"set min_group_size to at most {self.group_size}",
+            )
 
 
 class SandboxConfig(Section):

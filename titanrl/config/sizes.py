@@ -122,6 +122,16 @@ def _processes(config: Config) -> dict[str, int]:
     return processes | {"rollout": workers, "buffer": 1, "sandbox": workers * config.sandbox.num_processes}
 
 
+def describe_staleness(config: Config) -> str:
+    """Return the bound on staleness as a sentence, with the numbers it follows from."""
+    if config.max_staleness == 0 and config.algorithm.updates_per_publish == 1:
+        return f"synchronous: {config.num_slots} groups at a time, trained on by the weights that sampled them"
+    return (
+        f"B={config.num_slots} slots, window W={config.window_groups}, P={config.groups_per_publish} groups per publication: "
+        f"no token older than (B + W - 2) // P = {config.worst_staleness} published versions"
+    )
+
+
 def notes(config: Config) -> Iterator[str]:
     """Yield remarks on values that are allowed but often unintended."""
     algorithm, rollout = config.algorithm, config.rollout

@@ -28,15 +28,16 @@ from titanrl.launch.hosts import Hosts, acquire_hosts
 from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.parts import Part, Surroundings
 from titanrl.launch.respawns import Respawns
+from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.stalls import Watchdog
 from titanrl.launch.supervision import OnEvent, Supervisor
 from titanrl.models.directory import open_model
-from titanrl.plugins import Plugins
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.replay.memory import ReplaySettings
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
+from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
@@ -49,32 +50,6 @@ GRACE_S = 2.0
 """Seconds for stopped processes to end before they are killed."""
 STOP_AFTER_DEATH_S = 4.0
 """Seconds for processes to stop when one has died: a rank that waits for it in a collective cannot stop by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFiles:
-    """Absolute paths of a run, because other processes use them too."""
-
-    run_dir: Path
-    """Folder of everything the run writes."""
-    model_dir: Path
-    """Hugging Face directory with configuration and tokenizer."""
-    stop_ids: tuple[int, ...]
-    """Tokens that end a completion."""
-    plugins: Plugins = field(default_factory=dict)
-    """The user's objects in place of built-in ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
-    """The roles to start: a trainer, generators, or both; rollout workers and a buffer need both."""
-
-    trainer: bool = True
-    generators: bool = True
-    rollouts: bool = False
-
-    def __post_init__(self) -> None:
-        assert (self.trainer and self.generators) or not self.rollouts, "rollouts need a trainer and generators"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,14 +219,14 @@ class Assembly:
         weights = WeightSync(
             config.name,
             store,
-            push=trainer.push_weights,
+            push=trainer.push_weights if roles.generators else _push_nothing,
             expect=generators.expect_weights,
             pulls=[partial(generators.pull_weights, replica) for replica in replicas],
         )
         generators.catch_up = weights.catch_up if roles.trainer else None
         return Parts(
             trainer=trainer if roles.trainer else None,
-            generators=generators if roles.generators else None,
+            generators=generators if roles.generators or roles.rollouts else None,
             evaluator=evaluator,
             rollouts=rollouts,
             weights=weights,
@@ -304,7 +279,8 @@ class Assembly:
         """Spawn the buffer; return the clients of the workers, which are not spawned yet, and of the buffer."""
         config, rollout = self.config, self.config.rollout
         settings = _replay_settings(config)
-        sampling = (config.num_slots, config.window_groups, rollout.dynamic_sampling, first_index)
+        window = 1 if rollout.replay is not None else config.window_groups
+        sampling = (config.num_slots, window, rollout.dynamic_sampling, first_index)
         actor = store_procs.spawn("buffer", ReplayBuffer, *sampling, settings)
         supervisor, timeouts = self.around.supervisor, config.timeouts
         buffer = BufferClient(actor, supervisor, timeouts, rollout.starvation_timeout_s, rollout.groups_per_step)
@@ -334,6 +310,8 @@ class Assembly:
             shard=shard,
             generators=generators.actors,
             plugins=files.plugins,
+            save=_absolute(config.rollout.save),
+            replay=_absolute(config.rollout.replay),
         )
         return Worker(procs.spawn(part.role, RolloutWorker, setup), shard)
 
@@ -404,6 +382,16 @@ class Assembly:
             plugins=files.plugins,
             faults=config.faults,
         )
+
+
+def _absolute(folder: Path | None) -> Path | None:
+    """Return the absolute path of a folder that other processes use, too."""
+    return None if folder is None else folder.resolve()
+
+
+async def _push_nothing(version: int) -> Sequence[WeightManifest]:
+    """Publish a version without generators that could pull it."""
+    return ()
 
 
 def _replay_settings(config: Config) -> ReplaySettings | None:

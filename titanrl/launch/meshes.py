@@ -193,7 +193,9 @@ class TrainerMesh:
         )
 
     async def use_shard(self, number: int, shard: Any) -> None:
-        """Let all ranks fetch from a new storage shard."""
+        """Let all ranks fetch from a new storage shard; without a trainer, do nothing."""
+        if self.mesh is None:
+            return
         await self._all("use_shard", self.mesh.use_shard.call(number, shard))
 
     async def zero_grad(self) -> None:

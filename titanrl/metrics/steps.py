@@ -1,9 +1,11 @@
 """Metrics of a step, from the reports of trainer, generators and buffer. docs/metrics.md lists names and units."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from titanrl.config.sections import RolloutConfig
 from titanrl.tables import RecordTable
 from titanrl.types import GenerationStats, LossSums, OptimUpdate
 
@@ -49,6 +51,16 @@ def rollout_metrics(
         "group/generate_s_mean": mean(groups["generate_s"].tolist()),
         "group/score_s_mean": mean(groups["score_s"].tolist()),
     }
+
+
+def rejection_metrics(drops: Mapping[Any, int], num_tried: int, rollout: RolloutConfig) -> dict[str, float]:
+    """Return the shares of the tried groups that were rejected by `group_filter` and `min_group_size`, if they are set."""
+    values = {}
+    if rollout.group_filter is not None:
+        values["group/filtered_frac"] = drops.get("filtered", 0) / num_tried
+    if rollout.min_group_size > 1:
+        values["group/too_small_frac"] = drops.get("too small", 0) / num_tried
+    return values
 
 
 def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:

@@ -377,8 +377,8 @@ class GroupBuffer:
         group = Finished(record, pack_record(record), record.has_signal)
         if not record.rewards:
             self._discard(group, "no reward")
-        elif record.is_filtered:
-            self._discard(group, "filtered")
+        elif record.rejection is not None:
+            self._discard(group, record.rejection)
         elif self._is_too_old(record):
             self._discard(group, "too old")
         elif self._dynamic_sampling and not record.has_payload:

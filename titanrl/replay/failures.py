@@ -47,15 +47,19 @@ def why_starved(tried: Sequence[GroupRecord], indices: Sequence[int], num_groups
             "See logs/rollout_0_0.log and logs/generator_0_0.log, or raise the timeout."
         )
     with_signal = sum(record.has_payload for record in tried)
-    silent = [record for record in tried if record.rewards and not (record.has_payload or record.is_filtered)]
+    silent = [record for record in tried if record.rewards and not (record.has_payload or record.rejection)]
     equal = Counter(record.rewards[0] for record in silent if not record.has_signal)
     reasons = [f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3)]
     if num_masked := sum(record.has_signal for record in silent):
         reasons.append(f"{num_masked} without a token to train on (algorithm.mask_truncated, trainer.overlong)")
     if unscored := [record for record in tried if not record.rewards]:
         reasons.append(f"{len(unscored)} whose reward always failed ({unscored[0].first_error}; see data.rewards)")
-    if num_filtered := sum(record.is_filtered for record in tried):
-        reasons.append(f"{num_filtered} rejected by rollout.group_filter")
+    rejected = Counter(record.rejection for record in tried)
+    if rejected["filtered"]:
+        reasons.append(f"{rejected['filtered']} rejected by rollout.group_filter")
+    if rejected["too small"]:
+        error = next(record.first_error for record in tried if record.rejection == "too small")
+        reasons.append(f"{rejected['too small']} with fewer rewards than rollout.min_group_size (first error: {error})")
     others = ", ".join(reasons) or "none"
     return (
         f"rollout.starvation_timeout_s: no batch of {num_groups} groups with a signal in {waited_s:g} s. "

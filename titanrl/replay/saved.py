@@ -16,8 +16,9 @@ from titanrl.replay.memory import Stored
 from titanrl.tables import HANDLE, DoubleArray, PackedRecord, Table
 from titanrl.types import GroupHandle, GroupRecord
 
-DropReason = Literal["no signal", "no reward", "filtered", "too old"]
-"""Reason why a group was discarded: equal rewards, no completion with a reward, `rollout.group_filter`, or its age."""
+DropReason = Literal["no signal", "no reward", "filtered", "too small", "too old"]
+"""Reason why a group was discarded: equal rewards, no completion with a reward, `rollout.group_filter`, fewer completions with
+a reward than `rollout.min_group_size`, or its age."""
 TrainedBatch = tuple[Table, DoubleArray | None]
 """Handles of the groups of a batch that was trained on, and their priorities for replay."""
 Move = tuple[GroupHandle, GroupHandle]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.actors import Actor, ActorError, concurrent_endpoint, endpoint, is_stop
 from titanrl.config.schema import Config
+from titanrl.dumps import DumpReader, DumpWriter
 from titanrl.loading import loading
 from titanrl.metrics.run_directory import append_line
 from titanrl.plugins import Plugins, loaded
@@ -22,12 +23,13 @@ from titanrl.rollout.group import (
     record_of,
     roll_out,
     sampling_requests,
+    turns_differ,
     without_truncated,
 )
 from titanrl.rollout.outbox import Outbox
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.rollout.readable import readable_completion, readable_group
-from titanrl.types import Completion, EvaluationResult, Group, GroupRecord
+from titanrl.types import Completion, EvaluationResult, Group, GroupRecord, Rejection
 
 if TYPE_CHECKING:
     from titanrl.rollout.episodes import Episodes
@@ -64,6 +66,10 @@ class WorkerSetup:
     """Generator actors, one per replica."""
     plugins: Plugins = field(default_factory=dict)
     """The user's objects in place of built-in ones."""
+    save: Path | None = None
+    """Folder to write all rollouts to."""
+    replay: Path | None = None
+    """Folder of rollouts to use in place of new ones."""
 
 
 class RolloutWorker(Actor):
@@ -78,7 +84,9 @@ class RolloutWorker(Actor):
         # Dynamic sampling and a filter free slots as soon as groups finish, so groups must not wait for older ones.
         drops_groups = config.rollout.dynamic_sampling or config.rollout.group_filter is not None
         in_order = config.window_groups == 1 and not drops_groups
-        self._outbox = Outbox(setup.shard, in_order=in_order)
+        dump = None if setup.save is None else DumpWriter(setup.save, setup.number).write
+        self._outbox = Outbox(setup.shard, in_order=in_order or setup.replay is not None, dump=dump)
+        self._recorded = None if setup.replay is None else DumpReader(setup.replay)
         # In synchronous training, rollouts and evaluations never overlap. Otherwise they would change each other's decoding
         # batches, and a run would not be reproducible. A round needs all workers, so it waits while this one evaluates.
         self._turn = asyncio.Lock()
@@ -94,10 +102,12 @@ class RolloutWorker(Actor):
             from titanrl.rollout.scoring import Scoring
 
         config = self._setup.config
+        self._tokenizer = load_tokenizer(self._setup.model_dir)
+        if self._recorded is not None:
+            return
         self._scoring = Scoring(config, self._setup.plugins)
         await self._scoring.start()
         self._filter = loaded(self._setup.plugins, "rollout.group_filter")
-        self._tokenizer = load_tokenizer(self._setup.model_dir)
         self._stream = make_stream(config.data, self._tokenizer, config.seed, self._setup.plugins)
         if config.data.environment is not None:
             from titanrl.rollout.episodes import start_episodes
@@ -169,6 +179,8 @@ class RolloutWorker(Actor):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._recorded is not None:
+            return
         await self._sets.close()
         await self._scoring.close()
         if self._episodes is not None:
@@ -187,7 +199,7 @@ class RolloutWorker(Actor):
         share = -(-config.num_slots // config.rollout.num_workers)
         async with asyncio.TaskGroup() as groups:
             while True:
-                limit = min(share, await self._pool.room(config.rollout.num_requests))
+                limit = share if self._recorded else min(share, await self._pool.room(config.rollout.num_requests))
                 reservations, dropped = await self._setup.buffer.reserve.call_one(limit, self._setup.number, self._setup.life)
                 self._outbox.drop(dropped)
                 for reservation in reservations:
@@ -222,44 +234,59 @@ class RolloutWorker(Actor):
                     groups.create_task(self._roll_out(reservation, InRound(reservation.index, indices)))
 
     async def _roll_out(self, reservation: Reservation, place: InRound | None = None) -> None:
-        """Generate, score and commit one group."""
-        config = self._setup.config
+        """Generate and score one group, or read it from a dump, and commit it."""
+        if self._recorded is not None and reservation.index >= self._recorded.num_groups:
+            return  # no batch needs it
         self._outbox.begin(reservation.index)
-        prompt = self._stream[reservation.index]
+        if self._recorded is not None:
+            group, rejection = await asyncio.to_thread(self._recorded.group, reservation.index), None
+        else:
+            group = await self._sample(reservation.index, place)
+            rejection = self._rejection(group)
+        await self._commit(reservation, group, rejection)
+
+    async def _sample(self, index: int, place: InRound | None) -> Group:
+        config = self._setup.config
+        prompt = self._stream[index]
         requests = sampling_requests(prompt, config.rollout, config.seed)
         with self._pool.session() as session:
             if self._episodes is None:
                 generate = partial(session.generate, num_kept=config.rollout.group_size, place=place)
-                group = await roll_out(prompt, requests, generate, self._scoring.score, self._tokenizer.decode)
-            else:
-                group = await self._episodes.roll_out(
-                    prompt, partial(session.generate, place=place), in_round=place is not None
-                )
+                return await roll_out(prompt, requests, generate, self._scoring.score, self._tokenizer.decode)
+            return await self._episodes.roll_out(prompt, partial(session.generate, place=place), in_round=place is not None)
+
+    async def _commit(self, reservation: Reservation, group: Group, rejection: Rejection | None) -> None:
+        config = self._setup.config
         counted = without_truncated(group) if config.algorithm.mask_truncated else group
         trained, num_overlong = fit_to_rows(counted, config.trainer)
-        is_filtered = bool(group.rollouts) and not self._keeps(group)
         differs = config.algorithm.advantage_traits.compares_parts and parts_differ(group, config.data)
+        differs |= config.algorithm.credit == "turn" and turns_differ(group, config.algorithm.turn_discount)
         has_signal = group.has_signal or differs or (config.trains_on_equal_rewards and bool(group.rollouts))
         has_tokens = any(segment.mask.any() for rollout in trained.rollouts for segment in rollout.segments)
         record = record_of(
             trained,
             reservation.handle,
-            has_payload=has_signal and has_tokens and not is_filtered,
+            has_payload=has_signal and has_tokens and rejection is None,
             num_overlong=num_overlong,
-            is_filtered=is_filtered,
+            rejection=rejection,
             parts_differ=differs,
             num_generated=num_generated(group),
         )
         # Before the delivery: a checkpoint that has the group must not be newer than its line, which a kill could prevent.
         if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
             append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group, record))
-        await self._outbox.deliver(record, trained.rollouts)
+        await self._outbox.deliver(record, trained.rollouts, group)
 
-    def _keeps(self, group: Group) -> bool:
-        """Return False for a group that `rollout.group_filter` rejects."""
-        if self._filter is None:
-            return True
-        return keeps(self._filter, group, self._tokenizer.decode, str(self._setup.config.rollout.group_filter))
+    def _rejection(self, group: Group) -> Rejection | None:
+        """Return the reason why a group with rewards must not be trained on, if there is one."""
+        rollout = self._setup.config.rollout
+        if not group.rollouts:
+            return None
+        if len(group.rollouts) < rollout.min_group_size:
+            return "too small"
+        if self._filter is None or keeps(self._filter, group, self._tokenizer.decode, str(rollout.group_filter)):
+            return None
+        return "filtered"
 
     async def _run_and_report_failure(self) -> None:
         try:

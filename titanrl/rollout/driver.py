@@ -18,6 +18,7 @@ from titanrl.environments import Done, Environment, EnvironmentTimeout, Episode,
 from titanrl.errors import TitanRLError
 from titanrl.rollout.renderers import Renderer
 from titanrl.supports import Supports, join, whole_vocabulary
+from titanrl.turns import Turn
 from titanrl.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class _Growing:
     versions: list[int] = field(default_factory=list)
     supports: list[tuple[int, Supports]] = field(default_factory=list)
     """Supports of each turn of the policy, and the number of its first token."""
+    turn_ends: list[int] = field(default_factory=list)
 
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample."""
@@ -75,6 +77,7 @@ class _Growing:
         self.mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs.tolist()
         self.versions += completion.versions.tolist()
+        self.turn_ends.append(len(self.token_ids))
 
     def segment(self) -> Segment:
         """Return the segment without tokens after the last sampled one, which no loss needs."""
@@ -174,6 +177,17 @@ class Conversation:
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments with a sampled token."""
         return tuple(growing.segment() for growing in self._segments if any(growing.mask))
+
+    def turns(self, rewards: Sequence[float]) -> tuple[Turn, ...]:
+        """Return the turns of an episode that has ended, with these rewards; a turn without a token is in a segment before."""
+        turns: list[Turn] = []
+        number = -1
+        for growing in self._segments:
+            number += any(growing.mask)
+            for end in growing.turn_ends:
+                has_segment = any(growing.mask) and number >= 0
+                turns.append(Turn(segment=max(number, 0), end=end if has_segment else 0, reward=rewards[len(turns)]))
+        return tuple(turns)
 
     async def start(self) -> None:
         """Reset the environment, and render its first messages.

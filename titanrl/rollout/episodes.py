@@ -136,8 +136,8 @@ class Episodes:
         generated = time.perf_counter()
         ended = [place for place in places if place.has_ended][:num_needed]
         scores = await self._scores(prompt, [place.conversation for place in ended])
-        pairs = list(zip(ended, scores, strict=True))
-        scored = [(place, score) for place, score in pairs if score.reward is not None]
+        pairs = [(place, score) for place, (score, _) in zip(ended, scores, strict=True)]
+        scored = [(place, *score) for place, score in zip(ended, scores, strict=True) if score[0].reward is not None]
         errors: list[tuple[_Place, str, Outcome]]
         counts = sum((place.counts for place in places), Counter[str]())
         counts["reward_error"] += len(pairs) - len(scored)
@@ -147,18 +147,20 @@ class Episodes:
         ]
         return Group(
             prompt=replace(prompt, token_ids=()),
-            rollouts=tuple(_rollout(place.conversation, score) for place, score in scored),
+            rollouts=tuple(self._rollout(place.conversation, score, final) for place, score, final in scored),
             generate_s=generated - started,
             score_s=time.perf_counter() - generated,
             failures=tuple(
                 ScorerFailure(completion=place.sampled, error=text, outcome=outcome) for place, text, outcome in errors
             ),
-            conversations=tuple(tuple(place.conversation.messages) for place, _ in scored),
+            conversations=tuple(tuple(place.conversation.messages) for place, _, _ in scored),
             counts={name: counts[name] for name in COUNTS},
         )
 
-    async def _scores(self, prompt: Prompt, conversations: Sequence[Conversation]) -> list[Scored]:
-        """Return the weighted sum of the rewards of the environment, of the turns and of the configuration, by conversation."""
+    async def _scores(self, prompt: Prompt, conversations: Sequence[Conversation]) -> list[tuple[Scored, float]]:
+        """Return the weighted sum of the rewards of the environment, of the turns and of the configuration, by conversation,
+        and that sum without the turns.
+        """
         own = [conversation.rewards for conversation in conversations]
         data = self.config.data
         counts = bool(data.rewards) or not any(own)
@@ -178,11 +180,25 @@ class Episodes:
             if any(conversation.turn_rewards):
                 parts[TURNS] = sum(conversation.turn_rewards)
             added = sum(data.weight_of(name) * value for name, value in parts.items())
+            final = sum(data.weight_of(name) * value for name, value in conversation.rewards.items())
             if score.reward is None:
-                scores.append(score)
+                scores.append((score, 0.0))
             else:
-                scores.append(Scored(reward=score.reward + added, parts={**score.parts, **parts}))
+                whole = Scored(reward=score.reward + added, parts={**score.parts, **parts})
+                scores.append((whole, score.reward + final))
         return scores
+
+    def _rollout(self, conversation: Conversation, score: Scored, final: float) -> Rollout:
+        assert score.reward is not None
+        weight = self.config.data.weight_of(TURNS)
+        *rewards, last = conversation.turn_rewards
+        return Rollout(
+            segments=conversation.segments(),
+            reward=score.reward,
+            reward_parts=score.parts,
+            finish_reason=conversation.finish_reason,
+            turns=conversation.turns([*(weight * reward for reward in rewards), weight * last + final]),
+        )
 
 
 class _Place:
@@ -344,13 +360,3 @@ async def _run_apart(places: Sequence[_Place], generate: Generate, num_needed: i
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-def _rollout(conversation: Conversation, score: Scored) -> Rollout:
-    assert score.reward is not None
-    return Rollout(
-        segments=conversation.segments(),
-        reward=score.reward,
-        reward_parts=score.parts,
-        finish_reason=conversation.finish_reason,
-    )

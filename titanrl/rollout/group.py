@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titanrl.algorithms.credit import returns_differ
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.rewards import Answers, Scored
 from titanrl.supports import Supports, join, whole_vocabulary
+from titanrl.turns import GroupTurns
 from titanrl.types import (
     Completion,
     GenerationRequest,
@@ -21,6 +23,7 @@ from titanrl.types import (
     GroupHandle,
     GroupRecord,
     Prompt,
+    Rejection,
     Rollout,
     SamplingParams,
     ScorerFailure,
@@ -184,7 +187,7 @@ def record_of(
     *,
     has_payload: bool,
     num_overlong: int,
-    is_filtered: bool = False,
+    rejection: Rejection | None = None,
     parts_differ: bool = False,
     num_generated: int = 0,
 ) -> GroupRecord:
@@ -215,11 +218,33 @@ def record_of(
         score_s=group.score_s,
         num_errors=len(group.failures),
         first_error=group.failures[0].error if group.failures else "",
-        is_filtered=is_filtered,
+        rejection=rejection,
         parts_differ=parts_differ,
         num_generated=num_generated,
         counts=group.counts,
+        turns=_group_turns(rollouts),
     )
+
+
+def _group_turns(rollouts: Sequence[Rollout]) -> GroupTurns | None:
+    """Return the numbers of the turns of a group; None if each segment is one turn."""
+    if not any(rollout.turns for rollout in rollouts):
+        return None
+    num_turns, num_sampled = [], []
+    for rollout in rollouts:
+        for number, segment in enumerate(rollout.segments):
+            ends = [turn.end for turn in rollout.turns if turn.segment == number]
+            counted_until = np.concatenate([[0], np.cumsum(segment.mask & np.isfinite(segment.logprobs))])
+            # A segment can have been cut before the end of a turn.
+            num_sampled += np.diff(counted_until[np.minimum(ends, len(segment.mask)).astype(int)], prepend=0).tolist()
+            num_turns.append(len(ends))
+    rewards = tuple(turn.reward for rollout in rollouts for turn in rollout.turns)
+    return GroupTurns(num_turns=tuple(num_turns), rewards=rewards, num_sampled=tuple(num_sampled))
+
+
+def turns_differ(group: Group, discount: float) -> bool:
+    """Return True if the discounted returns of a turn differ in a group."""
+    return returns_differ([[turn.reward for turn in rollout.turns] or [rollout.reward] for rollout in group.rollouts], discount)
 
 
 def prompt_len(group: Group) -> int:

@@ -2,15 +2,26 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from titanrl.actors import resolve
 from titanrl.replay.actors import packed
-from titanrl.types import GroupHandle, GroupRecord, Rollout
+from titanrl.types import Group, GroupHandle, GroupRecord, Rollout
 
 MAX_HELD = 8
 """Limit of finished groups that wait for an older one, so that a message does not grow with the batch."""
+
+
+_Finished = tuple[GroupRecord, tuple[Rollout, ...], Group | None]
+Dump = Callable[[Sequence[tuple[Group, str]]], object]
+
+
+def status_of(record: GroupRecord) -> str:
+    """Return what becomes of a group, for a dump."""
+    if not record.rewards:
+        return "no reward"
+    return record.rejection or ("kept" if record.has_payload else "no signal")
 
 
 class Outbox:
@@ -21,17 +32,18 @@ class Outbox:
     older groups of this worker, because no batch can contain it before them.
     """
 
-    def __init__(self, shard: Any, *, in_order: bool) -> None:
+    def __init__(self, shard: Any, *, in_order: bool, dump: Dump | None = None) -> None:
         """Start empty.
 
         Args:
             shard: Actor of the worker's storage shard.
             in_order: True if batches keep the order of prompts.
+            dump: Function that writes groups, with their status, to disk before they are delivered.
         """
-        self._shard, self._in_order = shard, in_order
+        self._shard, self._in_order, self._dump = shard, in_order, dump
         self._dropped: list[GroupHandle] = []
         self._unfinished: dict[int, None] = {}  # prompt indices, oldest first
-        self._pending: list[tuple[GroupRecord, tuple[Rollout, ...]]] = []
+        self._pending: list[_Finished] = []
         self._due = asyncio.Event()
         self._delivering = asyncio.Lock()
         self._next: asyncio.Task[None]
@@ -52,12 +64,18 @@ class Outbox:
             self._pending = []
         self._due.clear()
 
-    async def deliver(self, record: GroupRecord, rollouts: tuple[Rollout, ...]) -> None:
-        """Queue a finished group and wait until the buffer has its record."""
+    async def deliver(self, record: GroupRecord, rollouts: tuple[Rollout, ...], whole: Group | None = None) -> None:
+        """Queue a finished group and wait until the buffer has its record.
+
+        Args:
+            record: Numbers of the group.
+            rollouts: Rollouts to train on.
+            whole: The group as it was sampled, for a dump.
+        """
         self._unfinished.pop(record.index, None)
         if not self._pending:
             self._next = asyncio.create_task(self._deliver_pending(), name="deliver groups")
-        self._pending.append((record, rollouts))
+        self._pending.append((record, rollouts, whole))
         if self._is_due():
             self._due.set()
         await asyncio.shield(self._next)
@@ -72,10 +90,13 @@ class Outbox:
     def _is_due(self) -> bool:
         """Return whether a batch can use one of the queued groups, or many groups are queued."""
         oldest_unfinished = next(iter(self._unfinished), math.inf)
-        oldest = min(record.index for record, _ in self._pending)
+        oldest = min(record.index for record, _, _ in self._pending)
         return not self._in_order or oldest < oldest_unfinished or len(self._pending) >= MAX_HELD
 
-    async def _send(self, groups: Sequence[tuple[GroupRecord, tuple[Rollout, ...]]]) -> None:
-        payload = {record.handle: packed(rollouts) for record, rollouts in groups if record.has_payload}
+    async def _send(self, groups: Sequence[_Finished]) -> None:
+        if self._dump is not None:
+            whole = [(group, status_of(record)) for record, _, group in groups if group is not None]
+            await asyncio.to_thread(self._dump, whole)
+        payload = {record.handle: packed(rollouts) for record, rollouts, _ in groups if record.has_payload}
         dropped, self._dropped = self._dropped, []
-        await resolve(self._shard.put.call_one(payload, [record for record, _ in groups], dropped))
+        await resolve(self._shard.put.call_one(payload, [record for record, _, _ in groups], dropped))

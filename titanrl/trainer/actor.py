@@ -22,8 +22,8 @@ from titanrl.files import Digests
 from titanrl.loading import loading
 from titanrl.plugins import Plugin, Plugins, loaded
 from titanrl.replay.actors import fetch
-from titanrl.tables import MicroBatch
-from titanrl.types import AdamParams, GroupHandle, LossSums, OptimUpdate, Row, Segment
+from titanrl.tables import MicroBatch, Row
+from titanrl.types import AdamParams, GroupHandle, LossSums, OptimUpdate, Segment
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 

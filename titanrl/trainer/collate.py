@@ -13,7 +13,8 @@ import torch
 
 from titanrl.algorithms.supports import CollatedSupports, TokenSupports
 from titanrl.models.attention import sequence_starts
-from titanrl.types import GroupHandle, Row, Segment
+from titanrl.tables import Row
+from titanrl.types import GroupHandle, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,11 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
             mask[b, predicting] = trained
             logprobs[b, predicting] = np.where(trained, segment.logprobs[predicted], 0.0)
             versions[b, predicting] = np.where(trained, segment.versions[predicted], 0)
-            advantages[b, predicting] = sequence.advantage
+            if sequence.spans:
+                values, counts = zip(*sequence.spans, strict=True)
+                advantages[b, predicting][trained] = np.repeat(np.array(values, np.float32), counts)
+            else:
+                advantages[b, predicting] = sequence.advantage
             weights[b, predicting] = np.where(trained, sequence.weight, 0.0)
             if segment.supports is not None:
                 supports.add(b * row_tokens + start, segment.supports[predicted].where(trained))

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titanrl.types import GroupHandle, Row
+from titanrl.tables import Row
+from titanrl.types import GroupHandle
 
 
 class KeptLogprobs:

@@ -198,8 +198,9 @@ class WeightSync:
         try:
             if len(pushed.pulls) > 1:
                 await self._expect(pushed.commit.version)
-            done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.gather(*done)
+            if pushed.pulls:  # a replay has no generators
+                done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.gather(*done)
             if earlier is not None:
                 await earlier
             await then()
@@ -207,6 +208,8 @@ class WeightSync:
             freed.set_result(None)
 
     async def _measure(self, pushed: _Pushed) -> None:
+        if not pushed.pulls:
+            return
         await asyncio.gather(*pushed.pulls)
         pulled = time.perf_counter()
         self._metrics = {

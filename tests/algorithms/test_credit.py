@@ -1,0 +1,186 @@
+"""Advantages of turns and tokens, with numbers worked by hand.
+
+The group has three rollouts. A has two segments, with turns of 2 and 3 tokens in the first and of 1 in the second, and rewards
+of 0, 1 and 2. B has one segment, with turns of 4 and 1 tokens and rewards of 1 and 0. C has one turn of 2 tokens and reward 4.
+With a discount of 1/2 the returns are A: 1, 2, 2; B: 1, 0; C: 4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.records import make_record
+from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.algorithms.contracts import GroupRewards
+from titanrl.algorithms.credit import returns_differ, turn_advantages, turn_returns
+from titanrl.algorithms.minibatches import plan_step
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.choices import Reduction
+from titanrl.tables import BatchPlan, RecordTable, SequencePlan
+from titanrl.turns import GroupTurns
+from titanrl.types import GroupRecord
+
+TURNS = GroupTurns(num_turns=(2, 1, 2, 1), rewards=(0.0, 1.0, 2.0, 1.0, 0.0, 4.0), num_sampled=(2, 3, 1, 4, 1, 2))
+
+
+def group(index: int = 0) -> GroupRecord:
+    record = make_record(index, rewards=[3.0, 1.0, 4.0], num_sampled=[5, 1, 5, 2], prompt_len=2)
+    return replace(record, num_segments=(2, 1, 1), turns=TURNS)
+
+
+def plan(records: Sequence[GroupRecord] | RecordTable, own: object = None, **algorithm: object) -> BatchPlan:
+    return plan_batch(
+        records if isinstance(records, RecordTable) else RecordTable.of(records),
+        algorithm=AlgorithmConfig(**algorithm),  # type: ignore[arg-type]
+        constant_length=10,
+        row_tokens=100,
+        rows_per_microbatch=1,
+        dp_size=1,
+        own_advantage=own,  # type: ignore[arg-type]
+    )
+
+
+def sequences(batch: BatchPlan) -> dict[tuple[int, int], SequencePlan]:
+    found = [s for microbatch in batch.microbatches for rank in microbatch.rows for row in rank for s in row]
+    return {(sequence.handle.slot, sequence.segment): sequence for sequence in found}
+
+
+def test_return_of_a_turn_is_discounted_per_later_turn() -> None:
+    assert turn_returns([0.0, 1.0, 2.0], 0.5) == (1.0, 2.0, 2.0)
+    assert turn_returns([0.0, 1.0, 2.0], 1.0) == (3.0, 3.0, 2.0)
+    assert turn_returns([5.0], 0.0) == (5.0,)
+
+
+def test_returns_of_the_same_turn_are_compared() -> None:
+    assert returns_differ([[1.0, 0.0], [0.0, 1.0]], 1.0)  # the sums are equal, the second turns are not
+    assert not returns_differ([[0.0, 1.0], [1.0]], 1.0)
+    assert returns_differ([[0.0, 1.0], [1.0]], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("dr_grpo", [[-1.0, 1.0, 0.0], [-1.0, -1.0], [2.0]]),  # means of 2, 1 and 2
+        ("rloo", [[-1.5, 2.0, 0.0], [-1.5, -2.0], [3.0]]),
+        ("grpo", [[-1 / 2**0.5, 1.0, 0.0], [-1 / 2**0.5, -1.0], [2**0.5]]),
+        ("maxrl", [[-0.5, 1.0, 0.0], [-0.5, -1.0], [1.0]]),
+        ("reinforce_pp", [[1.0, 2.0, 2.0], [1.0, 0.0], [4.0]]),
+        ("reinforce_pp_baseline", [[-1.0, 1.0, 0.0], [-1.0, -1.0], [2.0]]),
+    ],
+)
+def test_advantages_of_turns_by_hand(method: str, expected: list[list[float]]) -> None:
+    rewards, tokens = [[0.0, 1.0, 2.0], [1.0, 0.0], [4.0]], [[2, 3, 1], [4, 1], [2]]
+    made = GroupRewards(rewards=[3.0, 1.0, 4.0], turn_rewards=rewards, turn_tokens=tokens)
+    (advantages,) = turn_advantages([made], method, discount=0.5)
+    if method.startswith("reinforce_pp"):  # the z-score over the 13 tokens
+        values = np.repeat(np.concatenate([np.array(own) for own in expected]), [2, 3, 1, 4, 1, 2])
+        expected = [[(value - values.mean()) / values.std() for value in own] for own in expected]
+    assert [pytest.approx(own, abs=1e-5) for own in expected] == advantages
+
+
+def test_every_token_has_the_advantage_of_its_turn() -> None:
+    batch = plan([group()], credit="turn", turn_discount=0.5)
+    found = {segment: (sequence.advantage, sequence.spans) for (_, segment), sequence in sequences(batch).items()}
+    # The second segment of A is compared with nothing; the turns of B have the same advantage.
+    assert found == {0: (pytest.approx(1 / 6), ((-1.0, 2), (1.0, 3))), 2: (-1.0, ()), 3: (2.0, ())}
+    assert batch.advantages_N.tolist() == pytest.approx([1 / 6, -1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weights"),
+    [
+        ("sum", (1, 1, 1)),
+        ("token_mean", (1 / 13, 1 / 13, 1 / 13)),
+        ("sequence_mean", (1 / 18, 1 / 15, 1 / 6)),
+        ("sequence_mean_token_sum", (1 / 3, 1 / 3, 1 / 3)),
+        ("prompt_mean", (1 / 13, 1 / 13, 1 / 13)),
+        ("constant", (1 / 30, 1 / 30, 1 / 30)),
+    ],
+)
+def test_turns_keep_the_weights_of_their_rollouts(reduction: Reduction, weights: tuple[float, float, float]) -> None:
+    planned = sequences(plan([group()], credit="turn", turn_discount=0.5, reduction=reduction))
+    assert [planned[0, segment].weight for segment in (0, 2, 3)] == pytest.approx(weights, rel=1e-15)
+    tokens = {0: ((-1.0, 2), (1.0, 3)), 2: ((-1.0, 5),), 3: ((2.0, 2),)}
+    total = sum(planned[0, segment].weight * value * num for segment, runs in tokens.items() for value, num in runs)
+    assert total == pytest.approx(weights[0] * 1 + weights[1] * -5 + weights[2] * 4, abs=1e-15)
+
+
+def test_single_turns_have_the_advantages_of_rollouts() -> None:
+    record = make_record(0, rewards=[1.0, 0.0, 0.5], num_sampled=[3, 5, 4])
+    assert plan([record], credit="turn") == plan([record])
+
+
+def test_own_advantage_sees_turns_and_returns_one_number_each() -> None:
+    def mine(group: GroupRewards, *, turn_discount: float) -> list[list[float]]:
+        assert group.turn_rewards == [[0.0, 1.0, 2.0], [1.0, 0.0], [4.0]]
+        assert group.turn_tokens == [[2, 3, 1], [4, 1], [2]]
+        return [[turn_discount * reward for reward in rewards] for rewards in group.turn_rewards]
+
+    planned = sequences(plan([group()], mine, advantage="mine:f", turn_discount=0.25))
+    assert {segment: s.spans or s.advantage for (_, segment), s in planned.items()} == {
+        0: ((0.0, 2), (0.25, 3)),
+        1: 0.5,
+        2: ((0.25, 4), (0.0, 1)),
+        3: 1.0,
+    }
+
+
+def test_own_advantage_per_token_crosses_segments() -> None:
+    values = [[0.5, 0.5, 1.0, 1.0, 1.0, 2.0], [0.0] * 5, [-1.0, 3.0]]
+    planned = sequences(plan([group()], lambda group: values, advantage="mine:f"))
+    assert {segment: s.spans or s.advantage for (_, segment), s in planned.items()} == {
+        0: ((0.5, 2), (1.0, 3)),
+        1: 2.0,
+        3: ((-1.0, 1), (3.0, 1)),
+    }
+
+
+def test_groups_may_have_advantages_of_different_units() -> None:
+    def mine(group: GroupRewards) -> object:
+        return [1.0, 2.0, 3.0] if group.index == 0 else [[1.0, 1.0, 0.5], [0.0, 0.0], [0.0]]
+
+    planned = sequences(plan([group(0), group(1)], mine, advantage="mine:f"))
+    assert {place: s.spans or s.advantage for place, s in planned.items()} == {
+        **{(0, 0): 1.0, (0, 1): 1.0, (0, 2): 2.0, (0, 3): 3.0},
+        **{(1, 0): 1.0, (1, 1): 0.5},
+    }
+
+
+@pytest.mark.parametrize("values", [[[1.0], [1.0, 2.0], [1.0]], [[1.0] * 3, [float("nan")] * 2, [1.0]], [[1.0], 2.0, 3.0]])
+def test_wrong_number_of_values_names_the_advantage(values: object) -> None:
+    with pytest.raises(ValueError, match=r"^algorithm\.advantage: mine:f "):
+        plan([group()], lambda group: values, advantage="mine:f")
+
+
+def test_mini_batches_have_the_advantages_of_the_whole_batch() -> None:
+    records = RecordTable.of([group(index) for index in range(4)])
+    step = plan_step(
+        records,
+        lambda table, **given: plan_batch(
+            table,
+            algorithm=AlgorithmConfig(credit="turn", turn_discount=0.5),
+            constant_length=10,
+            row_tokens=100,
+            rows_per_microbatch=1,
+            dp_size=1,
+            **given,
+        ),
+        epochs=1,
+        num_minibatches=2,
+        seed=(0, 0),
+    )
+    found = {place: s.spans for update in step.updates for place, s in sequences(update).items()}
+    spans = {0: ((-1.0, 2), (1.0, 3)), 2: (), 3: ()}
+    assert found == {(slot, segment): spans[segment] for slot in range(4) for segment in spans}
+
+
+def test_table_keeps_turns_in_any_order_and_beside_groups_without() -> None:
+    plain = make_record(1, rewards=[1.0, 0.0], num_sampled=[3, 4])
+    for table in (RecordTable.of([plain, group()]), RecordTable.of([plain]) + RecordTable.of([group()])):
+        ordered = table.by_index()
+        assert ordered.turns.rewards.tolist() == [*TURNS.rewards, 1.0, 0.0]
+        assert ordered.turns.num_sampled.tolist() == [*TURNS.num_sampled, 3, 4]
+        assert ordered.num_turns_by_rollout.tolist() == [3, 2, 1, 1, 1]
+    assert RecordTable.of([plain]).known_turns is None

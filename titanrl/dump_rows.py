@@ -1,0 +1,191 @@
+"""Rows of a dump: a rollout each, and the groups that they are of. docs/howto/dump.md describes the columns."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titanrl.turns import Turn
+from titanrl.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> "pyarrow.Table":
+    """Return rows as a table of the documented columns."""
+    import pyarrow
+
+    lists = {"token_ids": "int32", "mask": "bool", "logprobs": "float32", "versions": "int32", "segment_lengths": "int32"}
+    lists |= {"prompt_token_ids": "int32", "turn_segments": "int32", "turn_ends": "int32", "turn_rewards": "float64"}
+    scalars = {
+        **dict.fromkeys(("index", "rollout", "worker"), "int64"),
+        **dict.fromkeys(("task", "status", "outcome", "error", "finish_reason", "question"), "string"),
+        **dict.fromkeys(("reward", "generate_s", "score_s"), "float64"),
+        **dict.fromkeys(("reward_parts", "messages", "entry", "counts"), "string"),
+    }
+    kinds = {name: pyarrow.type_for_alias(kind) for name, kind in (lists | scalars).items()}
+    fields = [(name, pyarrow.list_(kinds[name]) if name in lists else kinds[name]) for name in COLUMNS if name in kinds]
+    fields.insert(2, ("sampled_at", pyarrow.timestamp("us", tz="UTC")))
+    columns = {name: [row[name] for row in rows] for name, _ in fields}
+    schema = pyarrow.schema(fields)
+    return pyarrow.table(columns, schema=schema)
+
+
+COLUMNS = (
+    "index",
+    "rollout",
+    "sampled_at",
+    "worker",
+    "task",
+    "status",
+    "outcome",
+    "error",
+    "finish_reason",
+    "reward",
+    "reward_parts",
+    "token_ids",
+    "mask",
+    "logprobs",
+    "versions",
+    "segment_lengths",
+    "turn_segments",
+    "turn_ends",
+    "turn_rewards",
+    "messages",
+    "question",
+    "entry",
+    "prompt_token_ids",
+    "generate_s",
+    "score_s",
+    "counts",
+)
+"""Columns of `rollouts/*.parquet`, in their order."""
+TOKEN_COLUMNS = ("token_ids", "mask", "logprobs", "versions")
+"""Columns with a value per token."""
+
+
+def rows_of(group: Group, status: str, sampled_at: int, worker: int) -> Iterator[dict[str, Any]]:
+    """Yield a row per rollout: those with a reward in their order, then the others."""
+    prompt = group.prompt
+    common = {
+        "index": prompt.index,
+        "sampled_at": sampled_at,
+        "worker": worker,
+        "task": prompt.task,
+        "status": status,
+        "question": prompt.text,
+        "entry": _json(prompt.entry),
+        "prompt_token_ids": np.array(prompt.token_ids, np.int32),
+        "generate_s": group.generate_s,
+        "score_s": group.score_s,
+        "counts": _json(group.counts),
+    }
+    for number, rollout in enumerate(group.rollouts):
+        messages = _json(group.conversations[number]) if group.conversations else None
+        yield {**common, "rollout": number, "messages": messages, **_scored(rollout)}
+    for number, failure in enumerate(group.failures, len(group.rollouts)):
+        yield {**common, "rollout": number, "messages": None, **_failed(failure)}
+
+
+def _scored(rollout: Rollout) -> dict[str, Any]:
+    segments, turns = rollout.segments, rollout.turns
+    return {
+        "outcome": "ok",
+        "error": None,
+        "finish_reason": rollout.finish_reason,
+        "reward": rollout.reward,
+        "reward_parts": _json(rollout.reward_parts),
+        "token_ids": np.concatenate([segment.token_ids for segment in segments]).astype(np.int32),
+        "mask": np.concatenate([segment.mask for segment in segments]),
+        "logprobs": np.concatenate([segment.logprobs for segment in segments]),
+        "versions": np.concatenate([segment.versions for segment in segments]).astype(np.int32),
+        "segment_lengths": [len(segment.token_ids) for segment in segments],
+        "turn_segments": [turn.segment for turn in turns],
+        "turn_ends": [turn.end for turn in turns],
+        "turn_rewards": [turn.reward for turn in turns],
+    }
+
+
+def _failed(failure: ScorerFailure) -> dict[str, Any]:
+    completion = failure.completion
+    return {
+        "outcome": failure.outcome,
+        "error": failure.error,
+        "finish_reason": completion.finish_reason,
+        "reward": None,
+        "reward_parts": "{}",
+        "token_ids": completion.token_ids.astype(np.int32),
+        "mask": np.ones(len(completion.token_ids), np.bool_),
+        "logprobs": completion.logprobs,
+        "versions": completion.versions.astype(np.int32),
+        "segment_lengths": [len(completion.token_ids)],
+        "turn_segments": [],
+        "turn_ends": [],
+        "turn_rewards": [],
+    }
+
+
+def group_of(rows: Sequence[Mapping[str, Any]], place: int) -> Group:
+    """Return the group of some rows, whose prompt is at a place of the stream."""
+    rows = sorted(rows, key=lambda row: row["rollout"])
+    scored, first = [row for row in rows if row["outcome"] == "ok"], rows[0]
+    return Group(
+        prompt=Prompt(
+            index=place,
+            task=first["task"],
+            text=first["question"],
+            token_ids=tuple(first["prompt_token_ids"]),
+            entry=json.loads(first["entry"]),
+        ),
+        rollouts=tuple(map(_rollout, scored)),
+        generate_s=first["generate_s"],
+        score_s=first["score_s"],
+        failures=tuple(
+            ScorerFailure(completion=_completion(row), error=row["error"], outcome=row["outcome"])
+            for row in rows
+            if row["outcome"] != "ok"
+        ),
+        conversations=tuple(json.loads(row["messages"]) for row in scored if row["messages"] is not None),
+        counts=json.loads(first["counts"]),
+    )
+
+
+def _rollout(row: Mapping[str, Any]) -> Rollout:
+    ends = np.cumsum(row["segment_lengths"])[:-1]
+    token_ids, versions = (np.split(row[name].astype(np.int64), ends) for name in ("token_ids", "versions"))
+    columns = zip(token_ids, np.split(row["mask"], ends), np.split(row["logprobs"], ends), versions, strict=True)
+    turns = zip(row["turn_segments"], row["turn_ends"], row["turn_rewards"], strict=True)
+    return Rollout(
+        segments=tuple(
+            Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=sampled_by)
+            for ids, mask, logprobs, sampled_by in columns
+        ),
+        reward=row["reward"],
+        reward_parts=json.loads(row["reward_parts"]),
+        finish_reason=row["finish_reason"],
+        turns=tuple(Turn(segment=segment, end=end, reward=reward) for segment, end, reward in turns),
+    )
+
+
+def _completion(row: Mapping[str, Any]) -> Completion:
+    return Completion(
+        token_ids=row["token_ids"].astype(np.int64),
+        logprobs=row["logprobs"],
+        versions=row["versions"].astype(np.int64),
+        finish_reason=row["finish_reason"],
+    )
+
+
+def _json(value: object) -> str:
+    """Encode a value; an object that JSON lacks becomes its text."""
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value)

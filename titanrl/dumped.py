@@ -1,0 +1,106 @@
+"""A run that saves its rollouts whole, or trains on saved ones instead of sampling."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from titanrl.config import Config, ConfigError, Source
+from titanrl.config.errors import BrokenRule
+from titanrl.config.explain import explain_rule
+from titanrl.dumps import DumpBatches, DumpError, DumpInfo, DumpReader, fingerprint, holds_dump
+from titanrl.evaluated import EvaluatedRun
+from titanrl.launch.roles import Roles
+from titanrl.metrics.console import Console
+from titanrl.replay.batch import Batch
+
+
+class DumpedRun(EvaluatedRun):
+    """Base of the loop with rollouts: its dump, and the dump that it replays."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        console: Console | None = None,
+        source: Source | None = None,
+        **objects: object,
+    ) -> None:
+        """Check the folders; see `Lifecycle`.
+
+        Raises:
+            ConfigError: The folder of a new run's dump holds another one.
+        """
+        save, replay = config.rollout.save, config.rollout.replay
+        if save is not None and resume is None and holds_dump(save):
+            fix = "choose another folder, remove this one, or continue its run with --resume"
+            rule = BrokenRule(values={"rollout.save": str(save)}, rule="the folder holds the dump of another run", fix=fix)
+            raise ConfigError(explain_rule(rule, source))
+        if not isinstance(self, self.for_config(config)):
+            rule = BrokenRule(
+                values={"train": False}, rule=f"{type(self).__name__} trains", fix="use titanrl.generation.Generation"
+            )
+            raise ConfigError(explain_rule(rule, source))
+        super().__init__(config, resume=resume, console=console, source=source, **objects)
+        self._dump = None if save is None else DumpBatches(save.resolve())
+        self._recorded = None if replay is None else DumpReader(replay.resolve())
+
+    def roles(self) -> Roles:
+        """Return all roles; a replay has no generators."""
+        return Roles(generators=self._recorded is None, rollouts=True)
+
+    @property
+    def ends_early(self) -> bool:
+        """True if too many evaluations in a row brought no better policy, or the dump has no further batch."""
+        return super().ends_early or (self._num_recorded is not None and self.state.step >= self._num_recorded)
+
+    def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
+        """Return the sets that are due after this step; none without generators."""
+        return super().due_evaluations(is_last=is_last) if self.config.evaluates else ()
+
+    async def finish_parts(self) -> None:
+        """Wait until the order of the saved groups is on disk."""
+        if self._dump is not None:
+            self._dump.flush()
+
+    def open_dump(self) -> None:
+        """Prepare the folder of the dump for the state of the run, and check the one to replay.
+
+        Raises:
+            DumpError: The dump has the tokens of another tokenizer.
+        """
+        state, vocabulary = self.state, self.session.tokenizer.vocabulary
+        info = DumpInfo(
+            groups_per_step=self.config.rollout.groups_per_step, tokenizer=fingerprint(vocabulary), vocabulary=len(vocabulary)
+        )
+        if self._dump is not None:
+            self._dump.begin(info, step=state.step, next_index=state.next_index, in_flight=state.in_flight)
+        if self._recorded is None:
+            return
+        if self._recorded.info.tokenizer != info.tokenizer:
+            raise DumpError(
+                f"rollout.replay: the dump has tokens of another tokenizer (got {self._recorded.folder}, of "
+                f"{self._recorded.info.vocabulary} tokens, and a model of {info.vocabulary}). Set model to the one it is of."
+            )
+        num_steps, wanted = self._num_recorded or 0, self.config.num_steps
+        ending = f"; it has no more, so training ends after step {num_steps}" if num_steps < wanted else ""
+        self.console.note(f"replay: {min(num_steps, wanted)} batches of {self._recorded.folder}, without evaluations{ending}")
+
+    def save_batch(self, batch: Batch) -> None:
+        """Add the batch of the running step to the dump."""
+        if self._dump is None:
+            return
+        groups = batch.records.by_index().groups["index"].tolist()
+        replayed = [] if batch.replayed is None else batch.replayed.records.groups["index"].tolist()
+        self._dump.add(self.state.step + 1, self.state.version, groups, replayed)
+
+    def drop_saved(self, indices: Collection[int]) -> None:
+        """Remove the rollouts of prompts that will be sampled again."""
+        if self._dump is not None and indices:
+            self._dump.drop(lambda index: index in indices)
+
+    @property
+    def _num_recorded(self) -> int | None:
+        """Number of steps that the dump has batches for, in whole intervals between publications; None without a replay."""
+        if self._recorded is None:
+            return None
+        return self._recorded.num_steps - self._recorded.num_steps % self.config.algorithm.updates_per_publish
