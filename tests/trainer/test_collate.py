@@ -57,6 +57,12 @@ def test_supports_are_at_predicting_position_of_trained_tokens() -> None:
     assert collate([(plan(2, 4, 1.0, 1.0),)], payload, 9).supports is None
 
 
+def test_sampled_token_outside_of_its_support_is_a_bug() -> None:
+    wrong = replace(PAYLOAD[HANDLE][0], supports=supports_of([*map(int32, ([], [], [3, 7], [0, 2]))], 100))
+    with pytest.raises(AssertionError, match="not in its support"):
+        collate([(plan(0, 4, 2.0, 0.5),)], {HANDLE: {0: wrong}}, 9)
+
+
 def datum(*supports: list[int], vocab_size: int = 100) -> Datum:
     return sampled_datum([5, 6], [7, 1], [-0.5, -0.25], 1.0, supports=supports_of([*map(int32, supports)], vocab_size))
 

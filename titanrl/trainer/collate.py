@@ -115,7 +115,9 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
                 advantages[b, predicting] = sequence.advantage
             weights[b, predicting] = np.where(trained, sequence.weight, 0.0)
             if segment.supports is not None:
-                supports.add(b * row_tokens + start, segment.supports[predicted].where(trained))
+                limited = segment.supports[predicted].where(trained)
+                assert limited.contains_S(segment.token_ids[predicted]).all(), "a sampled token is not in its support"
+                supports.add(b * row_tokens + start, limited)
             start = end
         positions[b, start:] = np.arange(row_tokens - start)
     return PackedRows(
