@@ -53,5 +53,10 @@ class Generation(GRPO):
         await self._hooks.after_step(self, metrics)
         return metrics
 
+    @property
+    def num_unsaved_steps(self) -> int:
+        """Return 0: there is nothing to save in a checkpoint."""
+        return 0
+
     async def _train_and_export(self) -> None:
         await self.train()

@@ -107,6 +107,20 @@ def test_turns_keep_the_weights_of_their_rollouts(reduction: Reduction, weights:
     assert total == pytest.approx(weights[0] * 1 + weights[1] * -5 + weights[2] * 4, abs=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"credit": "turn", "advantage": "gdpo"}, "gdpo compares whole completions"),
+        ({"credit": "turn", "advantage": "pass_at_k", "pass_k": 2}, "pass_at_k compares whole completions"),
+        ({"credit": "turn", "advantage": "mine.py:f"}, "decides by what it returns"),
+        ({"turn_discount": 0.5}, "only the returns of turns are discounted"),
+    ],
+)
+def test_credit_that_an_advantage_cannot_give_is_refused(options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        AlgorithmConfig(**options)  # type: ignore[arg-type]
+
+
 def test_single_turns_have_the_advantages_of_rollouts() -> None:
     record = make_record(0, rewards=[1.0, 0.0, 0.5], num_sampled=[3, 5, 4])
     assert plan([record], credit="turn") == plan([record])

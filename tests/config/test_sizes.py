@@ -1,9 +1,11 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.config.test_dry_run import dry_run_text
 from titanrl.config import Config
+from titanrl.config.sections import RolloutConfig
 from titanrl.config.shapes import ModelShape
 from titanrl.config.sizes import Memory, Sizes, TrainerMemory, gigabytes
 from titanrl.config.sizes import derive as derive_with
@@ -226,3 +228,14 @@ def test_gathered_bytes_depend_on_resharding() -> None:
     assert gathered() == 0
     assert gathered(dp_shard=8, fsdp_reshard_after_forward="never") == pytest.approx(4 * 8_190_735_360, rel=1e-3)
     assert gathered(dp_shard=8) < 8_190_735_360
+
+
+def test_generation_alone_needs_no_trainer_rank() -> None:
+    values = {"name": "sides", "num_steps": 1, "device": "cpu", "hosts": {"devices_per_host": 1}}
+    config, alone = (Config.model_validate({**values, "train": train}) for train in (True, False))
+    assert (config.num_trainer_ranks, alone.num_trainer_ranks) == (1, 0)
+    assert "a host must have one accelerator per trainer rank and generator rank" in str(next(config.device_shortage()))
+    assert list(alone.device_shortage()) == []
+    assert derive(alone).processes == {"controller": 1, "generator": 1, "rollout": 1, "buffer": 1, "sandbox": 8}
+    replayed = config.model_copy(update={"rollout": RolloutConfig(replay=Path("dump"))})
+    assert (replayed.num_generator_ranks, replayed.evaluates, alone.evaluates) == (0, False, False)

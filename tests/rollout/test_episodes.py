@@ -5,17 +5,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from titanrl.config import Config
-from titanrl.config.sections import TrainerConfig
+from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Done, Environments, Episode, Message, Observation
 from titanrl.rewards import Answers, Scored
+from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.episodes import Episodes
 from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
 from titanrl.rollout.renderers import PlainRenderer
@@ -190,6 +192,21 @@ def test_failed_reward_is_counted(tokenizer: Tokenizer) -> None:
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 2.0]
     assert group.counts["reward_error"] == 2
     assert {failure.outcome for failure in group.failures} == {"reward_error"}
+
+
+@pytest.mark.parametrize(("least", "rejection"), [(1, None), (2, None), (3, "too small")])
+def test_group_needs_its_least_number_of_rewards(tokenizer: Tokenizer, least: int, rejection: str | None) -> None:
+    group, _ = play(tokenizer, ["1"] * 4, in_round=True, scores=[0.0, None, 1.0, None], rewards={"answer": "exact"})
+    worker = object.__new__(RolloutWorker)
+    worker._setup = SimpleNamespace(config=SimpleNamespace(rollout=RolloutConfig(min_group_size=least)))  # type: ignore[assignment]
+    worker._filter = None
+    assert worker._rejection(group) == rejection
+    assert worker._rejection(replace(group, rollouts=())) is None  # it has a reason of its own
+
+
+def test_least_size_above_the_size_of_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Set min_group_size to at most 4\."):
+        RolloutConfig(group_size=4, min_group_size=5)
 
 
 def test_everything_fails(tokenizer: Tokenizer) -> None:

@@ -125,7 +125,8 @@ def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str
         yield "parameters", "unknown: model.path has no readable config.json"
         return
     yield "parameters", f"{memory.num_parameters:,}"
-    yield "trainer rank", _trainer_text(config, memory.trainer)
+    if config.train:
+        yield "trainer rank", _trainer_text(config, memory.trainer)
     if not config.num_generator_ranks:
         return
     replica, tp = f"{gigabytes(memory.replica_weights)} of weights in {config.generator.dtype}", config.generator.tp

@@ -56,6 +56,8 @@ def device_shortage(
     generators: int,
     teachers: int,
     evaluators: int = 0,
+    *,
+    trains: bool = True,
 ) -> Iterator[BrokenRule]:
     """Yield the rule broken by a host with too few accelerators; meaningless on CPU.
 
@@ -66,10 +68,12 @@ def device_shortage(
         generators: Number of generator ranks that start; 0 for a fine-tuning.
         teachers: Number of ranks of a teacher.
         evaluators: Number of ranks of the generator that evaluates in the background.
+        trains: False if no trainer rank starts.
     """
-    ranks, further = parallelism.world_size, teachers + evaluators
+    ranks, further = parallelism.world_size if trains else 0, teachers + evaluators
     roles = "trainer rank, generator rank and teacher rank" if teachers else "trainer rank and generator rank"
     roles = "trainer rank, generator rank and evaluator rank" if evaluators else roles if generators else "trainer rank"
+    roles = roles if trains else "generator rank"
     advice = "lower the degrees or the replicas"
     advice += ", or set evaluation.background to false" if evaluators else ""
     if hosts.kind == "slurm":

@@ -30,20 +30,21 @@ class Placement:
 def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
     """Yield the placement of every role, on the hosts that `hosts.kind` selects."""
     hosts, memory = config.hosts, sizes.memory
-    ranks, generators = config.trainer.parallelism.world_size, config.num_generator_ranks
+    ranks, generators = config.num_trainer_ranks, config.num_generator_ranks
     here = "this machine"
     trainer_host = generator_host = here
     if hosts.kind == "slurm":
         trainer_host, generator_host = f"trainer hosts ({hosts.trainer_hosts})", f"generator hosts ({hosts.generator_hosts})"
         ranks, generators = ranks // hosts.trainer_hosts, generators // hosts.generator_hosts
     first = 0 if hosts.kind == "slurm" or hosts.share_devices else ranks
-    yield Placement(
-        host=trainer_host,
-        devices=_devices(device, 0, ranks),
-        role="trainer rank",
-        processes=ranks,
-        num_bytes=None if memory is None else memory.trainer.total,
-    )
+    if ranks:
+        yield Placement(
+            host=trainer_host,
+            devices=_devices(device, 0, ranks),
+            role="trainer rank",
+            processes=ranks,
+            num_bytes=None if memory is None else memory.trainer.total,
+        )
     if generators:
         cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
         yield Placement(

@@ -327,7 +327,7 @@ class Config(Section):
         """Yield the rule broken by a host with too few accelerators; meaningless on CPU."""
         num_teachers = 0 if self.distill is None else self.distill.teacher.tp
         ranks = (self.num_generator_ranks, num_teachers, self.num_evaluator_ranks)
-        yield from device_shortage(self.hosts, self.trainer.parallelism, self.generator, *ranks)
+        yield from device_shortage(self.hosts, self.trainer.parallelism, self.generator, *ranks, trains=self.train)
 
     def with_loss_traits(self, traits: LossTraits) -> Self:
         """Return a copy that has the declared traits of a loss of the user.
@@ -349,6 +349,11 @@ class Config(Section):
     def tensor_parallel_degrees(self) -> dict[str, int]:
         """Tensor-parallel degrees of the trainer and of each generator replica, by key."""
         return {"trainer.parallelism.tp": self.trainer.parallelism.tp, "generator.tp": self.generator.tp}
+
+    @property
+    def num_trainer_ranks(self) -> int:
+        """Number of trainer processes; 0 if nothing is trained."""
+        return self.trainer.parallelism.world_size if self.train else 0
 
     @property
     def num_generator_ranks(self) -> int:

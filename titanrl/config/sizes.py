@@ -110,7 +110,7 @@ def derive(config: Config, shape: ModelShape | None, *, device_bytes: int = DEVI
 
 def _processes(config: Config) -> dict[str, int]:
     """Return the number of processes by role."""
-    processes = {"controller": 1, "trainer": config.trainer.parallelism.world_size}
+    processes = {"controller": 1, **({"trainer": config.num_trainer_ranks} if config.train else {})}
     if config.sft is not None:
         return processes | {"store": 1}
     processes["generator"] = config.num_generator_ranks
@@ -231,10 +231,10 @@ def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
     """Return the memory of trainer, published weights and generators on one machine without accelerators."""
     generator = config.generator
     if not config.num_generator_ranks:
-        return config.trainer.parallelism.world_size * trainer_rank_bytes
+        return config.num_trainer_ranks * trainer_rank_bytes
     published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
     generators = generator.num_ranks * memory.generator_rank_weights + generator.replicas * generator.kv_cache_bytes
-    return config.trainer.parallelism.world_size * trainer_rank_bytes + published + generators
+    return config.num_trainer_ranks * trainer_rank_bytes + published + generators
 
 
 def host_bytes() -> int:

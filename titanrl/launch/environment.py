@@ -81,7 +81,7 @@ def generator_device(config: Config, replica: int) -> int:
     hosts, tp = config.hosts, config.generator.tp
     if hosts.kind == "slurm":
         return replica // hosts.generator_hosts * tp
-    return replica * tp if hosts.share_devices else config.trainer.parallelism.world_size + replica * tp
+    return replica * tp if hosts.share_devices else config.num_trainer_ranks + replica * tp
 
 
 def visible(device: Device, indices: Iterable[int]) -> dict[str, str]:
