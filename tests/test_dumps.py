@@ -17,7 +17,7 @@ from titanrl.preflight import preflight
 from titanrl.turns import Turn
 from titanrl.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment
 
-INFO = DumpInfo(groups_per_step=2, tokenizer=fingerprint({"a": 0, "b": 1}), vocabulary=2)
+INFO = DumpInfo(run="sums", groups_per_step=2, tokenizer=fingerprint({"a": 0, "b": 1}), vocabulary=2)
 PAGE = Path(__file__).parents[1] / "docs/howto/dump.md"
 
 
@@ -125,6 +125,14 @@ def test_rows_of_a_group_are_marked_with_outcome_and_status(tmp_path: Path) -> N
     assert json.loads(rows[0]["messages"]) == [{"role": "user", "content": "1+1="}]
 
 
+def test_text_that_is_no_unicode_is_written(tmp_path: Path) -> None:
+    whole = group(0)
+    odd = replace(whole, prompt=replace(whole.prompt, text="a\ud800b", entry={"answer": "\udfff"}))
+    rows = parquet.read_table(DumpWriter(tmp_path, worker=0).write([(odd, "kept")])).to_pylist()
+    assert rows[0]["question"] == "a?b"
+    assert json.loads(rows[0]["entry"]) == {"answer": "\udfff"}
+
+
 def test_resume_removes_what_will_be_sampled_again(tmp_path: Path) -> None:
     order = dump(tmp_path, [[0, 1], [2, 3], [4, 6]], spare=[5, 7, 8])
     (tmp_path / "rollouts" / "000000009-1-0.partial").write_bytes(b"torn")
@@ -197,6 +205,12 @@ def test_dump_of_another_run_and_training_without_a_trainer_are_refused(tmp_path
     dump(tmp_path, [[0, 1]])
     with pytest.raises(ConfigError, match="the folder holds the dump of another run"):
         GRPO(rollout_config(save=tmp_path))
+    resumed = tmp_path / "run"
+    resumed.mkdir()
+    with pytest.raises(ConfigError, match="the folder holds the dump of another run"):
+        GRPO(rollout_config(save=tmp_path), resume=resumed)
+    with pytest.raises(ConfigError, match="--resume"):  # its own dump is no problem
+        GRPO(rollout_config(save=tmp_path).model_copy(update={"name": "sums"}), resume=resumed)
     with pytest.raises(ConfigError, match=r"GRPO trains\s+fix: +use titanrl.generation.Generation"):
         GRPO(rollout_config().model_copy(update={"train": False}))
 

@@ -75,7 +75,7 @@ def rows_of(group: Group, status: str, sampled_at: int, worker: int) -> Iterator
         "worker": worker,
         "task": prompt.task,
         "status": status,
-        "question": prompt.text,
+        "question": _text(prompt.text),
         "entry": _json(prompt.entry),
         "prompt_token_ids": np.array(prompt.token_ids, np.int32),
         "generate_s": group.generate_s,
@@ -112,7 +112,7 @@ def _failed(failure: ScorerFailure) -> dict[str, Any]:
     completion = failure.completion
     return {
         "outcome": failure.outcome,
-        "error": failure.error,
+        "error": _text(failure.error),
         "finish_reason": completion.finish_reason,
         "reward": None,
         "reward_parts": "{}",
@@ -176,6 +176,11 @@ def _completion(row: Mapping[str, Any]) -> Completion:
         versions=row["versions"].astype(np.int64),
         finish_reason=row["finish_reason"],
     )
+
+
+def _text(text: str) -> str:
+    """Return a text without lone surrogates, which no file of texts can have."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _json(value: object) -> str:

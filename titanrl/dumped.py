@@ -6,7 +6,7 @@ from pathlib import Path
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
 from titanrl.config.explain import explain_rule
-from titanrl.dumps import DumpBatches, DumpError, DumpInfo, DumpReader, fingerprint, holds_dump
+from titanrl.dumps import DumpBatches, DumpError, DumpInfo, DumpReader, fingerprint, holds_dump, read_info
 from titanrl.evaluated import EvaluatedRun
 from titanrl.launch.roles import Roles
 from titanrl.metrics.console import Console
@@ -31,7 +31,7 @@ class DumpedRun(EvaluatedRun):
             ConfigError: The folder of a new run's dump holds another one.
         """
         save, replay = config.rollout.save, config.rollout.replay
-        if save is not None and resume is None and holds_dump(save):
+        if save is not None and holds_dump(save) and (resume is None or read_info(save).run != config.name):
             fix = "choose another folder, remove this one, or continue its run with --resume"
             rule = BrokenRule(values={"rollout.save": str(save)}, rule="the folder holds the dump of another run", fix=fix)
             raise ConfigError(explain_rule(rule, source))
@@ -70,7 +70,10 @@ class DumpedRun(EvaluatedRun):
         """
         state, vocabulary = self.state, self.session.tokenizer.vocabulary
         info = DumpInfo(
-            groups_per_step=self.config.rollout.groups_per_step, tokenizer=fingerprint(vocabulary), vocabulary=len(vocabulary)
+            run=self.config.name,
+            groups_per_step=self.config.rollout.groups_per_step,
+            tokenizer=fingerprint(vocabulary),
+            vocabulary=len(vocabulary),
         )
         if self._dump is not None:
             self._dump.begin(info, step=state.step, next_index=state.next_index, in_flight=state.in_flight)

@@ -35,6 +35,8 @@ class DumpError(TitanRLError):
 class DumpInfo:
     """Facts of the run that wrote a dump, which a replay checks."""
 
+    run: str
+    """Name of the run."""
     groups_per_step: int
     """Groups of each batch."""
     tokenizer: str

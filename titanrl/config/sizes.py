@@ -119,7 +119,8 @@ def _processes(config: Config) -> dict[str, int]:
     workers = config.rollout.num_workers
     if config.num_evaluator_ranks:
         processes["evaluator"] = config.num_evaluator_ranks
-    return processes | {"rollout": workers, "buffer": 1, "sandbox": workers * config.sandbox.num_processes}
+    processes |= {"rollout": workers, "buffer": 1}
+    return processes if config.rollout.replay else processes | {"sandbox": workers * config.sandbox.num_processes}
 
 
 def describe_staleness(config: Config) -> str:
