@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import REPO, SMALL, Finished, Start
+from titanrl.dumps import DumpReader
 
 FAILURES = ("environment_error", "timeout", "reward_error")
 ENVIRONMENT = Path(__file__).with_name("flaky.py")
@@ -20,7 +21,7 @@ def trained_groups(run: Finished) -> list[dict[str, Any]]:
     return [group for group in run.rollouts() if group["index"] < run.steps[-1]["count/prompts"]]
 
 
-def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: Start) -> None:
+def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: Start, tmp_path: Path) -> None:
     run = start_run(
         "tools",
         "data.environment={function: calculator, max_turns: 3}",
@@ -28,11 +29,23 @@ def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: 
         "warm_start.num_steps=120",
         "warm_start.num_long_only_steps=90",
         "rollout.num_workers=2",
+        "rollout.min_group_size=2",
+        f"rollout.save={tmp_path}/dump",
+        "algorithm.credit=turn",
+        "algorithm.turn_discount=0.9",
         "logging.rollouts_per_step=8",
         "rollout.top_p=0.95",
         "num_steps=3",
     ).finish()
     assert run.code == 0, run.output
+    assert [step["group/too_small_frac"] for step in run.steps] == [0.0] * 3
+    saved = DumpReader(tmp_path / "dump")
+    rollouts = [rollout for place in range(saved.num_groups) for rollout in saved.group(place).rollouts]
+    assert len(rollouts) == 3 * 64
+    assert max(len(rollout.turns) for rollout in rollouts) > 1
+    for rollout in rollouts:
+        assert sum(turn.reward for turn in rollout.turns) == pytest.approx(rollout.reward)
+        assert rollout.turns[-1].end == len(rollout.segments[-1].token_ids)
     groups = trained_groups(run)
     conversations = [completion["messages"] for group in groups for completion in group["completions"]]
     with_call = [messages for messages in conversations if len(messages) > 2]
