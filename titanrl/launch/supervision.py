@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 PROCESS_FAILED = "the process this actor was running on failed"
 """Text of torchmonarch's fault report when a process has ended."""
+STOP_FAILED = "error stopping proc mesh"
+"""Text of torchmonarch's report, 30 s later, when a mesh was stopped whose host had ended."""
 TICK_S = 1.0
 """Seconds between two looks at the states of the processes."""
 SIGNAL_S = 0.1
@@ -380,9 +382,9 @@ class Supervisor:
         those of this run on this machine. Each process also has actors of torchmonarch itself, which belong to no role.
         """
         report, role = " ".join(failure.report().split()), str(failure.mesh_name).rpartition("-")[0]
-        if self._closing or (PROCESS_FAILED in report and (not self._remote or role in _OF_EVERY_PROCESS)):
-            return
-        self._loop.call_soon_threadsafe(self._note_end, role, f"{failure.mesh_name} failed: {_one_line(report)}")
+        is_seen = PROCESS_FAILED in report and (not self._remote or role in _OF_EVERY_PROCESS)
+        if not (self._closing or is_seen or STOP_FAILED in report):
+            self._loop.call_soon_threadsafe(self._note_end, role, f"{failure.mesh_name} failed: {_one_line(report)}")
 
     def _note_end(self, role: str, cause: str) -> None:
         """Replace a part that has ended; end the run if it cannot be replaced."""
