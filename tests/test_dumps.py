@@ -14,6 +14,7 @@ from titanrl.config import Config, ConfigError
 from titanrl.dump_rows import COLUMNS
 from titanrl.dumps import DumpBatches, DumpError, DumpInfo, DumpReader, DumpWriter, broken_rules, fingerprint
 from titanrl.preflight import preflight
+from titanrl.supports import supports_of
 from titanrl.turns import Turn
 from titanrl.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment
 
@@ -41,7 +42,9 @@ def group(index: int, reward: float = 0.1) -> Group:
         finish_reason="stop",
         turns=(Turn(segment=0, end=3, reward=0.1), Turn(segment=0, end=4, reward=0.0), Turn(segment=1, end=3, reward=0.25)),
     )
-    second = Rollout(segments=(segment([5, 6, 1], 2),), reward=1.0, reward_parts={}, finish_reason="length")
+    supports = supports_of([np.array(ids, np.int32) for ids in ([], [], [1, 4])], 70)
+    truncated = replace(segment([5, 6, 1], 2), supports=supports)
+    second = Rollout(segments=(truncated,), reward=1.0, reward_parts={}, finish_reason="length")
     failed = Completion(
         token_ids=np.array([7, 7]),
         logprobs=np.array([-0.5, -0.25], np.float32),

@@ -14,7 +14,7 @@ import pytest
 
 from titanrl import packages
 from titanrl.child_checks import check_data, check_plugins
-from titanrl.config import ConfigError, read_source
+from titanrl.config import ConfigError, Source, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
@@ -482,3 +482,38 @@ def test_command_exits_with_2_without_a_traceback(option: list[str]) -> None:
     assert result.stderr.endswith("rule: reasoning-gym has no such task\n  fix:  did you mean chain_sum?\n")
     assert "Traceback" not in result.stdout + result.stderr
     assert [path.name for path in Path().iterdir()] == ["run.yaml"]
+
+
+def test_data_of_a_task_are_checked_under_its_key() -> None:
+    text = "data: {mixture: {sums: {}, words: {task: chain_sun}}}\n"
+    found = data_problem(text)
+    assert 'data.mixture.words.task="chain_sun"' in found
+    assert "did you mean chain_sum?" in found
+    levels = "data: {mixture: {sums: {curriculum: {levels: 500}}}}\n"
+    assert "data.mixture.sums.curriculum.levels=500" in data_problem(levels)
+    few = f"data: {{mixture: {{sums: {{{write_questions(20)}}}, words: {{}}}}}}\n"
+    assert "evaluation.num_prompts=200" in data_problem(few)
+
+
+def test_rewards_and_objects_of_a_task_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    judge = "{function: judge, options: {url: 'http://a/v1', model: m, prompt: '{completion}', key_variable: NO_SUCH_KEY}}"
+    text = f"data: {{mixture: {{sums: {{rewards: {{r: {judge}}}}}, words: {{}}}}}}\n"
+    assert "data.mixture.sums.rewards.r.options.key_variable" in problem(text)
+    Path("own.py").write_text("def short(completion): return 0.0\ndef sampler(num_levels): ...\n")
+    config = validate(
+        _source(
+            "data: {mixture: {sums: {rewards: {r: 'own.py:short'}},"
+            " words: {curriculum: {levels: 2, sampler: 'own.py:sampler'}}}}\n"
+        )
+    )
+    with pytest.raises(BrokenRules) as raised:
+        check_plugins(plugins_of(config, {}).values(), config)
+    keys = {key for rule in raised.value.broken for key in rule.values}
+    assert keys == {"data.mixture.sums.rewards.r", "data.mixture.words.curriculum.sampler"}
+
+
+def _source(text: str) -> Source:
+    path = Path("run.yaml")
+    path.write_text(GOOD + text, encoding="utf-8")
+    return read_source(path)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from titanrl.algorithms.contracts import GroupRewards, LossInputs, policy_loss
     from titanrl.config import Config, load_config
     from titanrl.config.errors import ConfigError
+    from titanrl.data.curriculum import Outcome
     from titanrl.datums import Datum, batches, sampled_datum, supervised_datum
     from titanrl.distill import Distill
     from titanrl.errors import FaultError, TitanRLError
@@ -48,6 +49,7 @@ _MODULES = {
     "GroupRewards": "algorithms.contracts",
     "Hook": "hooks",
     "LossInputs": "algorithms.contracts",
+    "Outcome": "data.curriculum",
     "Reward": "rewards",
     "SFT": "sft",
     "ScoredGroup": "rollout.filters",
@@ -75,6 +77,7 @@ __all__ = [
     "GroupRewards",
     "Hook",
     "LossInputs",
+    "Outcome",
     "Reward",
     "ScoredGroup",
     "Session",

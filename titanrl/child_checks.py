@@ -17,16 +17,18 @@ from pathlib import Path
 
 from titanrl.config.data import DataConfig
 from titanrl.config.environment import ENVIRONMENTS, EnvironmentConfig
-from titanrl.config.errors import BrokenRule, BrokenRules, nested, rule_of
+from titanrl.config.errors import BrokenRule, BrokenRules, nested, rule_of, within
 from titanrl.config.evaluation import EvaluationSet
+from titanrl.config.mixture import key_of
 from titanrl.config.schema import Config
 from titanrl.config.sizes import model_values
+from titanrl.data.levels import open_levels
 from titanrl.data.recipe import write_tokenizer
-from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_stream, uses_chat_template
+from titanrl.data.streams import Encode, make_encoder, make_gym_dataset, open_stream, uses_chat_template
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments.registry import load_factory
-from titanrl.extensions import point_of
-from titanrl.plugins import Plugin, Plugins, plugins_within
+from titanrl.extensions import config_of, point_of
+from titanrl.plugins import Plugin, Plugins, plugins_of_data, plugins_within
 from titanrl.rollout.renderers import make_renderer
 from titanrl.sandbox.confine import end_with_parent
 
@@ -93,20 +95,28 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
         has_tokenizer: False if `model.path` has no usable tokenizer, so that prompts are checked without their length.
     """
     sets = [subset for subset in config.evaluation_sets.values() if subset.has_own_data] if with_data else []
-    data = [_data_check(config, plugins, subset, has_tokenizer) for subset in ([None, *sets] if with_data else [])]
+    tasks = config.data.tasks if with_data else {}
+    data = [
+        *(
+            _data_check(config, task, key_of(name, task), partial(check_data, config, plugins, name), has_tokenizer)
+            for name, task in tasks.items()
+        ),
+        *(
+            _data_check(config, subset.data, f"{subset.key}.data", partial(check_set, config, plugins, subset), has_tokenizer)
+            for subset in sets
+        ),
+    ]
     return [Child(*check) for check in (*data, *_plugin_checks(config, plugins))]
 
 
-def _data_check(config: Config, plugins: Plugins, subset: EvaluationSet | None, has_tokenizer: bool) -> Check:
-    """Return the check of the run's data, or of those of an evaluation set."""
-    data, prefix = (config.data, "") if subset is None else (subset.data, f"{subset.key}.")
-    check = partial(check_data, config, plugins) if subset is None else partial(check_set, config, plugins, subset)
+def _data_check(config: Config, data: DataConfig, section: str, check: Callable[..., None], has_tokenizer: bool) -> Check:
+    """Return the check of the data of a section: those of a task, or of an evaluation set."""
     prompts = partial(check, has_tokenizer=has_tokenizer)
     if data.source == "reasoning_gym":
-        return prompts, {f"{prefix}data.task": data.task, f"{prefix}data.task_config": data.task_config}, CHECK_LIMIT_S
+        return prompts, {f"{section}.task": data.task, f"{section}.task_config": data.task_config}, CHECK_LIMIT_S
     if data.path is not None:
-        return prompts, {f"{prefix}data.path": str(data.path)}, config.timeouts.start_s
-    return prompts, {f"{prefix}data.source": data.source, f"{prefix}data.options": data.options}, config.timeouts.start_s
+        return prompts, {f"{section}.path": str(data.path)}, config.timeouts.start_s
+    return prompts, {f"{section}.source": data.source, f"{section}.options": data.options}, config.timeouts.start_s
 
 
 def _plugin_checks(config: Config, plugins: Plugins) -> Iterator[Check]:
@@ -130,7 +140,7 @@ def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
     broken: list[BrokenRule] = []
     for plugin in plugins:
         try:
-            point_of(plugin.key).check(plugin, config)
+            point_of(plugin.key).check(plugin, config_of(plugin.key, config))
         except BrokenRules as error:
             broken += error.broken
         except ValueError as error:
@@ -139,21 +149,34 @@ def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
         raise BrokenRules(*broken)
 
 
-def check_data(config: Config, plugins: Plugins, *, has_tokenizer: bool = True) -> None:
-    """Read the prompts of the run, and split and tokenize them as a rollout worker does.
+def check_data(config: Config, plugins: Plugins, task: str | None = None, *, has_tokenizer: bool = True) -> None:
+    """Read the prompts of a task of the run, and split and tokenize them as a rollout worker does.
 
     Args:
         config: Configuration.
         plugins: The user's objects.
+        task: Name of the task; None checks all.
         has_tokenizer: False to check the prompts without their length.
 
     Raises:
         ValueError: The data cannot be used.
     """
-    stream = _open_stream(config, config.data, plugins, has_tokenizer=has_tokenizer, is_trained_on=True)
-    for subset in config.evaluation_sets.values():
-        if not subset.has_own_data:
-            stream.heldout(subset.num_prompts, key=subset.key, limit_s=HELDOUT_LIMIT_S)
+    for name in config.data.tasks if task is None else [task]:
+        _check_task(config, plugins, name, has_tokenizer=has_tokenizer)
+
+
+def _check_task(config: Config, plugins: Plugins, name: str, *, has_tokenizer: bool) -> None:
+    data = config.data.tasks[name]
+    section = key_of(name, data)
+    try:
+        encode, of_task = _encoder(config, data, has_tokenizer=has_tokenizer), plugins_of_data(plugins, section)
+        stream = open_stream(data, encode, config.seed, of_task)
+        open_levels(data, encode, config.seed, stream)
+        for subset in config.evaluation_sets.values():
+            if subset.task == name:
+                stream.heldout(subset.num_prompts, key=subset.key, limit_s=HELDOUT_LIMIT_S)
+    except BrokenRules as error:
+        raise within(error, section) from None
 
 
 def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True) -> None:
@@ -164,15 +187,15 @@ def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_to
     """
     plugins = plugins_within(plugins, subset.key)
     try:
-        stream = _open_stream(config, subset.data, plugins, has_tokenizer=has_tokenizer, is_trained_on=False)
+        encode = _encoder(config, subset.data, has_tokenizer=has_tokenizer)
+        stream = open_stream(subset.data, encode, config.seed, plugins, is_trained_on=False)
         stream.heldout(subset.num_prompts, split=subset.split, key=subset.key, limit_s=HELDOUT_LIMIT_S)
     except BrokenRules as error:
         raise nested(error, subset.key) from None
 
 
-def _open_stream(
-    config: Config, data: DataConfig, plugins: Plugins, *, has_tokenizer: bool, is_trained_on: bool
-) -> PromptStream:
+def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode:
+    """Return the function that tokenizes questions, after checks of environment and reward."""
     encode: Encode = lambda asked: []  # noqa: E731
     if has_tokenizer:
         try:
@@ -186,7 +209,7 @@ def _open_stream(
             check_environment(data.environment, tokenizer)
     if data.source != "reasoning_gym" and any(reward.function == "reasoning_gym" for reward in data.rewards.values()):
         make_gym_dataset(data.task, data.task_config, seed=0, size=1)
-    return open_stream(data, encode, config.seed, plugins, is_trained_on=is_trained_on)
+    return encode
 
 
 def check_environment(environment: EnvironmentConfig, tokenizer: Tokenizer) -> None:

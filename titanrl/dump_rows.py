@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titanrl.supports import Supports, join
 from titanrl.turns import Turn
 from titanrl.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment
 
@@ -18,9 +19,10 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> "pyarrow.Table":
     import pyarrow
 
     lists = {"token_ids": "int32", "mask": "bool", "logprobs": "float32", "versions": "int32", "segment_lengths": "int32"}
+    lists |= {"support_counts": "int32", "support_words": "int32"}
     lists |= {"prompt_token_ids": "int32", "turn_segments": "int32", "turn_ends": "int32", "turn_rewards": "float64"}
     scalars = {
-        **dict.fromkeys(("index", "rollout", "worker"), "int64"),
+        **dict.fromkeys(("index", "rollout", "worker", "support_vocabulary"), "int64"),
         **dict.fromkeys(("task", "status", "outcome", "error", "finish_reason", "question"), "string"),
         **dict.fromkeys(("reward", "generate_s", "score_s"), "float64"),
         **dict.fromkeys(("reward_parts", "messages", "entry", "counts"), "string"),
@@ -49,6 +51,9 @@ COLUMNS = (
     "mask",
     "logprobs",
     "versions",
+    "support_counts",
+    "support_words",
+    "support_vocabulary",
     "segment_lengths",
     "turn_segments",
     "turn_ends",
@@ -62,8 +67,8 @@ COLUMNS = (
     "counts",
 )
 """Columns of `rollouts/*.parquet`, in their order."""
-TOKEN_COLUMNS = ("token_ids", "mask", "logprobs", "versions")
-"""Columns with a value per token."""
+TOKEN_COLUMNS = ("token_ids", "mask", "logprobs", "versions", "support_counts", "support_words")
+"""Columns with values of tokens, which are read as arrays."""
 
 
 def rows_of(group: Group, status: str, sampled_at: int, worker: int) -> Iterator[dict[str, Any]]:
@@ -101,10 +106,24 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
         "mask": np.concatenate([segment.mask for segment in segments]),
         "logprobs": np.concatenate([segment.logprobs for segment in segments]),
         "versions": np.concatenate([segment.versions for segment in segments]).astype(np.int32),
+        **_support_columns(segments),
         "segment_lengths": [len(segment.token_ids) for segment in segments],
         "turn_segments": [turn.segment for turn in turns],
         "turn_ends": [turn.end for turn in turns],
         "turn_rewards": [turn.reward for turn in turns],
+    }
+
+
+def _support_columns(segments: Sequence[Segment]) -> dict[str, Any]:
+    """Return the columns of truncated sampling; all of a rollout's segments have supports, or none."""
+    supports = [segment.supports for segment in segments if segment.supports is not None]
+    if not supports:
+        return {"support_counts": [], "support_words": [], "support_vocabulary": None}
+    joined = join(supports)
+    return {
+        "support_counts": joined.counts_S,
+        "support_words": joined.words_K,
+        "support_vocabulary": joined.vocab_size,
     }
 
 
@@ -120,6 +139,7 @@ def _failed(failure: ScorerFailure) -> dict[str, Any]:
         "mask": np.ones(len(completion.token_ids), np.bool_),
         "logprobs": completion.logprobs,
         "versions": completion.versions.astype(np.int32),
+        **_support_columns(()),
         "segment_lengths": [len(completion.token_ids)],
         "turn_segments": [],
         "turn_ends": [],
@@ -159,14 +179,25 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     turns = zip(row["turn_segments"], row["turn_ends"], row["turn_rewards"], strict=True)
     return Rollout(
         segments=tuple(
-            Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=sampled_by)
-            for ids, mask, logprobs, sampled_by in columns
+            Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=sampled_by, supports=supports)
+            for (ids, mask, logprobs, sampled_by), supports in zip(columns, _supports(row), strict=True)
         ),
         reward=row["reward"],
         reward_parts=json.loads(row["reward_parts"]),
         finish_reason=row["finish_reason"],
         turns=tuple(Turn(segment=segment, end=end, reward=reward) for segment, end, reward in turns),
     )
+
+
+def _supports(row: Mapping[str, Any]) -> Sequence[Supports | None]:
+    """Return the supports of each segment; None without truncated sampling."""
+    lengths = row["segment_lengths"]
+    if row["support_vocabulary"] is None:
+        return [None] * len(lengths)
+    counts, words = row["support_counts"], row["support_words"]
+    supports = Supports(counts_S=counts, words_K=words, vocab_size=row["support_vocabulary"])
+    ends = np.cumsum(lengths).tolist()
+    return [supports[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:

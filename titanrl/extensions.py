@@ -25,10 +25,11 @@ from titanrl.config.errors import BrokenRules, ConfigError, inline, message
 from titanrl.config.evaluation import SETS
 from titanrl.config.explain import explain_rule
 from titanrl.config.keys import dotted
+from titanrl.config.mixture import MIXTURE
 from titanrl.config.registry import LossTraits
 from titanrl.config.schema import Config
 from titanrl.config.section import Section
-from titanrl.data import own_prompts
+from titanrl.data import curriculum, own_prompts
 from titanrl.environments import registry as environments
 from titanrl.metrics import trackers
 from titanrl.plugins import OBJECT, Plugin, Plugins, check_call, loaded, name_of, object_path, plugin_of
@@ -136,6 +137,30 @@ def _check_environment(candidate: Any, plugin: Plugin, config: Config) -> None:
     environments.check_environment(candidate, key=plugin.key, name=plugin.name, options=config.data.environment.options)
 
 
+def _sampler_values(config: Config) -> dict[str, object]:
+    levels = config.data.curriculum
+    return {} if levels is None else {"data.curriculum.sampler": levels.sampler}
+
+
+def _with_sampler(config: Config, argument: Any) -> Config:
+    levels = config.data.curriculum
+    if levels is None:
+        raise ConfigError(
+            message(
+                "argument sampler",
+                "data.curriculum=null",
+                "a sampler chooses among the levels of a curriculum",
+                "say in data.curriculum which levels there are",
+            )
+        )
+    return _with_section(config, "data", curriculum=levels.model_dump() | {"sampler": _written_name(argument)})
+
+
+def _check_sampler(candidate: Any, plugin: Plugin, config: Config) -> None:
+    assert config.data.curriculum is not None
+    curriculum.check_sampler(candidate, key=plugin.key, name=plugin.name, options=config.data.curriculum.options)
+
+
 def _with_section(config: Config, name: str, **changes: object) -> Config:
     """Return the configuration with other values in a section, validated.
 
@@ -221,6 +246,16 @@ POINTS: tuple[Point, ...] = (
         checked=_check_environment,
     ),
     Point(
+        key="data.curriculum.sampler",
+        argument="sampler",
+        protocol=curriculum.SamplerFactory.__call__,
+        expected=curriculum.EXPECTED,
+        values=_sampler_values,
+        objects=lambda sampler, _: {"data.curriculum.sampler": sampler},
+        written=_with_sampler,
+        checked=_check_sampler,
+    ),
+    Point(
         key="rollout.group_filter",
         argument="group_filter",
         protocol=GroupFilter.__call__,
@@ -277,9 +312,21 @@ POINTS: tuple[Point, ...] = (
 )
 
 
+DATA_ARGUMENTS = tuple(point.argument for point in POINTS if point.key.startswith("data."))
+"""Arguments of `GRPO` with objects of the section `data`."""
+
+
+def config_of(key: str, config: Config) -> Config:
+    """Return the configuration that a full key belongs to: that of a task of a mixture, or that of the run."""
+    name = key.removeprefix(f"{MIXTURE}.").partition(".")[0]
+    return config.of_task(config.data.mixture[name]) if key.startswith(f"{MIXTURE}.") else config
+
+
 def point_of(key: str) -> Point:
-    """Return the extension point of a full key, which may be that of an evaluation set with data of its own."""
+    """Return the extension point of a full key, which may be that of an evaluation set or of a task of a mixture."""
     key = re.sub(rf"^{re.escape(SETS)}\.[^.]+\.", "", key)
+    key = re.sub(rf"^{re.escape(MIXTURE)}\.[^.]+\.", "data.", key)
+    key = "algorithm.advantage" if key == "data.advantage" else key
     return next(point for point in POINTS if key == point.key or key.startswith(f"{point.key}."))
 
 
@@ -297,6 +344,11 @@ def with_objects(config: Config, objects: Mapping[str, object]) -> Config:
         ConfigError: The options of an object are invalid.
     """
     known = [point.argument for point in POINTS]
+    for argument in (*DATA_ARGUMENTS, "advantage") if config.data.mixture else ():
+        if objects.get(argument) is not None:
+            what = f"a run with {MIXTURE} has several of them, so an object of Python could belong to any task"
+            fix = f"write its import path into {MIXTURE}.<name>"
+            raise ConfigError(message(f"argument {argument}", f"{MIXTURE}={', '.join(config.data.mixture)}", what, fix))
     for argument in objects:
         if argument not in known:
             raise TypeError(f"{argument}: no such argument. The objects of a run are {', '.join(known)}.")
@@ -326,6 +378,12 @@ def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugi
                 plugins[key] = plugin
                 if plugin.is_object:  # import paths are checked in a child process, since they may crash or hang
                     point.check(plugin, config)
+    for name, task in config.data.mixture.items():
+        of_task = config.of_task(task)
+        values = {key: value for point in POINTS for key, value in point.configured(of_task).items() if key.startswith("data.")}
+        own = {f"{MIXTURE}.{name}.{key.removeprefix('data.')}": value for key, value in values.items()}
+        found = [plugin_of(key, value) for key, value in (own | {f"{MIXTURE}.{name}.advantage": task.advantage}).items()]
+        plugins |= {plugin.key: plugin for plugin in found if plugin is not None}
     for subset in config.evaluation_sets.values():
         if subset.has_own_data:
             of_set = config.model_copy(update={"data": subset.data})

@@ -19,6 +19,7 @@ import numpy as np
 from titanrl import command
 from titanrl.actors import StoppedError
 from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.algorithms.by_task import advantages_by_task
 from titanrl.algorithms.minibatches import StepPlan, plan_step
 from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.algorithms.schedule import adam_params
@@ -32,6 +33,7 @@ from titanrl.launch.progress import checkpoint_dir
 from titanrl.loading import import_object
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
+from titanrl.metrics.tasks import task_metrics
 from titanrl.plugins import loaded
 from titanrl.replay.actors import TokensLostError
 from titanrl.replay.batch import Batch, Replayed
@@ -241,7 +243,7 @@ class GRPO(DumpedRun):
                 await buffer.wait_until_full()
             else:
                 from_index = state.next_index
-        if from_index is None or self.config.replay.fraction:
+        if from_index is None or self.config.replay.fraction or self.config.data.chooses_prompts:
             saved = await buffer.save(folder / GROUPS, self._unpublished, from_index)
             self.state = replace(self.state, next_index=saved.next_index, in_flight=saved.in_flight, num_held=saved.num_held)
         await session.trainer.save_checkpoint(state.step, kept)  # last: a shard that dies before it makes `save` begin again
@@ -266,6 +268,7 @@ class GRPO(DumpedRun):
             share_prompts=config.trainer.share_prompts,
             own_advantage=self._advantage,
             weight_of=config.data.weight_of,
+            by_task=advantages_by_task(config, self._plugins),
         )
         epochs, num_minibatches = config.trainer.epochs, config.trainer.minibatches_per_batch
         seed = (config.seed, self.state.step)
@@ -340,6 +343,8 @@ class GRPO(DumpedRun):
                 of_turns=bool(batch.counts),
             ),
             **metrics_of.episode_metrics(batch.counts),
+            **task_metrics(batch.records, self.config.data.tasks, batch.drops_by_task),
+            **batch.prompts,
             **metrics_of.age_metrics(ages),
             **self._replay_metrics(batch.replayed),
             **metrics_of.buffer_metrics(

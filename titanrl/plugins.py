@@ -125,6 +125,12 @@ def plugins_within(plugins: Plugins, section: str) -> dict[str, Plugin]:
     return {key.removeprefix(prefix): plugin for key, plugin in plugins.items() if key.startswith(prefix)}
 
 
+def plugins_of_data(plugins: Plugins, section: str) -> dict[str, Plugin]:
+    """Return the plugins of a section with the keys of `data`, such as `data.mixture.sums`, as if they were those of `data`."""
+    prefix = f"{section}."
+    return {f"data.{key.removeprefix(prefix)}": plugin for key, plugin in plugins.items() if key.startswith(prefix)}
+
+
 def object_path(name: str) -> str:
     """Return the text of an object given in Python in the configuration that a run records."""
     identifier = re.sub(r"\W+", "_", name).strip("_")

@@ -25,6 +25,7 @@ from titanrl.config.dry_run import print_dry_run, print_table
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
 from titanrl.config.evaluation import broken_by_positions
 from titanrl.config.explain import explain_rule
+from titanrl.config.mixture import key_of, rollout_of
 from titanrl.config.rewards import JudgeOptions, OverlongOptions
 from titanrl.config.schema import Config
 from titanrl.config.shapes import ModelShape
@@ -253,7 +254,11 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
 
 def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
     """Yield what the built-in rewards need beyond their own options: a package, a key, room for the penalty."""
-    rewards = {f"data.rewards.{name}": (reward, config.rollout.max_new_tokens) for name, reward in config.data.rewards.items()}
+    rewards = {
+        f"{key_of(task, data)}.rewards.{name}": (reward, rollout_of(data, config.rollout).max_new_tokens)
+        for task, data in config.data.tasks.items()
+        for name, reward in data.rewards.items()
+    }
     for subset in config.evaluation_sets.values():
         if subset.has_own_data:
             own = subset.data.rewards.items()

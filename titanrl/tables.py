@@ -112,6 +112,8 @@ class PackedRecord(NamedTuple):
     """int64, `[K]`."""
     reward_parts: Mapping[str, bytes]
     """float64, `[G]`, by part of the reward."""
+    task: int = 0
+    """Number of its task."""
     turns: PackedTurns | None = None
     """Turns of its segments; None if each is one turn."""
 
@@ -130,8 +132,8 @@ class PackedRecord(NamedTuple):
         return self._replace(group=self.group[:_HANDLE_START] + location + self.group[_HANDLE_START + len(location) :])
 
 
-def pack_record(record: GroupRecord) -> PackedRecord:
-    """Pack the numbers of a record; its texts are left out."""
+def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
+    """Pack the numbers of a record; its texts are left out, and the task becomes a number."""
     handle = record.handle
     group = _GROUP_STRUCT.pack(
         record.index,
@@ -158,6 +160,7 @@ def pack_record(record: GroupRecord) -> PackedRecord:
         lengths=array("q", record.lengths).tobytes(),
         num_sampled=array("q", record.num_sampled).tobytes(),
         reward_parts={part: array("d", values).tobytes() for part, values in record.reward_parts.items()},
+        task=task,
         turns=None if record.turns is None else pack_turns(record.turns),
     )
 
@@ -178,6 +181,8 @@ class RecordTable:
     """Tokens of each segment that count in the loss, `[M]`."""
     reward_parts: Mapping[str, DoubleArray]
     """Values of each part of the reward, `[N]`; NaN where a rollout does not have the part."""
+    tasks: IntArray
+    """Number of each group's task, `[P]`; 0 without a mixture."""
     known_turns: TurnTable | None = None
     """Turns of the segments; None if each segment is one turn."""
 
@@ -200,6 +205,7 @@ class RecordTable:
                 part: np.frombuffer(b"".join([record.reward_parts.get(part) or record.no_part for record in packed]), "<f8")
                 for part in parts
             },
+            tasks=np.array([record.task for record in packed], np.int64),
             known_turns=_joined_turns(packed),
         )
 
@@ -266,6 +272,7 @@ class RecordTable:
                 part: np.concatenate([self.reward_parts.get(part, nan[0]), other.reward_parts.get(part, nan[1])])
                 for part in parts
             },
+            tasks=np.concatenate([self.tasks, other.tasks]),
             known_turns=None
             if self.known_turns is None and other.known_turns is None
             else TurnTable.join([self.turns, other.turns]),
@@ -289,6 +296,7 @@ class RecordTable:
             lengths=self.lengths[segments],
             num_sampled=self.num_sampled[segments],
             reward_parts={part: values[rollouts] for part, values in self.reward_parts.items()},
+            tasks=self.tasks[order],
             known_turns=None if self.known_turns is None else self.known_turns.take(segments),
         )
 

@@ -1,19 +1,20 @@
 """The task of a configuration, for a loop of one's own: its prompts, and the reward of what was sampled for them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from titanrl.config.mixture import key_of
 from titanrl.config.schema import Config
-from titanrl.data.streams import make_stream
+from titanrl.data.levels import open_prompts
+from titanrl.data.mixture import Draw, make_mixture
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.sampling import Sample, SamplingClient
-from titanrl.plugins import Plugins
+from titanrl.plugins import Plugins, plugins_of_data
 from titanrl.replay.failures import scorer_failed
 from titanrl.rewards import Answers, Scored
-from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.evaluating import EvaluationSets
-from titanrl.rollout.scoring import Scoring
+from titanrl.rollout.tasks import OpenTask, open_tasks
 from titanrl.types import EvaluationResult, Prompt
 
 
@@ -33,10 +34,13 @@ class Task:
         Raises:
             ValueError: The data cannot be used.
         """
-        self._stream = make_stream(config.data, tokenizer, config.seed, plugins)
-        self._scoring = Scoring(config, plugins)
+        self._prompts = {
+            name: open_prompts(name, data, tokenizer, config.seed, plugins_of_data(plugins, key_of(name, data)))
+            for name, data in config.data.tasks.items()
+        }
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
-        self._episodes: Episodes | None = None
+        self._mixture, self._draws = make_mixture(config, plugins), list[Draw]()
+        self._tasks: Mapping[str, OpenTask] = {}
 
     async def start(self) -> None:
         """Load the rewards, and start the processes that confine them.
@@ -45,28 +49,37 @@ class Task:
             SandboxUnavailable: This machine cannot confine a process.
             ValueError: A reward cannot be loaded.
         """
-        await self._scoring.start()
-        if self._config.data.environment is not None:
-            self._episodes = await start_episodes(self._config, self._tokenizer, self._scoring.score, self._plugins)
-        self._sets = EvaluationSets(self._config, self._tokenizer, self._plugins, self._stream, self._scoring, self._episodes)
+        self._tasks = await open_tasks(self._config, self._tokenizer, self._plugins, prompts=self._prompts)
+        self._sets = EvaluationSets(self._config, self._tokenizer, self._plugins, self._tasks)
 
     def prompts(self, num: int, *, start: int = 0) -> list[Prompt]:
-        """Return training prompts: `num` of the stream from position `start`. Every epoch has another order."""
-        return [self._stream[index] for index in range(start, start + num)]
+        """Return training prompts: `num` of the run from position `start`. Every epoch has another order.
 
-    def heldout(self, num: int) -> list[Prompt]:
-        """Return the first held-out prompts.
+        With `data.mixture`, the tasks follow each other in the ratio of their weights. A curriculum stays at its first level,
+        because it learns of no rewards.
+        """
+        streams = list(self._prompts.values())
+        while self._mixture.has_state and len(self._draws) < start + num:
+            self._draws.append(self._mixture.draw(len(self._draws)))
+        draws = {index: self._draws[index] if self._draws else Draw(index) for index in range(start, start + num)}
+        return [streams[draw.task].prompt(index, draw.level, draw.place) for index, draw in draws.items()]
+
+    def heldout(self, num: int, *, task: str | None = None) -> list[Prompt]:
+        """Return the first held-out prompts of a task; None means the first task.
 
         Raises:
-            ValueError: There are fewer than `num`.
+            ValueError: There are fewer than `num`, or there is no such task.
         """
-        return self._stream.heldout(num)
+        name = next(iter(self._prompts)) if task is None else task
+        if name not in self._prompts:
+            raise ValueError(f"task: no such task (got {name!r}). Choose one of {', '.join(self._prompts)}.")
+        return [replace(prompt, task=name) for prompt in self._prompts[name].stream.heldout(num)]
 
     async def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Sample]]) -> list[list[Scored]]:
         """Score the samples of each prompt: reward and its parts, or the error of the reward."""
         return await asyncio.gather(
             *(
-                self._scoring.score(
+                self._tasks[prompt.task].scoring.score(
                     Answers(
                         entry=prompt.entry,
                         completions=tuple(sample.text for sample in group),
@@ -112,6 +125,5 @@ class Task:
     async def close(self) -> None:
         """Stop the processes of the rewards."""
         await self._sets.close()
-        await self._scoring.close()
-        if self._episodes is not None:
-            await self._episodes.environments.close()
+        for task in self._tasks.values():
+            await task.close()

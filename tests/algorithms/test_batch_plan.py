@@ -22,7 +22,7 @@ def plan(
     dp_size: int = 1,
     share_prompts: bool = False,
     own_advantage: Advantage | None = None,
-    weight_of: Callable[[str], float] = lambda part: 1.0,
+    weight_of: Callable[[str, int], float] = lambda part, task: 1.0,
     **algorithm,
 ) -> BatchPlan:
     return plan_batch(
@@ -241,7 +241,7 @@ def test_own_advantage_gets_parts_lengths_and_options_of_its_group(make_record: 
     second = make_record(4, rewards=[0.0, 1.0], reward_parts={"right": (0.0, 0.5), "short": (0.0, 0.5)}, num_sampled=[7, 8])
     first = make_record(2, rewards=[1.0, 0.0, 2.0], reward_parts={"right": (1.0, 0.0, 2.0)}, num_sampled=[3, 1, 2])
     weights = {"right": 1.0, "short": 0.5}
-    batch = plan([second, first], own_advantage=record_group, std_ddof=1, weight_of=weights.__getitem__)
+    batch = plan([second, first], own_advantage=record_group, std_ddof=1, weight_of=lambda part, task: weights[part])
     right = {"right": [1.0, 0.0, 2.0]}
     both = {"right": [0.0, 0.5], "short": [0.0, 0.5]}
     assert seen == [

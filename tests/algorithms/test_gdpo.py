@@ -121,7 +121,7 @@ def plan(records: list[GroupRecord], weights: Mapping[str, float]) -> BatchPlan:
         row_tokens=100,
         rows_per_microbatch=1,
         dp_size=1,
-        weight_of=weights.__getitem__,
+        weight_of=lambda part, task: weights[part],
     )
 
 

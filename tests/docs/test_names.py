@@ -18,7 +18,7 @@ USERS = re.compile(r"reward/[a-z_]+(/[a-z_]+)?")
 """Metrics of rewards, whose names the user chooses."""
 METHODS = {"weights.publish", "weights.pushed"}
 """Names in docs/architecture.md that look like keys."""
-FAMILIES = "buffer|correction|eval|grad|group|loss|mismatch|optim|perf|policy|reward|staleness|sync|time|tokens"
+FAMILIES = "buffer|correction|curriculum|eval|grad|group|loss|mismatch|optim|perf|policy|reward|staleness|sync|task|time|tokens"
 
 
 @PARAMETERS

@@ -189,7 +189,7 @@ def test_requests_submitted_together_equal_awaited_ones(lab: Lab) -> None:
 
 
 def test_trainer_refuses_a_step_queued_behind_a_failed_pass(lab: Lab) -> None:
-    nowhere = RowTable(np.array([((0, 0, 0), 0, 8, 1.0, 1.0, 0)], SEQUENCE), np.array([1]))  # this trainer has no shards
+    nowhere = RowTable(np.array([((0, 0, 0), 0, 8, 1.0, 1.0, 0, 0)], SEQUENCE), np.array([1]))  # this trainer has no shards
     before = logprobs(lab)
 
     async def both() -> tuple[Any, Any]:

@@ -198,9 +198,10 @@ def test_failed_reward_is_counted(tokenizer: Tokenizer) -> None:
 def test_group_needs_its_least_number_of_rewards(tokenizer: Tokenizer, least: int, rejection: str | None) -> None:
     group, _ = play(tokenizer, ["1"] * 4, in_round=True, scores=[0.0, None, 1.0, None], rewards={"answer": "exact"})
     worker = object.__new__(RolloutWorker)
-    worker._setup = SimpleNamespace(config=SimpleNamespace(rollout=RolloutConfig(min_group_size=least)))  # type: ignore[assignment]
+    config = SimpleNamespace(rollout=RolloutConfig(min_group_size=least))
+    worker._tasks_of_run = [SimpleNamespace(config=config)]  # type: ignore[list-item]
     worker._filter = None
-    assert worker._rejection(group) == rejection
+    assert worker._rejection(group, task=0) == rejection
     assert worker._rejection(replace(group, rollouts=())) is None  # it has a reason of its own
 
 

@@ -5,6 +5,7 @@ Shape suffix: S sequences.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -21,6 +22,30 @@ from titanrl.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordT
 from titanrl.types import BoolArray, IntArray
 
 T = TypeVar("T")
+WeightOf = Callable[[str, int], float]
+"""Function from a part of the reward, and the number of a task, to the factor of the part in the sum."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskAdvantage:
+    """The advantage of the groups of a task."""
+
+    algorithm: AlgorithmConfig
+    """Its name and options."""
+    own: Callable[..., Sequence[Any]] | None = None
+    """Function of the user; None selects the built-in one."""
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self.algorithm.advantage, self.algorithm.std_ddof, self.algorithm.pass_k, id(self.own)
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if the advantages are computed in the same way."""
+        return isinstance(other, TaskAdvantage) and self._key == other._key
+
+    def __hash__(self) -> int:
+        """Return a hash that agrees with equality."""
+        return hash(self._key)
 
 
 def plan_batch(
@@ -33,7 +58,8 @@ def plan_batch(
     dp_size: int,
     share_prompts: bool = False,
     own_advantage: Callable[..., Sequence[Any]] | None = None,
-    weight_of: Callable[[str], float] = lambda part: 1.0,
+    weight_of: WeightOf = lambda part, task: 1.0,
+    by_task: Sequence[TaskAdvantage] = (),
     advantages_N: DoubleArray | None = None,
     spans: Spans | None = None,
 ) -> BatchPlan:
@@ -53,7 +79,9 @@ def plan_batch(
         dp_size: Data-parallel ranks.
         share_prompts: Store the prompt of a group once in each row with its sequences, unless that takes more rows.
         own_advantage: Advantage of the user; None selects the built-in one that `algorithm` names.
-        weight_of: Function from a part of the reward to its factor in the sum.
+        weight_of: Function from a part of the reward, and the number of a task, to its factor in the sum.
+        by_task: Advantages of each task of a mixture, in place of those of `algorithm`. Tasks with equal ones are compared with
+            each other.
         advantages_N: Advantages of all rollouts, with the groups in prompt order; None computes them from these groups.
         spans: Advantages of the tokens of all segments; None if those of a rollout do not differ.
 
@@ -63,7 +91,7 @@ def plan_batch(
     ordered = records.by_index()
     assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not be in a batch twice"
     if advantages_N is None:
-        advantages_N, spans = _advantages(ordered, algorithm, own_advantage, weight_of)
+        advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm, own_advantage)], weight_of)
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
     rollout_of_M = ordered.rollout_of
     sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
@@ -104,12 +132,38 @@ def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArra
 
 
 def _advantages(
-    records: RecordTable,
-    algorithm: AlgorithmConfig,
-    own_advantage: Callable[..., Sequence[Any]] | None,
-    weight_of: Callable[[str], float],
+    records: RecordTable, by_task: Sequence[TaskAdvantage], weight_of: WeightOf
 ) -> tuple[DoubleArray, Spans | None]:
-    """Return the advantages of all rollouts, `[N]`, and those of their tokens if they differ."""
+    """Return the advantages of all rollouts, `[N]`, and those of their tokens if they differ.
+
+    The groups of tasks with the same method are compared with each other.
+    """
+    first, *others = dict.fromkeys(by_task)
+    if not others:
+        return _advantages_by(first, records, weight_of)
+    advantages_N, values_T = np.zeros(len(records.rewards)), np.zeros(int(records.num_sampled.sum()))
+    group_of_T = np.repeat(records.group_of[records.rollout_of], records.num_sampled)
+    has_spans = False
+    for method in (first, *others):
+        tasks = [number for number, chosen in enumerate(by_task) if chosen == method]
+        chosen_P = np.isin(records.tasks, tasks)
+        if chosen_P.any():
+            subset = records.take(np.flatnonzero(chosen_P))
+            own_N, spans = _advantages_by(method, subset, weight_of)
+            advantages_N[chosen_P[records.group_of]] = own_N
+            if spans is None:
+                values_T[chosen_P[group_of_T]] = np.repeat(own_N[subset.rollout_of], subset.num_sampled)
+            else:
+                values_T[chosen_P[group_of_T]] = np.repeat(spans.table["advantage"], spans.table["num_tokens"])
+                has_spans = True
+    if not has_spans:
+        return advantages_N, None
+    return advantages_N, spans_of(values_T, np.ones(len(values_T), np.int64), records.num_sampled, records)[1]
+
+
+def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: WeightOf) -> tuple[DoubleArray, Spans | None]:
+    """Return the advantages of all rollouts by one method, `[N]`, and those of their tokens if they differ."""
+    algorithm, own_advantage = method.algorithm, method.own
     if own_advantage is not None:
         own = partial(own_advantage, **advantage_arguments(own_advantage, algorithm))
         return own_advantages(own, list(group_rewards(records, weight_of)), algorithm.advantage, records)
@@ -160,24 +214,25 @@ def _with_spans(sequences: Table, spans: Spans) -> Spans:
     return Spans(table=spans.take(np.flatnonzero(~is_equal)).table, num_spans=sequences["num_spans"].astype(np.int64))
 
 
-def group_rewards(records: RecordTable, weight_of: Callable[[str], float] = lambda part: 1.0) -> Iterator[GroupRewards]:
+def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task: 1.0) -> Iterator[GroupRewards]:
     """Yield the rewards of each group, without parts that none of its rollouts has.
 
-    `weight_of` is a function from a part of the reward to its factor in the sum.
+    `weight_of` is a function from a part of the reward, and the number of a task, to its factor in the sum.
     """
-    weights = {part: weight_of(part) for part in records.reward_parts}
+    tasks = records.tasks.tolist()
+    weights = {(part, task): weight_of(part, task) for task in set(tasks) for part in records.reward_parts}
     ends = np.cumsum(records.groups["num_rollouts"]).tolist()
     indices, num_tokens = records.groups["index"].tolist(), records.num_sampled_by_rollout.tolist()
     turn_ends = np.cumsum(records.num_turns_by_rollout).tolist()
     turn_rewards = _by_group(records.turns.rewards.tolist(), turn_ends)
     turn_tokens = _by_group(records.turns.num_sampled.tolist(), turn_ends)
-    for index, start, end in zip(indices, [0, *ends], ends, strict=False):
+    for index, task, start, end in zip(indices, tasks, [0, *ends], ends, strict=False):
         parts = {part: values[start:end].tolist() for part, values in records.reward_parts.items()}
         parts = {part: values for part, values in parts.items() if not all(map(math.isnan, values))}
         yield GroupRewards(
             rewards=records.rewards[start:end].tolist(),
             parts=parts,
-            weights={part: weights[part] for part in parts},
+            weights={part: weights[part, task] for part in parts},
             num_tokens=num_tokens[start:end],
             index=index,
             turn_rewards=turn_rewards[start:end],

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titanrl.algorithms.batch_plan import group_rewards
+from titanrl.algorithms.batch_plan import WeightOf, group_rewards
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.config.replay import ReplayConfig
 from titanrl.tables import DoubleArray, RecordTable
@@ -70,14 +70,14 @@ class ReplaySchedule:
         return self.config.beta_end if share == 1.0 else self.config.beta + (self.config.beta_end - self.config.beta) * share
 
     def priorities(
-        self, records: RecordTable, advantages_N: DoubleArray, weight_of: Callable[[str], float] = lambda part: 1.0
+        self, records: RecordTable, advantages_N: DoubleArray, weight_of: WeightOf = lambda part, task: 1.0
     ) -> DoubleArray:
         """Return the priority of each group of a batch, `[P]`.
 
         Args:
             records: Groups of the batch, in prompt order.
             advantages_N: Advantages of their rollouts.
-            weight_of: Function from a part of the reward to its factor in the sum.
+            weight_of: Function from a part of the reward, and the number of a task, to its factor in the sum.
 
         Raises:
             ValueError: The priority of the user raised, or returned something else than a finite number.

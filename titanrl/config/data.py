@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
+from titanrl.config.curriculum import CurriculumConfig
 from titanrl.config.environment import EnvironmentConfig
 from titanrl.config.errors import BrokenRule
 from titanrl.config.rewards import JudgeOptions, broken_by_options
@@ -110,6 +111,8 @@ class DataConfig(Section):
     """`auto` applies the tokenizer's chat template if it has one; `never` sends the question unchanged."""
     max_prompt_tokens: Tokens = 64
     """Maximum prompt length; longer prompts are skipped."""
+    curriculum: CurriculumConfig | None = None
+    """Levels of difficulty, and the rule that chooses the level of each prompt (docs/howto/curriculum.md); null has none."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if (self.source in FILE_SOURCES) != (self.path is not None):
@@ -132,6 +135,8 @@ class DataConfig(Section):
                 rule="options are the arguments of a source of your own",
                 fix="remove options; task_config holds those of a reasoning-gym task",
             )
+        if self.curriculum is not None:
+            yield from self.curriculum.broken_by_source(self.source, self.task_config)
         for name, reward in self.rewards.items():
             if name in RESERVED or not name.isidentifier():
                 yield BrokenRule(
@@ -146,10 +151,22 @@ class DataConfig(Section):
         own = "reasoning_gym" if self.source == "reasoning_gym" else "exact"
         return self.rewards or {"answer": RewardConfig(function=own)}
 
-    def weight_of(self, part: str) -> float:
+    @property
+    def tasks(self) -> "Mapping[str, DataConfig]":
+        """Tasks by name: this one, unless there is a mixture."""
+        return {self.task: self}
+
+    @property
+    def chooses_prompts(self) -> bool:
+        """True if the prompts do not simply follow each other, but are chosen among tasks or levels."""
+        return len(self.tasks) > 1 or any(task.curriculum is not None for task in self.tasks.values())
+
+    def weight_of(self, part: str, task: int = 0) -> float:
         """Return the factor of a part in the summed reward; 0 for a part of a reward that is no longer configured.
 
-        `part` is the name of a reward, or `name/part` for each of several parts.
+        Args:
+            part: Name of a reward, or `name/part` for each of several parts.
+            task: Number of the task, if there is a mixture.
         """
         if self.environment is not None and part.partition("/")[0] not in self.reward_parts:
             return self.environment.weights.get(part, 1.0)

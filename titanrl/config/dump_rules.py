@@ -4,16 +4,20 @@ from collections.abc import Iterator
 
 from titanrl.config.choices import Program
 from titanrl.config.errors import BrokenRule
+from titanrl.config.mixture import RunDataConfig
 from titanrl.config.replay import ReplayConfig
 from titanrl.config.sections import RolloutConfig
 
 
-def broken_by_dump(rollout: RolloutConfig, replay: ReplayConfig, *, train: bool, program: Program) -> Iterator[BrokenRule]:
+def broken_by_dump(
+    rollout: RolloutConfig, replay: ReplayConfig, data: RunDataConfig, *, train: bool, program: Program
+) -> Iterator[BrokenRule]:
     """Yield the rules that `rollout.save`, `rollout.replay` and `train` break.
 
     Args:
         rollout: Section with the folders.
         replay: Groups that are trained on again.
+        data: Tasks and levels.
         train: False without a trainer.
         program: Subcommand of the configuration.
     """
@@ -28,6 +32,13 @@ def broken_by_dump(rollout: RolloutConfig, replay: ReplayConfig, *, train: bool,
     if rollout.replay is not None and rollout.save is not None:
         yield BrokenRule(
             values=values, rule="a replay samples nothing that could be saved", fix="remove rollout.save or rollout.replay"
+        )
+    if rollout.replay is not None and data.draws_by_outcome:
+        key = "data.mixture" if data.mixture else "data.curriculum"
+        yield BrokenRule(
+            values={"rollout.replay": str(rollout.replay), key: "..."},
+            rule="a replay draws no prompts, so it has neither tasks nor levels",
+            fix=f"remove {key}; the advantages are then those of `algorithm`",
         )
     if rollout.replay is not None and not train:
         yield BrokenRule(

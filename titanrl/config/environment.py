@@ -64,15 +64,16 @@ class EnvironmentConfig(Section):
                 fix="set num_processes to the number of episodes at once, such as 8",
             )
 
-    def broken_by_run(self, *, is_rl: bool, has_warm_start: bool, num_at_once: int) -> Iterator[BrokenRule]:
+    def broken_by_run(self, section: str, *, is_rl: bool, has_warm_start: bool, num_at_once: int) -> Iterator[BrokenRule]:
         """Yield the rules that the environment breaks together with other sections.
 
         Args:
+            section: Section of its prompts.
             is_rl: False for fine-tuning and distillation.
             has_warm_start: True if there is a section `warm_start`.
             num_at_once: Episodes of a rollout worker that must run at the same time.
         """
-        key = "data.environment"
+        key = f"{section}.environment"
         if not is_rl:
             yield BrokenRule(
                 values={key: self.function},

@@ -44,8 +44,14 @@ class BrokenRules(TitanRLError, ValueError):
 def nested(error: BrokenRules, section: str) -> BrokenRules:
     """Return broken rules of a section `data` as those of one inside another section, which its keys then name."""
 
+    return within(error, f"{section}.data")
+
+
+def within(error: BrokenRules, section: str) -> BrokenRules:
+    """Return broken rules of the section `data` as those of another section with its keys."""
+
     def named(text: str) -> str:
-        return re.sub(r"(?<![\w.])data\.(?=[a-z])", f"{section}.data.", text)
+        return re.sub(r"(?<![\w.])data\.(?=[a-z])", f"{section}.", text)
 
     return BrokenRules(
         *(

@@ -43,6 +43,8 @@ class EvaluationSetConfig(Section):
     """Reward from which a completion counts as solved, for pass@k and avg@k."""
     data: DataConfig | None = None
     """Prompts and rewards of the set; null means those of the run."""
+    task: str | None = None
+    """Task of `data.mixture` whose held-out prompts and rewards are those of the set."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.num_samples > 1 and self.temperature == 0:
@@ -69,6 +71,18 @@ class EvaluationSetConfig(Section):
                 rule=f"an evaluation must not sample more than {MAX_COMPLETIONS:,} completions",
                 fix="lower one of them",
             )
+        if self.data is not None and self.task is not None:
+            yield BrokenRule(
+                values={"task": self.task, "data": self.data.source},
+                rule="the prompts of a set are either its own or those of a task",
+                fix="remove one of them",
+            )
+        if self.data is not None and self.data.curriculum is not None:
+            yield BrokenRule(
+                values={"data.curriculum": self.data.curriculum.sampler},
+                rule="an evaluation set has no levels",
+                fix="remove it, or give each level a set of its own",
+            )
         if self.split == "all" and self.data is None:
             yield BrokenRule(
                 values={"split": self.split, "data": None},
@@ -78,13 +92,13 @@ class EvaluationSetConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation. The default set are held-out prompts of `data`, answered greedily; `sets` adds others
-    (docs/howto/evaluate.md)."""
+    """Evaluation. The default set are held-out prompts of `data`, or of each task of `data.mixture`, answered greedily; `sets`
+    adds others (docs/howto/evaluate.md)."""
 
     every_steps: StepsOrZero = 20
     """Number of steps between evaluations; 0 evaluates only before and after training."""
     num_prompts: CountOrZero = 200
-    """Number of prompts of the default set; 0 leaves it out."""
+    """Number of prompts of the default set, of that of each task with `data.mixture`; 0 leaves it out."""
     sets: dict[str, EvaluationSetConfig] = {}
     """Further evaluation sets by name, which is part of the names of their metrics."""
     background: bool = True
@@ -122,7 +136,7 @@ class EvaluationSet:
     """
 
     name: str
-    """Name in metrics; the default set has that of the task."""
+    """Name in metrics; the default set of a task has that of the task."""
     key: str
     """Configuration section of the set."""
     every_steps: int
@@ -145,6 +159,8 @@ class EvaluationSet:
     """Prompts and rewards."""
     has_own_data: bool
     """True if these are not those of the run."""
+    task: str
+    """Task of the run whose prompts and rewards these are otherwise; empty if they are its own."""
 
     @property
     def max_tokens(self) -> int:
@@ -158,18 +174,22 @@ class EvaluationSet:
         return tuple(f"eval/{self.name}/{name}" for name in ("mean", *averages, *(f"pass@{k}" for k in self.pass_k)))
 
 
-def evaluation_sets(evaluation: EvaluationConfig, data: DataConfig, max_new_tokens: int) -> Mapping[str, EvaluationSet]:
-    """Return the evaluation sets of a run by name, the default set first.
+def evaluation_sets(
+    evaluation: EvaluationConfig, tasks: Mapping[str, DataConfig], max_new_tokens: Mapping[str, int]
+) -> Mapping[str, EvaluationSet]:
+    """Return the evaluation sets of a run by name, the default sets first.
 
     Args:
         evaluation: Section of the run.
-        data: Prompts and rewards of the run.
-        max_new_tokens: Longest completion of the run.
+        tasks: Prompts and rewards of the run by task.
+        max_new_tokens: Longest completion of each task.
     """
     sections = {name: (f"{SETS}.{name}", section) for name, section in evaluation.sets.items()}
     if evaluation.num_prompts:
-        default = EvaluationSetConfig(num_prompts=evaluation.num_prompts)
-        sections = {data.task: (DEFAULT, default)} | sections
+        sections = {
+            task: (DEFAULT, EvaluationSetConfig(num_prompts=evaluation.num_prompts, task=task)) for task in tasks
+        } | sections
+    first = next(iter(tasks))
     return {
         name: EvaluationSet(
             name=name,
@@ -179,11 +199,12 @@ def evaluation_sets(evaluation: EvaluationConfig, data: DataConfig, max_new_toke
             split=section.split,
             num_samples=section.num_samples,
             temperature=section.temperature,
-            max_new_tokens=section.max_new_tokens or max_new_tokens,
+            max_new_tokens=section.max_new_tokens or max_new_tokens.get(section.task or first, max_new_tokens[first]),
             pass_k=section.pass_k or ((section.num_samples,) if section.num_samples > 1 else ()),
             solved_from=section.solved_from,
-            data=section.data or data,
+            data=section.data or tasks.get(section.task or first, tasks[first]),
             has_own_data=section.data is not None,
+            task="" if section.data is not None else section.task or first,
         )
         for name, (key, section) in sections.items()
     }
@@ -227,7 +248,7 @@ def broken_by_best(metric: str | None, sets: Mapping[str, EvaluationSet], update
 
 
 def broken_by_evaluation(
-    evaluation: EvaluationConfig, data: DataConfig, *, is_sft: bool, is_distillation: bool
+    evaluation: EvaluationConfig, tasks: Mapping[str, DataConfig], *, is_sft: bool, is_distillation: bool
 ) -> Iterator[BrokenRule]:
     """Yield the rules that the evaluation sets break together with other sections."""
     if is_sft and evaluation.best_metric is not None:
@@ -236,12 +257,26 @@ def broken_by_evaluation(
             rule="supervised fine-tuning evaluates no sets",
             fix="remove it",
         )
-    if evaluation.num_prompts and data.task in evaluation.sets:
-        yield BrokenRule(
-            values={f"{SETS}.{data.task}": {}, "data.task": data.task},
-            rule="the default set has the name of the task",
-            fix="rename the set, or leave the default set out with evaluation.num_prompts: 0",
-        )
+    for task in tasks if evaluation.num_prompts else ():
+        if task in evaluation.sets:
+            yield BrokenRule(
+                values={f"{SETS}.{task}": {}, "data.task": task},
+                rule="the default set has the name of the task",
+                fix="rename the set, or leave the default set out with evaluation.num_prompts: 0",
+            )
+    for name, section in evaluation.sets.items():
+        if section.task is not None and section.task not in tasks:
+            yield BrokenRule(
+                values={f"{SETS}.{name}.task": section.task},
+                rule="must be a task of the run",
+                fix=f"choose one of {', '.join(tasks)}",
+            )
+        if section.data is None and section.task is None and len(tasks) > 1:
+            yield BrokenRule(
+                values={f"{SETS}.{name}.task": None},
+                rule="with several tasks in data.mixture, a set must say whose prompts it has",
+                fix=f"set it to one of {', '.join(tasks)}, or give the set data of its own",
+            )
     if is_sft and evaluation.sets:
         yield BrokenRule(
             values={SETS: sorted(evaluation.sets)},

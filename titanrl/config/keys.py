@@ -169,7 +169,7 @@ def nearest_key(path: KeyPath) -> str | None:
             likeness = _likeness(name, key, section.path)
             if likeness >= (0.6 if is_here else 0.75):
                 candidate = f"{section.path}.{key}".lstrip(".")
-                scores[candidate] = likeness + 0.1 * is_here - 0.05 * section.is_optional
+                scores[candidate] = likeness + 0.1 * is_here - 0.05 * (section.is_optional or "<name>" in section.path)
     return max(scores, key=lambda key: scores[key], default=None)
 
 

@@ -23,6 +23,15 @@ from titanrl.config.evaluation import (
 )
 from titanrl.config.faults import FaultsConfig
 from titanrl.config.host_rules import broken_by_device, broken_by_hosts, device_shortage
+from titanrl.config.mixture import (
+    RunDataConfig,
+    algorithm_of,
+    broken_by_rows,
+    broken_by_tasks,
+    key_of,
+    rollout_of,
+    sequence_tokens,
+)
 from titanrl.config.operations import CheckpointConfig, HostsConfig, LoggingConfig, TimeoutsConfig
 from titanrl.config.registry import LossTraits
 from titanrl.config.replay import ReplayConfig, broken_by_replay
@@ -69,7 +78,7 @@ class Config(Section):
     """The policy."""
     warm_start: WarmStartConfig | None = None
     """Supervised training before RL; null skips it."""
-    data: DataConfig = DataConfig()
+    data: RunDataConfig = RunDataConfig()
     """Prompts and rewards."""
     rollout: RolloutConfig = RolloutConfig()
     """Groups of completions per prompt."""
@@ -111,16 +120,17 @@ class Config(Section):
         yield from self._broken_by_rows()
         yield from broken_by_epochs(self.trainer, self.algorithm, self.rollout.groups_per_step, self.program)
         yield from self._broken_by_sampling()
+        yield from broken_by_tasks(self.data.tasks, self.rollout, self.algorithm, self.program)
         yield from broken_by_device(self.trainer, self.device)
         yield from self._broken_by_recipe()
         yield from self._broken_by_warm_start()
         yield from self._broken_by_environment()
-        yield from broken_by_dump(self.rollout, self.replay, train=self.train, program=self.program)
+        yield from broken_by_dump(self.rollout, self.replay, self.data, train=self.train, program=self.program)
         yield from broken_by_hosts(self.hosts, self.trainer.parallelism, self.generator, self.weights)
         yield from self._broken_by_sft()
         yield from self._broken_by_distillation()
         yield from broken_by_evaluation(
-            self.evaluation, self.data, is_sft=self.sft is not None, is_distillation=self.distill is not None
+            self.evaluation, self.data.tasks, is_sft=self.sft is not None, is_distillation=self.distill is not None
         )
         if self.sft is None:
             updates = self.algorithm.updates_per_publish
@@ -203,23 +213,8 @@ class Config(Section):
 
     def _broken_by_rows(self) -> Iterator[BrokenRule]:
         row_tokens, tp = self.trainer.row_tokens, self.trainer.parallelism.tp
-        if self.sft is None and self.trainer.overlong == "error" and self.max_sequence_tokens > row_tokens:
-            environment = self.data.environment
-            yield BrokenRule(
-                values={
-                    "trainer.row_tokens": row_tokens,
-                    **(
-                        {"data.environment.max_conversation_tokens": environment.max_conversation_tokens}
-                        if environment is not None
-                        else {
-                            "data.max_prompt_tokens": self.data.max_prompt_tokens,
-                            "rollout.max_new_tokens": self.rollout.max_new_tokens,
-                        }
-                    ),
-                },
-                rule=f"a row must hold the longest {'prompt and completion' if environment is None else 'conversation'}",
-                fix=f"set trainer.row_tokens to at least {self.max_sequence_tokens}, or trainer.overlong to truncate or skip",
-            )
+        if self.sft is None and self.trainer.overlong == "error":
+            yield from broken_by_rows(self.data.tasks, self.rollout, row_tokens)
         if row_tokens % tp:
             yield BrokenRule(
                 values={"trainer.row_tokens": row_tokens, "trainer.parallelism.tp": tp},
@@ -281,16 +276,16 @@ class Config(Section):
             )
 
     def _broken_by_environment(self) -> Iterator[BrokenRule]:
-        if self.data.environment is None:
-            return
-        yield from self.data.environment.broken_by_run(
-            is_rl=self.sft is None and self.distill is None,
-            has_warm_start=self.warm_start is not None,
-            # In synchronous training all episodes of a worker are played turn by turn.
-            num_at_once=0
-            if self.max_staleness
-            else -(-self.groups_per_publish // self.rollout.num_workers) * self.rollout.num_requests,
-        )
+        # In synchronous training all episodes of a worker are played turn by turn.
+        groups = 0 if self.max_staleness else -(-self.groups_per_publish // self.rollout.num_workers)
+        for name, task in self.data.tasks.items():
+            if task.environment is not None:
+                yield from task.environment.broken_by_run(
+                    key_of(name, task),
+                    is_rl=self.sft is None and self.distill is None,
+                    has_warm_start=self.warm_start is not None and task is self.data,
+                    num_at_once=groups * rollout_of(task, self.rollout).num_requests,
+                )
 
     def _broken_by_sft(self) -> Iterator[BrokenRule]:
         if self.sft is None:
@@ -372,14 +367,18 @@ class Config(Section):
         """Length of the longest prompt plus the longest completion, of the longest conversation, or of the longest example."""
         if self.sft is not None:
             return self.sft.max_example_tokens or self.trainer.row_tokens
-        if self.data.environment is not None:
-            return self.data.environment.max_conversation_tokens or self.trainer.row_tokens
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return max(sequence_tokens(task, self.rollout, self.trainer.row_tokens) for task in self.data.tasks.values())
+
+    def of_task(self, task: DataConfig) -> Self:
+        """Return the configuration of the groups of one task of the run."""
+        sections = {"rollout": rollout_of(task, self.rollout), "algorithm": algorithm_of(task, self.algorithm)}
+        return self.model_copy(update={"data": task, **sections})
 
     @property
     def evaluation_sets(self) -> Mapping[str, EvaluationSet]:
         """Evaluation sets by name, the default set first."""
-        return evaluation_sets(self.evaluation, self.data, self.rollout.max_new_tokens)
+        max_new_tokens = {name: rollout_of(task, self.rollout).max_new_tokens for name, task in self.data.tasks.items()}
+        return evaluation_sets(self.evaluation, self.data.tasks, max_new_tokens)
 
     @property
     def evaluates(self) -> bool:

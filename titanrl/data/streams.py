@@ -78,6 +78,14 @@ class PromptStream:
         order_N = epoch_order(self._seed, epoch, self.num_prompts)
         return replace(self._source.training_prompt(int(order_N[place])), index=index)
 
+    def training_prompts(self) -> Sequence[Prompt]:
+        """Return all training prompts of a file, or of a list of the user, in its order."""
+        return [self._source.training_prompt(item) for item in range(self.num_prompts)]
+
+    def split(self, groups: Sequence[Sequence[Prompt]]) -> "list[PromptStream]":
+        """Return a stream of each group of training prompts; none of them has held-out prompts."""
+        return [PromptStream(_Prompts(group), self._seed, self._heldout_fraction) for group in groups]
+
     def heldout(
         self, num: int, *, split: Split = "heldout", key: str = "evaluation", limit_s: float = math.inf
     ) -> list[Prompt]:
@@ -232,6 +240,20 @@ class _Source(Protocol):
     def training_prompt(self, item: int) -> Prompt: ...
 
     def evaluation_prompts(self, split: Split) -> Iterator[Prompt]: ...
+
+
+class _Prompts:
+    """Some training prompts."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self.num_prompts = len(prompts)
+        self._prompts = prompts
+
+    def training_prompt(self, item: int) -> Prompt:
+        return self._prompts[item]
+
+    def evaluation_prompts(self, split: Split) -> Iterator[Prompt]:
+        return iter(())
 
 
 class _Selector:

@@ -13,6 +13,7 @@ from monarch.actor import HostMesh, ProcMesh
 from titanrl.config.choices import TransportName
 from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
+from titanrl.data.mixture import make_mixture
 from titanrl.device import Device
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import (
@@ -281,7 +282,8 @@ class Assembly:
         settings = _replay_settings(config)
         window = 1 if rollout.replay is not None else config.window_groups
         sampling = (config.num_slots, window, rollout.dynamic_sampling, first_index)
-        actor = store_procs.spawn("buffer", ReplayBuffer, *sampling, settings)
+        prompts = partial(make_mixture, config, self.files.plugins)
+        actor = store_procs.spawn("buffer", ReplayBuffer, *sampling, settings, prompts)
         supervisor, timeouts = self.around.supervisor, config.timeouts
         buffer = BufferClient(actor, supervisor, timeouts, rollout.starvation_timeout_s, rollout.groups_per_step)
         workers = RolloutMesh(

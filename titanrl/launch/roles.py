@@ -1,4 +1,4 @@
-"""What a session starts: its roles, and the paths that its processes share."""
+"""Roles of a session, and the paths that its processes share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

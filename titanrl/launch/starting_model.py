@@ -47,7 +47,8 @@ def prepare_starting_model(config: Config) -> StartingModel:
         return StartingModel(initial, initial)
     settings: dict[str, object] = {
         "warm_start": config.warm_start.model_dump(),
-        "data": config.data.model_dump(mode="json", exclude={"rewards", "path"}),  # demonstrations use neither
+        # Demonstrations use none of these keys.
+        "data": config.data.model_dump(mode="json", exclude={"rewards", "path", "mixture", "curriculum"}),
         "from": initial.name if config.model.path is None else fingerprint(initial),
     }
     # The row layout changes the order of sums, so a base is reused only with the same trainer section.

@@ -2,11 +2,13 @@
 
 import asyncio
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from titanrl.actors import Actor, ActorError, StoppedError, SupervisionError, concurrent_endpoint
+from titanrl.data.mixture import Mixture
 from titanrl.errors import TitanRLError
 from titanrl.files import write_bytes
 from titanrl.gathering import Gathering
@@ -27,15 +29,31 @@ class ReplayBuffer(Actor):
     """Slots and records of groups. Tokens never pass through this actor."""
 
     def __init__(
-        self, num_slots: int, window: int, dynamic_sampling: bool, first_index: int, replay: ReplaySettings | None
+        self,
+        num_slots: int,
+        window: int,
+        dynamic_sampling: bool,
+        first_index: int,
+        replay: ReplaySettings | None,
+        prompts: Callable[[], Mixture],
     ) -> None:
-        """Start empty; see `GroupBuffer`. `replay` has the settings of its memory; None makes none."""
+        """Start empty; see `GroupBuffer`.
+
+        Args:
+            num_slots: see there.
+            window: see there.
+            dynamic_sampling: see there.
+            first_index: see there.
+            replay: settings of the memory; None makes none.
+            prompts: makes the choice of prompts, in this process.
+        """
         self._buffer = GroupBuffer(
             num_slots=num_slots,
             window=window,
             dynamic_sampling=dynamic_sampling,
             first_index=first_index,
             memory=None if replay is None else ReplayMemory(replay),
+            mixture=prompts(),
         )
         self._rounds: Gathering[None, list[Reservation]] = Gathering(lambda workers: self._buffer.reserve_round(len(workers)))
         self._may_begin = asyncio.Event()
@@ -137,9 +155,14 @@ class ReplayBuffer(Actor):
     async def save(self, path: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
         """Write the state to a file; return the controller's part of it. See `GroupBuffer.state`."""
         state = self._buffer.state(trained, from_index)
-        content = pickle.dumps(state, pickle.HIGHEST_PROTOCOL)  # at once, because later calls change what the state refers to
+        prompts = self._buffer.prompts_state(trained, from_index)
+        # At once, because later calls change what the state refers to.
+        files = {path: pickle.dumps(state, pickle.HIGHEST_PROTOCOL)}
+        if prompts is not None:
+            files[path.with_name(PROMPTS_FILE)] = pickle.dumps(prompts, pickle.HIGHEST_PROTOCOL)
         saved = Saved(next_index=state.next_index, in_flight=state.in_flight, num_held=len(state.held), payloads=state.payloads)
-        await asyncio.to_thread(write_bytes, path, content)
+        for file, content in files.items():
+            await asyncio.to_thread(write_bytes, file, content)
         return saved
 
     @concurrent_endpoint
@@ -151,7 +174,12 @@ class ReplayBuffer(Actor):
         """Continue with a state; see `GroupBuffer.restore`."""
         state = pickle.loads(await asyncio.to_thread(path.read_bytes))
         assert isinstance(state, BufferState), f"{path} is not the state of a buffer"
-        return self._buffer.restore(state, freshness, num_shards)
+        file = path.with_name(PROMPTS_FILE)
+        prompts = pickle.loads(await asyncio.to_thread(file.read_bytes)) if file.exists() else None
+        if self._buffer.mixture.load_state_dict(prompts):
+            return self._buffer.restore(state, freshness, num_shards)
+        restored = self._buffer.restore(state.without_groups(), freshness, num_shards)
+        return replace(restored, too_old=tuple(group.record.index for group in state.ready))
 
 
 def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
@@ -247,6 +275,8 @@ def _write_groups(path: Path, groups: Mapping[GroupHandle, Parts]) -> None:
 
 RECORDS_FILE = "records.pkl"
 """File of the buffer's state in a checkpoint."""
+PROMPTS_FILE = "prompts.pkl"
+"""File beside it with the state of the choice of prompts, with a mixture or a curriculum."""
 
 
 def shard_file(folder: Path, shard: int) -> Path:

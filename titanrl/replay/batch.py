@@ -1,10 +1,13 @@
 """Carriers of the replay buffer: reservations, batches and replayed groups."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
+from titanrl.data.mixture import Draw
 from titanrl.replay.payloads import ShardUsage
-from titanrl.replay.saved import DropReason
+from titanrl.replay.saved import DropReason, Finished, LastBatch
 from titanrl.tables import RecordTable
 from titanrl.types import GroupHandle
 
@@ -17,6 +20,8 @@ class Reservation:
     """Position of its prompt in the stream."""
     handle: GroupHandle
     """Slot and storage shard of its payload."""
+    draw: Draw
+    """Its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,46 @@ class Batch:
     """Size of the groups in all storage shards."""
     replayed: Replayed | None = None
     """Groups of earlier batches that join this one; None without replay."""
+    prompts: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the choice of prompts, with a mixture or a curriculum."""
+    drops_by_task: Mapping[str, int] = field(default_factory=dict)
+    """Number of groups discarded since the previous batch, by task."""
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Finished],
+        last: LastBatch,
+        usage: Sequence[ShardUsage],
+        **numbers: Any,
+    ) -> Self:
+        """Return the batch of some groups.
+
+        Args:
+            groups: Groups of the batch, in prompt order.
+            last: Groups discarded since the previous batch.
+            usage: Size of each storage shard.
+            numbers: Further fields.
+        """
+        tried = [*groups, *last.discarded]
+        failed = [group.record for group in tried if group.record.num_errors]
+        return cls(
+            records=RecordTable.join([group.packed for group in groups]),
+            num_tried=len(tried),
+            num_without_signal=sum(bool(group.record.rewards) and not group.has_signal for group in tried),
+            num_tried_rollouts=sum(len(group.record.rewards) + group.record.num_errors for group in tried),
+            num_tried_tokens=sum(group.record.num_generated for group in tried),
+            num_errors=sum(record.num_errors for record in failed),
+            first_error=min(failed, key=lambda record: record.index).first_error if failed else "",
+            drops=dict(last.drops or {}),
+            counts=sum((Counter(group.record.counts) for group in tried), Counter[str]()),
+            usage=ShardUsage(
+                num_bytes=sum(shard.num_bytes for shard in usage),
+                num_spilled_bytes=sum(shard.num_spilled_bytes for shard in usage),
+            ),
+            drops_by_task=Counter(group.record.task for group in last.discarded),
+            **numbers,
+        )
 
     @property
     def all_records(self) -> RecordTable:

@@ -11,12 +11,14 @@ groups that a batch replays are in addition to the new ones, so none of the abov
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import isnan
+from typing import Any
 
+from titanrl.data.mixture import Mixture
 from titanrl.replay.batch import Batch, Replayed, Reservation
-from titanrl.replay.failures import RolloutError, ScorerError, scorer_failed, why_starved
+from titanrl.replay.failures import RolloutError, all_scorers_failed, why_starved
 from titanrl.replay.memory import ReplayMemory
 from titanrl.replay.payloads import ShardUsage
 from titanrl.replay.saved import (
@@ -47,6 +49,7 @@ class GroupBuffer:
         window: int = 1,
         first_index: int = 0,
         memory: ReplayMemory | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """Start empty.
 
@@ -57,7 +60,9 @@ class GroupBuffer:
                 flight. 1 keeps the order of prompts.
             first_index: First position of the prompt stream; greater than 0 after a resume.
             memory: Groups to replay; None stores none.
+            mixture: Chooses the prompts; None takes those of one task in order.
         """
+        self.mixture = mixture or Mixture()
         self._num_slots = num_slots
         self._slots = Slots(num_slots, 0 if memory is None else memory.capacity)
         self._usage: dict[int, ShardUsage] = {}  # by shard
@@ -133,7 +138,7 @@ class GroupBuffer:
         async with self._changed:
             while len(picked := self._pick(num_groups)) < num_groups and self._failure is None:
                 if not self._has_scored and len(self._discarded) >= num_groups:
-                    raise self._scorer_error()
+                    raise all_scorers_failed([group.record for group in self._discarded])
                 await self._changed.wait()
         if self._failure is not None:
             raise RolloutError(self._failure)
@@ -178,9 +183,9 @@ class GroupBuffer:
         async with self._changed:
             self._ended[shard] = worker
             in_flight = [index for index, handle in self._in_flight.items() if handle.shard == shard]
-            held = [index for index, group in self._ready.items() if _tokens_are_in(shard, group)]
+            held = [index for index, group in self._ready.items() if group.has_tokens_in(shard)]
             self._sample_again([*in_flight, *held])
-            self._lost |= {group.record.handle for group in self._taken.values() if _tokens_are_in(shard, group)}
+            self._lost |= {group.record.handle for group in self._taken.values() if group.has_tokens_in(shard)}
             self._slots.take_dropped(shard)
             self._usage.pop(shard, None)
             if self._memory is not None:
@@ -250,11 +255,18 @@ class GroupBuffer:
             memory=memory,
         )
 
+    def prompts_state(self, trained: Sequence[TrainedBatch], from_index: int | None) -> dict[str, Any] | None:
+        """Return the state of the mixture that belongs to `state`."""
+        used = {handle for handles, _ in trained for handle in handles_of(handles)}
+        untrained = [group.record.index for group in self._taken.values() if group.record.handle not in used]
+        return self.mixture.state_dict(untrained=untrained, from_index=from_index)
+
     def restore(self, state: BufferState, freshness: Freshness, num_shards: int) -> Restored:
-        """Continue with a state, before the first reservation."""
+        """Continue with a state, before the first reservation. The mixture has continued with its own."""
         kept, again = split_by_freshness(state, freshness, self._num_slots)
         has_memory = self._memory is not None and state.memory is not None
         held = state.held if has_memory else [group.without_tokens() for group in state.held]
+        self.mixture.reserve_again(group.record.index for group in kept)
         moves = {group.record.handle: self._slots.reserve(group.record.handle.shard % num_shards) for group in (*kept, *held)}
         with_tokens = [group.record.handle for group in (*kept, *held) if group.record.has_payload]
         if self._memory is not None and state.memory is not None:
@@ -287,6 +299,7 @@ class GroupBuffer:
         """
         async with self._changed:
             self._oldest_version = before_version
+            self.mixture.untrain((self._taken[handle.slot].record.index for handle in handles_of(handles)), is_dropped=True)
             self._release(handles, None)
             for index in [index for index, group in self._ready.items() if self._is_too_old(group.record)]:
                 self._discard(self._ready.pop(index), "too old")
@@ -306,10 +319,11 @@ class GroupBuffer:
             index = self._next_index
             self._next_index += 1
         handle = self._in_flight[index] = self._slots.reserve(shard)
-        return Reservation(index, handle)
+        return Reservation(index, handle, self.mixture.draw(index))
 
-    def _sample_again(self, indices: Iterable[int]) -> None:
+    def _sample_again(self, indices: Collection[int]) -> None:
         """Free the slots of positions in flight or ready, and reserve them again before any later one."""
+        self.mixture.give_back(index for index in indices if index in self._in_flight or index in self._ready)
         for index in indices:
             if index in self._in_flight:
                 handle = self._in_flight.pop(index)
@@ -328,6 +342,7 @@ class GroupBuffer:
                 continue
             group = self._taken.pop(handle.slot)
             self._overtakers.discard(group.record.index)
+            self.mixture.untrain([group.record.index], is_dropped=handle in self._lost)
             if handle in self._lost:
                 lost.append(group.record.index)
                 self._free(handle)
@@ -374,7 +389,8 @@ class GroupBuffer:
             raise RuntimeError(f"group {record.index} was committed without a reservation, or twice")
         del self._in_flight[record.index]
         self._has_scored |= bool(record.rewards)
-        group = Finished(record, pack_record(record), record.has_signal)
+        self.mixture.observe(record.index, record.rewards)
+        group = Finished(record, pack_record(record, self.mixture.number_of(record.task)), record.has_signal)
         if not record.rewards:
             self._discard(group, "no reward")
         elif record.rejection is not None:
@@ -390,12 +406,8 @@ class GroupBuffer:
         """Free the slot of a group that will not be trained on, so that another prompt replaces it."""
         self._discarded.append(group)
         self._drops[reason] += 1
+        self.mixture.give_back([group.record.index])
         self._free(group.record.handle)
-
-    def _scorer_error(self) -> ScorerError:
-        records = [group.record for group in self._discarded]
-        num_rollouts = sum(record.num_errors for record in records)
-        return scorer_failed(f"all {num_rollouts} completions of the first {len(records)} groups", records[0].first_error)
 
     def _pick(self, num_groups: int) -> list[int]:
         """Return the indices of the next batch, oldest first; fewer than `num_groups` if the batch is not complete.
@@ -422,29 +434,17 @@ class GroupBuffer:
         groups = [self._ready.pop(index) for index in picked]
         self._taken |= {group.record.handle.slot: group for group in groups}
         self._last = LastBatch(self._discarded, self._drops)
-        tried = [*groups, *self._discarded]
-        failed = [group.record for group in tried if group.record.num_errors]
-        drops, self._discarded, self._drops = self._drops, [], Counter()
-        return Batch(
-            records=RecordTable.join([group.packed for group in groups]),
-            num_tried=len(tried),
-            num_without_signal=sum(bool(group.record.rewards) and not group.has_signal for group in tried),
+        self.mixture.train(picked)
+        settled = (group.record.index for group in (*self._taken.values(), *self._discarded))
+        self.mixture.keep(self._in_flight, self._ready, self._again, settled)
+        self._discarded, self._drops = [], Counter()
+        return Batch.of(
+            groups,
+            self._last,
+            list(self._usage.values()),
             next_index=min([oldest_in_flight, *self._ready]),
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),
             num_held=self._slots.num_reserved - len(self._in_flight) - len(self._ready) - len(groups),
-            num_tried_rollouts=sum(len(group.record.rewards) + group.record.num_errors for group in tried),
-            num_tried_tokens=sum(group.record.num_generated for group in tried),
-            num_errors=sum(record.num_errors for record in failed),
-            first_error=min(failed, key=lambda record: record.index).first_error if failed else "",
-            drops=dict(drops),
-            counts=sum((Counter(group.record.counts) for group in tried), Counter[str]()),
-            usage=ShardUsage(
-                num_bytes=sum(usage.num_bytes for usage in self._usage.values()),
-                num_spilled_bytes=sum(usage.num_spilled_bytes for usage in self._usage.values()),
-            ),
+            prompts=self.mixture.metrics(),
         )
-
-
-def _tokens_are_in(shard: int, group: Finished) -> bool:
-    return group.record.has_payload and group.record.handle.shard == shard

@@ -29,6 +29,12 @@ def scorer_failed(tried: str, error: str) -> ScorerError:
     )
 
 
+def all_scorers_failed(records: Sequence[GroupRecord]) -> ScorerError:
+    """Return the exception for a reward that failed on all of the first groups."""
+    num_rollouts = sum(record.num_errors for record in records)
+    return scorer_failed(f"all {num_rollouts} completions of the first {len(records)} groups", records[0].first_error)
+
+
 def why_starved(tried: Sequence[GroupRecord], indices: Sequence[int], num_groups: int, waited_s: float) -> str:
     """Explain why no batch of `num_groups` groups was complete after `waited_s` seconds.
 
@@ -60,6 +66,9 @@ def why_starved(tried: Sequence[GroupRecord], indices: Sequence[int], num_groups
     if rejected["too small"]:
         error = next(record.first_error for record in tried if record.rejection == "too small")
         reasons.append(f"{rejected['too small']} with fewer rewards than rollout.min_group_size (first error: {error})")
+    if len(tasks := Counter(record.task for record in tried)) > 1:
+        signals = Counter(record.task for record in tried if record.has_payload)
+        reasons.append(f"with a signal by task: {', '.join(f'{task} {signals[task]} of {num}' for task, num in tasks.items())}")
     others = ", ".join(reasons) or "none"
     return (
         f"rollout.starvation_timeout_s: no batch of {num_groups} groups with a signal in {waited_s:g} s. "

@@ -43,6 +43,10 @@ class Finished:
         record = self.record
         return Stored(handle=record.handle, record=self.packed, min_version=record.min_version, priority=priority)
 
+    def has_tokens_in(self, shard: int) -> bool:
+        """Return True if a storage shard holds its tokens."""
+        return self.record.has_payload and self.record.handle.shard == shard
+
     def without_tokens(self) -> "Finished":
         """Return the group for a buffer whose shards do not have its tokens."""
         return replace(self, record=replace(self.record, has_payload=False))
@@ -87,6 +91,11 @@ class BufferState:
     memory: Mapping[str, Any] | None
     """State of the memory; None without replay."""
 
+    def without_groups(self) -> "BufferState":
+        """Return the state of a run whose tasks have changed, so that finished groups are sampled again with other prompts."""
+        unfinished = sorted([*self.in_flight, *(group.record.index for group in self.ready)])
+        return replace(self, in_flight=tuple(unfinished), ready=(), memory=None)
+
     @property
     def payloads(self) -> list[GroupHandle]:
         """Handles of the groups whose tokens a resumed run needs."""
@@ -122,7 +131,7 @@ class Restored:
     num_in_flight: int
     """Positions that will be sampled again because their groups were in flight."""
     too_old: tuple[int, ...]
-    """Positions of finished groups that will be sampled again because they could become too old."""
+    """Positions of finished groups that will be sampled again because they could become too old, or the tasks have changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

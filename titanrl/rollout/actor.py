@@ -32,7 +32,7 @@ from titanrl.rollout.readable import readable_completion, readable_group
 from titanrl.types import Completion, EvaluationResult, Group, GroupRecord, Rejection
 
 if TYPE_CHECKING:
-    from titanrl.rollout.episodes import Episodes
+    from titanrl.rollout.tasks import OpenTask
 
 T = TypeVar("T")
 
@@ -90,31 +90,27 @@ class RolloutWorker(Actor):
         # In synchronous training, rollouts and evaluations never overlap. Otherwise they would change each other's decoding
         # batches, and a run would not be reproducible. A round needs all workers, so it waits while this one evaluates.
         self._turn = asyncio.Lock()
-        self._episodes: Episodes | None = None
+        self._tasks_of_run: list[OpenTask] = []
 
     @endpoint
     async def start(self) -> None:
         """Load tokenizer, prompts and rewards, and start the scoring processes."""
         with loading():
-            from titanrl.data.streams import make_stream
             from titanrl.data.tokenizer import load_tokenizer
             from titanrl.rollout.evaluating import EvaluationSets
-            from titanrl.rollout.scoring import Scoring
+            from titanrl.rollout.tasks import open_tasks
 
-        config = self._setup.config
+        config, plugins = self._setup.config, self._setup.plugins
         self._tokenizer = load_tokenizer(self._setup.model_dir)
         if self._recorded is not None:
             return
-        self._scoring = Scoring(config, self._setup.plugins)
-        await self._scoring.start()
-        self._filter = loaded(self._setup.plugins, "rollout.group_filter")
-        self._stream = make_stream(config.data, self._tokenizer, config.seed, self._setup.plugins)
-        if config.data.environment is not None:
-            from titanrl.rollout.episodes import start_episodes
-
-            log = self._setup.run_dir / "logs" / f"environments_{self._setup.number}.log"
-            self._episodes = await start_episodes(config, self._tokenizer, self._scoring.score, self._setup.plugins, log)
-        self._sets = EvaluationSets(config, self._tokenizer, self._setup.plugins, self._stream, self._scoring, self._episodes)
+        self._filter = loaded(plugins, "rollout.group_filter")
+        log = self._setup.run_dir / "logs" / f"environments_{self._setup.number}.log"
+        tasks = await open_tasks(config, self._tokenizer, plugins, log)
+        self._tasks_of_run = list(tasks.values())
+        # The groups of a round make the same number of calls, whatever their task.
+        self._num_calls = max(task.num_calls for task in self._tasks_of_run)
+        self._sets = EvaluationSets(config, self._tokenizer, plugins, tasks)
 
     @endpoint
     async def run(self) -> None:
@@ -182,9 +178,8 @@ class RolloutWorker(Actor):
         if self._recorded is not None:
             return
         await self._sets.close()
-        await self._scoring.close()
-        if self._episodes is not None:
-            await self._episodes.environments.close()
+        for opened in self._tasks_of_run:
+            await opened.close()
 
     def _start_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a background task that `close` cancels."""
@@ -197,9 +192,10 @@ class RolloutWorker(Actor):
         """Reserve slots and roll groups out until cancelled; a group starts when a slot is free and a generator has room."""
         config = self._setup.config
         share = -(-config.num_slots // config.rollout.num_workers)
+        group_size = max((task.config.rollout.num_requests for task in self._tasks_of_run), default=0)
         async with asyncio.TaskGroup() as groups:
             while True:
-                limit = share if self._recorded else min(share, await self._pool.room(config.rollout.num_requests))
+                limit = share if self._recorded else min(share, await self._pool.room(group_size))
                 reservations, dropped = await self._setup.buffer.reserve.call_one(limit, self._setup.number, self._setup.life)
                 self._outbox.drop(dropped)
                 for reservation in reservations:
@@ -241,22 +237,27 @@ class RolloutWorker(Actor):
         if self._recorded is not None:
             group, rejection = await asyncio.to_thread(self._recorded.group, reservation.index), None
         else:
-            group = await self._sample(reservation.index, place)
-            rejection = self._rejection(group)
+            group = await self._sample(reservation, place)
+            rejection = self._rejection(group, reservation.draw.task)
         await self._commit(reservation, group, rejection)
 
-    async def _sample(self, index: int, place: InRound | None) -> Group:
-        config = self._setup.config
-        prompt = self._stream[index]
-        requests = sampling_requests(prompt, config.rollout, config.seed)
+    async def _sample(self, reservation: Reservation, place: InRound | None) -> Group:
+        task = self._tasks_of_run[reservation.draw.task]
+        config = task.config
+        prompt = task.prompt(reservation.index, reservation.draw)
         with self._pool.session() as session:
-            if self._episodes is None:
+            if task.episodes is None:
+                requests = sampling_requests(prompt, config.rollout, config.seed)
                 generate = partial(session.generate, num_kept=config.rollout.group_size, place=place)
-                return await roll_out(prompt, requests, generate, self._scoring.score, self._tokenizer.decode)
-            return await self._episodes.roll_out(prompt, partial(session.generate, place=place), in_round=place is not None)
+                group = await roll_out(prompt, requests, generate, task.scoring.score, self._tokenizer.decode)
+            else:
+                group = await task.episodes.roll_out(prompt, partial(session.generate, place=place), in_round=place is not None)
+            for _ in range(0 if place is None else self._num_calls - task.num_calls):
+                await session.generate([], place=place)
+        return group
 
     async def _commit(self, reservation: Reservation, group: Group, rejection: Rejection | None) -> None:
-        config = self._setup.config
+        config = self._setup.config if self._recorded else self._tasks_of_run[reservation.draw.task].config
         counted = without_truncated(group) if config.algorithm.mask_truncated else group
         trained, num_overlong = fit_to_rows(counted, config.trainer)
         differs = config.algorithm.advantage_traits.compares_parts and parts_differ(group, config.data)
@@ -277,9 +278,9 @@ class RolloutWorker(Actor):
             append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group, record))
         await self._outbox.deliver(record, trained.rollouts, group)
 
-    def _rejection(self, group: Group) -> Rejection | None:
+    def _rejection(self, group: Group, task: int) -> Rejection | None:
         """Return the reason why a group with rewards must not be trained on, if there is one."""
-        rollout = self._setup.config.rollout
+        rollout = self._tasks_of_run[task].config.rollout
         if not group.rollouts:
             return None
         if len(group.rollouts) < rollout.min_group_size:

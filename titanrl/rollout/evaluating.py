@@ -18,6 +18,7 @@ from titanrl.replay.failures import scorer_failed
 from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out
 from titanrl.rollout.scoring import Scoring
+from titanrl.rollout.tasks import OpenTask
 from titanrl.types import EvaluationResult, GenerationRequest, Group, Prompt, SamplingParams
 
 IN_FLIGHT = 128
@@ -32,9 +33,7 @@ class EvaluationSets:
         config: Config,
         tokenizer: Tokenizer,
         plugins: Plugins,
-        stream: PromptStream,
-        scoring: Scoring,
-        episodes: Episodes | None = None,
+        tasks: Mapping[str, OpenTask],
     ) -> None:
         """Open nothing yet.
 
@@ -42,12 +41,10 @@ class EvaluationSets:
             config: Configuration of the run.
             tokenizer: Tokenizer of the policy.
             plugins: The user's objects.
-            stream: Prompts of the run, for sets without data of their own.
-            scoring: Rewards of the run, which are started.
-            episodes: Episodes of the run, if it has an environment.
+            tasks: Tasks of the run, for sets without data of their own.
         """
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
-        self._of_run = _Opened(stream, scoring, episodes)
+        self._of_run = {name: _Opened(task.prompts.stream, task.scoring, task.episodes) for name, task in tasks.items()}
         self._own: dict[str, _Opened] = {}
         self._prompts: dict[tuple[str, int], list[Prompt]] = {}
         self._opening = asyncio.Lock()
@@ -110,7 +107,7 @@ class EvaluationSets:
 
     async def _open(self, subset: EvaluationSet) -> "_Opened":
         if not subset.has_own_data:
-            return self._of_run
+            return self._of_run[subset.task]
         async with self._opening:
             if subset.name not in self._own:
                 rollout = self._config.rollout.model_copy(update={"max_new_tokens": subset.max_new_tokens})

@@ -1,0 +1,112 @@
+"""The section `data.mixture`: defaults, settings of each task, and the rules that tasks break."""
+
+from pathlib import Path
+
+import pytest
+
+from titanrl.config import Config, ConfigError, DataConfig, load_config
+from titanrl.config.load import dump_config
+from titanrl.config.mixture import TaskConfig
+from titanrl.extensions import plugins_of, with_objects
+
+START = "name: a\nnum_steps: 3\n"
+TWO = START + "data: {max_prompt_tokens: 48, mixture: {sums: {weight: 3}, words: {source: 'a.py:b', max_prompt_tokens: 16}}}\n"
+
+
+def loaded(folder: Path, text: str, *overrides: str) -> Config:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def complaint(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        loaded(folder, text, *overrides)
+    return str(raised.value)
+
+
+def test_tasks_take_the_keys_of_data_as_defaults(tmp_path: Path) -> None:
+    config = loaded(tmp_path, TWO)
+    sums, words = config.data.mixture["sums"], config.data.mixture["words"]
+    assert list(config.data.tasks) == ["sums", "words"]
+    assert (sums.max_prompt_tokens, words.max_prompt_tokens) == (48, 16)
+    assert (sums.weight, words.weight) == (3, 1.0)
+    assert config.data.chooses_prompts
+    path = tmp_path / "again.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+def test_data_without_a_mixture_is_its_only_task() -> None:
+    config = Config(name="a", num_steps=1, data=DataConfig(task="leg_counting"))
+    assert list(config.data.tasks) == ["leg_counting"]
+    assert not config.data.chooses_prompts
+    assert config.of_task(config.data) == config
+    assert config.evaluation_sets["leg_counting"].task == "leg_counting"
+
+
+def test_task_has_sampling_and_advantage_of_its_own(tmp_path: Path) -> None:
+    config = loaded(
+        tmp_path,
+        START + "data: {mixture: {a: {group_size: 4, max_new_tokens: 50, advantage: pass_at_k, pass_k: 3}, b: {}}}\n",
+        "trainer.row_tokens=256",
+    )
+    a, b = (config.of_task(task) for task in config.data.tasks.values())
+    assert (a.rollout.group_size, a.rollout.max_new_tokens) == (4, 50)
+    assert (a.algorithm.advantage, a.algorithm.pass_k) == ("pass_at_k", 3)
+    assert b.rollout == config.rollout
+    assert b.algorithm == config.algorithm
+    assert config.max_sequence_tokens == 64 + 50
+    sets = config.evaluation_sets
+    assert [(subset.name, subset.task, subset.max_new_tokens) for subset in sets.values()] == [("a", "a", 50), ("b", "b", 26)]
+
+
+def test_weights_of_rewards_are_those_of_the_task() -> None:
+    mixture = {
+        "a": TaskConfig(rewards={"r": {"function": "exact", "weight": 2.0}}),
+        "b": TaskConfig(rewards={"r": {"function": "exact", "weight": 5.0}}),
+    }
+    config = Config.model_validate({"name": "a", "num_steps": 1, "data": {"mixture": mixture}})
+    assert [config.data.weight_of("r", task) for task in (0, 1)] == [2.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "override", "text"),
+    [
+        ("{a: {temperature: 0.5}}", "seed=0", "trainer computes the log-probabilities of all tasks"),
+        ("{a: {weight: 0}}", "seed=0", "data.mixture.a.weight=0"),
+        ("{a/b: {}}", "seed=0", "the name of a task must consist of letters"),
+        ("{a: {pass_k: 2}}", "seed=0", "pass_k is required when advantage is pass_at_k, and allowed only then"),
+        ("{a: {advantage: pass_at_k, pass_k: 9}}", "seed=0", "group_size must be at least pass_k"),
+        ("{a: {max_new_tokens: 5000}}", "seed=0", "data.mixture.a.max_new_tokens=5000"),
+        ("{a: {}, b: {}}", "evaluation.sets={c: {num_samples: 1}}", "a set must say whose prompts it has"),
+        ("{a: {}, b: {}}", "evaluation.sets={c: {task: d}}", "must be a task of the run"),
+        ("{a: {}, b: {}}", "evaluation.sets={a: {task: b}}", "the default set has the name of the task"),
+        ("{a: {}}", "evaluation.sets={c: {task: a, data: {}}}", "either its own or those of a task"),
+        ("{a: {}}", "evaluation.sets={c: {data: {curriculum: {levels: 2}}}}", "an evaluation set has no levels"),
+        ("{a: {curriculum: {levels: 2}}}", "distill={teacher: {path: x}}", "which a curriculum follows"),
+        ("{a: {}}", "sft={path: x.jsonl}", "fine-tuning has examples of one file"),
+    ],
+)
+def test_wrong_mixtures_are_errors(tmp_path: Path, mixture: str, override: str, text: str) -> None:
+    assert text in complaint(tmp_path, f"{START}data: {{mixture: {mixture}}}\n", override)
+
+
+def test_objects_of_python_for_one_task_of_several_are_refused(tmp_path: Path) -> None:
+    config = loaded(tmp_path, TWO)
+    with pytest.raises(ConfigError, match="an object of Python could belong to any task"):
+        with_objects(config, {"rewards": lambda completion, entry: 0.0})
+    with pytest.raises(ConfigError, match="a sampler chooses among the levels of a curriculum"):
+        with_objects(Config(name="a", num_steps=1), {"sampler": object})
+
+
+def test_objects_of_tasks_are_found_by_their_keys(tmp_path: Path) -> None:
+    own = "data.mixture.words.rewards={r: 'a.py:c'}", "data.mixture.sums.advantage=a.py:d"
+    curriculum = "data.mixture.sums.curriculum={levels: 2, sampler: 'a.py:e'}"
+    plugins = plugins_of(loaded(tmp_path, TWO, *own, curriculum), {})
+    assert set(plugins) == {
+        "data.mixture.words.source",
+        "data.mixture.words.rewards.r",
+        "data.mixture.sums.advantage",
+        "data.mixture.sums.curriculum.sampler",
+    }

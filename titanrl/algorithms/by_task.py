@@ -1,0 +1,21 @@
+"""The advantages of the tasks of a mixture."""
+
+from titanrl.algorithms.batch_plan import TaskAdvantage
+from titanrl.config.mixture import TaskConfig, algorithm_of, key_of
+from titanrl.config.schema import Config
+from titanrl.plugins import Plugins, loaded
+
+
+def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
+    """Return the advantage of each task of a run, in the order of their numbers.
+
+    Raises:
+        ValueError: An advantage of the user cannot be loaded.
+    """
+    chosen = []
+    for name, task in config.data.tasks.items():
+        key = "algorithm.advantage"
+        if isinstance(task, TaskConfig) and task.advantage is not None:
+            key = f"{key_of(name, task)}.advantage"
+        chosen.append(TaskAdvantage(algorithm_of(task, config.algorithm), loaded(plugins, key)))
+    return chosen

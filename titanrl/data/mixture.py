@@ -1,0 +1,236 @@
+"""The choice of the next prompt: which task of a mixture, which level of a curriculum, and which place in its stream.
+
+The ratio of a mixture holds among the groups that are trained on. The next task is the one that lags behind its share most,
+counting the groups that batches have had and those that are on their way there: in flight or finished. A group that is dropped
+gives its turn back, whatever the reason, so neither filters nor failures nor slow tasks change the ratio.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from titanrl.config.mixture import TaskConfig, key_of
+from titanrl.config.schema import Config
+from titanrl.data.curriculum import Outcome, Sampler, make_sampler
+from titanrl.plugins import Plugins
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The prompt of a group.
+
+    Example: `Draw(task=1, level=0, place=17)` is the prompt 17 of the only level of the second task.
+    """
+
+    place: int
+    """Position in the stream of the level."""
+    task: int = 0
+    """Number of the task."""
+    level: int = 0
+    """Level of the task's curriculum; 0 without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedTask:
+    """One task of a mixture, or the only task of a run."""
+
+    name: str
+    """Name in metrics."""
+    weight: float = 1.0
+    """Share of the groups, relative to the others."""
+    sampler: Sampler | None = None
+    """Chooses the levels; None if there is only one."""
+    num_levels: int = 1
+    """Number of levels."""
+
+
+class Mixture:
+    """Chooses the prompt of each position, and remembers the choices of positions that may be sampled again.
+
+    The choices depend only on the weights, the samplers, and the order of the calls. A run with one task and no curriculum has
+    its prompts in the order of the stream, and no state.
+    """
+
+    def __init__(self, tasks: Sequence[MixedTask] = (MixedTask(name=""),)) -> None:
+        """Start at the beginning."""
+        self._tasks = tasks
+        self._numbers = {task.name: number for number, task in enumerate(tasks)}
+        self._num_trained = [0] * len(tasks)  # groups that batches have had
+        self._num_outstanding = [0] * len(tasks)  # groups in flight or finished
+        self._places: list[Counter[int]] = [Counter() for _ in tasks]  # next place by level
+        self._draws: dict[int, Draw] = {}
+        self._observed: set[int] = set()  # positions whose outcome counts already
+        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # with the task, for its sampler before the next choice
+
+    @property
+    def has_state(self) -> bool:
+        """True if there is something to choose."""
+        return len(self._tasks) > 1 or self._tasks[0].sampler is not None
+
+    def number_of(self, name: str) -> int:
+        """Return the number of a task."""
+        return self._numbers.get(name, 0)
+
+    def draw(self, index: int) -> Draw:
+        """Return the prompt of a position that is reserved now: that of an earlier reservation, or the next one."""
+        if not self.has_state:
+            return Draw(index)
+        draw = self._draws.get(index)
+        if draw is None:
+            draw = self._draws[index] = self._next()
+        self._num_outstanding[draw.task] += 1
+        return draw
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Return the turns of groups in flight or finished that are dropped, or will be sampled again."""
+        for index in indices if self.has_state else ():
+            self._num_outstanding[self._draws[index].task] -= 1
+
+    def train(self, indices: Iterable[int]) -> None:
+        """Count finished groups as trained on, because a batch has them."""
+        for index in indices if self.has_state else ():
+            task = self._draws[index].task
+            self._num_trained[task] += 1
+            self._num_outstanding[task] -= 1
+
+    def untrain(self, indices: Iterable[int], *, is_dropped: bool) -> None:
+        """Count groups of a batch as finished again, or as dropped, because the batch was not trained on."""
+        for index in indices if self.has_state else ():
+            task = self._draws[index].task
+            self._num_trained[task] -= 1
+            self._num_outstanding[task] += not is_dropped
+
+    def observe(self, index: int, rewards: tuple[float, ...]) -> None:
+        """Note the rewards of a group for the sampler of its task, once for each position."""
+        if not self.has_state or not rewards or index in self._observed:
+            return
+        self._observed.add(index)
+        draw = self._draws[index]
+        self._outcomes[index] = draw.task, Outcome(draw.level, index, rewards)
+
+    def keep(self, *kept: Iterable[int]) -> None:
+        """Forget the choices of all positions but these."""
+        if self.has_state:
+            indices = set(chain(*kept))
+            self._draws = {index: draw for index, draw in self._draws.items() if index in indices}
+            self._observed &= {*indices, *self._outcomes}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the shares of the tasks among the groups that batches have had, and the metrics of the samplers."""
+        values, total = dict[str, float](), sum(self._num_trained)
+        if len(self._tasks) > 1:
+            for task, number in zip(self._tasks, self._num_trained, strict=True):
+                values |= {f"task/{task.name}/groups_total": float(number), f"task/{task.name}/share": number / max(total, 1)}
+        for task in self._tasks:
+            if task.sampler is not None:
+                values |= {f"curriculum/{task.name}/{name}": float(value) for name, value in task.sampler.metrics().items()}
+        return values
+
+    def state_dict(self, *, untrained: Collection[int] = (), from_index: int | None = None) -> dict[str, Any] | None:
+        """Return the state that a resumed run continues with; None if there is nothing to choose.
+
+        Args:
+            untrained: Positions of groups that a batch has, but that were not trained on.
+            from_index: Position from which on everything is sampled again; None if finished groups are kept.
+        """
+        if not self.has_state:
+            return None
+        num_trained = list(self._num_trained)
+        for index in untrained:
+            num_trained[self._draws[index].task] -= from_index is None or index >= from_index
+        outcomes = {index: known for index, known in self._outcomes.items() if from_index is None or index < from_index}
+        return {
+            "names": [task.name for task in self._tasks],
+            "num_trained": num_trained,
+            "places": [dict(places) for places in self._places],
+            "draws": {index: draw for index, draw in self._draws.items() if from_index is None or index >= from_index},
+            "observed": {index for index in self._observed if index in outcomes or index not in self._outcomes},
+            "outcomes": outcomes,
+            "samplers": [None if task.sampler is None else task.sampler.state_dict() for task in self._tasks],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
+        """Continue with a state, before the first call of another method.
+
+        Tasks have their counts, places and samplers by name.
+
+        Returns:
+            False if the state is of other tasks, so that unfinished positions get other prompts, and finished groups cannot be
+            used.
+        """
+        names = [task.name for task in self._tasks]
+        if state is None:
+            return not self.has_state
+        for before, name in enumerate(state["names"]):
+            number = self._numbers.get(name)
+            if number is not None:
+                task = self._tasks[number]
+                self._num_trained[number] = state["num_trained"][before]
+                self._places[number] = Counter(state["places"][before])
+                if task.sampler is not None and state["samplers"][before] is not None:
+                    task.sampler.load_state_dict(state["samplers"][before])
+        if state["names"] != names:
+            return False
+        is_level = all(draw.level < self._tasks[draw.task].num_levels for draw in state["draws"].values())
+        if is_level:
+            self._draws, self._observed = dict(state["draws"]), set(state["observed"])
+            self._outcomes = dict(state["outcomes"])
+        return is_level
+
+    def reserve_again(self, indices: Iterable[int]) -> None:
+        """Count finished groups of a state as on their way to a batch."""
+        for index in indices if self.has_state else ():
+            self._num_outstanding[self._draws[index].task] += 1
+
+    def _next(self) -> Draw:
+        """Choose the next prompt."""
+        for index in sorted(self._outcomes):  # a round's groups finish in any order
+            task, outcome = self._outcomes[index]
+            if (sampler := self._tasks[task].sampler) is not None:
+                sampler.observe(outcome)
+        self._outcomes.clear()
+        number = min(range(len(self._tasks)), key=self._lead)
+        chosen = self._tasks[number]
+        level = 0 if chosen.sampler is None else _checked(chosen.sampler.choose(), chosen)
+        place = self._places[number][level]
+        self._places[number][level] += 1
+        return Draw(place, number, level)
+
+    def _lead(self, number: int) -> float:
+        """Return how far a task is ahead after another half group (the method of Sainte-Lague)."""
+        return (self._num_trained[number] + self._num_outstanding[number] + 0.5) / self._tasks[number].weight
+
+
+def _checked(level: Any, task: MixedTask) -> int:
+    """Return a level that a sampler chose, as an int of Python."""
+    try:
+        number = operator.index(level)
+    except TypeError:
+        number = -1
+    if not 0 <= number < task.num_levels:
+        raise ValueError(
+            f"curriculum.sampler: chose a level that task {task.name} does not have (got {level!r}). "
+            f"Return an int from 0 to {task.num_levels - 1}."
+        )
+    return number
+
+
+def make_mixture(config: Config, plugins: Plugins) -> Mixture:
+    """Return the choice of prompts of a run, at its beginning.
+
+    Raises:
+        ValueError: A sampler of the user cannot be used.
+    """
+    tasks = []
+    for name, task in config.data.tasks.items():
+        sampler, curriculum = None, task.curriculum
+        if curriculum is not None:
+            key = f"{key_of(name, task)}.curriculum.sampler"
+            sampler = make_sampler(curriculum, config.seed, plugins.get(key), key=key)
+        weight = task.weight if isinstance(task, TaskConfig) else 1.0
+        num_levels = 1 if curriculum is None else curriculum.num_levels
+        tasks.append(MixedTask(name=name, weight=weight, sampler=sampler, num_levels=num_levels))
+    return Mixture(tasks)

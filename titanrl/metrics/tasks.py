@@ -1,0 +1,39 @@
+"""Metrics of the tasks of a mixture, and of curricula. docs/metrics.md lists names and units."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from titanrl.config.data import DataConfig
+from titanrl.metrics.steps import mean
+from titanrl.tables import RecordTable
+
+
+def task_metrics(records: RecordTable, tasks: Mapping[str, DataConfig], dropped: Mapping[str, int]) -> dict[str, float]:
+    """Return the metrics of each task of a batch; a task without groups in it has only their number, and a single task none.
+
+    Args:
+        records: Groups of the batch.
+        tasks: Tasks by name, in the order of their numbers.
+        dropped: Groups discarded since the previous batch, by task.
+    """
+    values: dict[str, float] = {}
+    for number, (name, task) in enumerate(tasks.items() if len(tasks) > 1 else ()):
+        groups = records.take(np.flatnonzero(records.tasks == number))
+        values |= {f"task/{name}/groups": float(len(groups)), f"task/{name}/dropped": float(dropped.get(name, 0))}
+        if len(groups):
+            values |= _rollout_metrics(name, groups, 1.0 if task.curriculum is None else task.curriculum.solved_from)
+    return values
+
+
+def _rollout_metrics(task: str, records: RecordTable, solved_from: float) -> dict[str, float]:
+    groups, rewards = records.groups, records.rewards
+    parts = {part: values[~np.isnan(values)].tolist() for part, values in records.reward_parts.items()}
+    return {
+        f"task/{task}/reward_mean": mean(rewards.tolist()),
+        f"task/{task}/solved_frac": float(np.mean(rewards >= solved_from)),
+        **{f"task/{task}/reward/{part}": mean(values) for part, values in parts.items() if values},
+        f"task/{task}/response_len_mean": mean(records.num_sampled_by_rollout.tolist()),
+        f"task/{task}/truncated_frac": int(groups["num_truncated"].sum()) / len(rewards),
+        f"task/{task}/generate_s_mean": mean(groups["generate_s"].tolist()),
+    }
