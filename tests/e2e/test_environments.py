@@ -4,13 +4,20 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
 from tests.e2e.conftest import REPO, SMALL, Finished, Start
+from titanrl.config import load_config
 from titanrl.dumps import DumpReader
+from titanrl.launch.starting_model import prepare_starting_model
+from titanrl.types import Rollout
 
 FAILURES = ("environment_error", "timeout", "reward_error")
 ENVIRONMENT = Path(__file__).with_name("flaky.py")
@@ -46,6 +53,7 @@ def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: 
     for rollout in rollouts:
         assert sum(turn.reward for turn in rollout.turns) == pytest.approx(rollout.reward)
         assert rollout.turns[-1].end == len(rollout.segments[-1].token_ids)
+    check_against_transformers(run, [rollout for rollout in rollouts[:64] if len(rollout.turns) > 1][:16])
     groups = trained_groups(run)
     conversations = [completion["messages"] for group in groups for completion in group["completions"]]
     with_call = [messages for messages in conversations if len(messages) > 2]
@@ -60,6 +68,22 @@ def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: 
     turns = sum(message["role"] == "assistant" for messages in conversations for message in messages)
     assert run.steps[-1]["count/environment_steps"] == turns
     assert run.steps[-1]["count/rollouts"] == len(conversations) == 3 * 64
+
+
+def check_against_transformers(run: Finished, rollouts: Sequence[Rollout]) -> None:
+    """Compare the log-probabilities of the first batch, in whole conversations, with those of the starting model."""
+    base = prepare_starting_model(load_config(run.run_dir / "config.yaml")).base
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for segment in (segment for rollout in rollouts for segment in rollout.segments):
+        assert segment.supports is not None
+        with torch.no_grad():
+            logits = model(torch.from_numpy(segment.token_ids)[None]).logits[0]
+        for token in np.flatnonzero(segment.mask).tolist():
+            support = torch.from_numpy(segment.supports.ids(token))
+            logprobs = logits[token - 1, support].log_softmax(-1)
+            (expected,) = logprobs[support == int(segment.token_ids[token])].tolist()
+            assert segment.logprobs[token] == pytest.approx(expected, abs=1e-5)
+    assert rollouts
 
 
 def test_failures_of_environments_are_retried_counted_and_never_trained_on(
