@@ -82,7 +82,7 @@ def test_death_of_a_host_is_survived(
 ) -> None:
     hosts = f"hosts={{kind: process, generator_hosts: {num_hosts}}}"
     overrides = (hosts, "generator.replicas=2", "rollout.num_workers=2", "max_staleness=1", "logging.rollouts_per_step=8")
-    overrides += ("num_steps=24",)
+    overrides += ("num_steps=16",)
     run = start_run(f"{kill.split(':')[0]}-of-{num_hosts}", KILLER, *overrides, KILL=kill).finish()
     assert run.code == 0, run.output
     assert set(replaced(run)) <= set(replacements)  # the run may end before the replacement has started
