@@ -225,7 +225,11 @@ def test_wrong_signatures_end_the_command_with_2_and_the_expected_ones(tmp_path:
     assert "Traceback" not in done.stderr
     for key, line, expected in (
         ("algorithm.loss", 8, "write it as `def loss(inputs: LossInputs, *, option: float = 1.0) -> Tensor`"),
-        ("algorithm.advantage", 8, "write it as `def advantage(group: GroupRewards) -> Sequence[float]`"),
+        (
+            "algorithm.advantage",
+            8,
+            "write it as `def advantage(group: GroupRewards) -> Sequence[float] | Sequence[Sequence[float]]`",
+        ),
         ("replay.priority", 7, "write it as `def priority(group: GroupRewards, advantages: Sequence[float]) -> float`"),
         ("rollout.group_filter", 6, "write it as `def keep(group: ScoredGroup) -> bool`"),
         ("logging.loggers[0]", 5, "write it as `class MyTracker: def __init__(self, run_dir: Path, "),
@@ -256,7 +260,7 @@ def test_contradicting_traits_are_found_before_the_start(tmp_path: Path) -> None
             LOSSES,
             {"config/registry.py", "config/objective.py", "config/algorithm.py", "algorithms/tinker.py", "config/distill.py"},
         ),
-        (ADVANTAGES, {"config/registry.py", "config/objective.py", "config/algorithm.py"}),
+        (ADVANTAGES, {"config/registry.py", "config/objective.py", "config/algorithm.py", "config/mixture.py"}),
         (TRACKERS, {"config/registry.py", "metrics/trackers.py"}),
     ],
     ids=["losses", "advantages", "trackers"],

@@ -27,7 +27,7 @@ def run_in(path: Path) -> GRPO:
     run.console = Console("off", total_steps=1)
     run._lock = claim_new_run(path)
     run._recorder = Recorder(RunDirectory(path), Trackers({}, print), run.console)
-    run._session = run._saving = run._closing = None
+    run._session = run._saving = run._closing = run._kept = None
     return run
 
 

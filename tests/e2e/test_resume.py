@@ -38,4 +38,4 @@ def test_every_prompt_is_trained_on_once_after_a_kill_and_an_interrupt(start_run
     assert published == list(range(0, last + 1, 2)), "the interval continues where it was"
     assert max(row["staleness/max"] for row in resumed.steps) <= 2
     saved, next_one = resumed.steps[restored["step"] - 1 : restored["step"] + 1]
-    assert next_one["replay/stored"] >= saved["replay/stored"] >= 8, "the groups kept for replay are restored"
+    assert next_one["replay/stored"] >= saved["replay/stored"] > 0, "the groups kept for replay are restored"

@@ -202,7 +202,7 @@ def test_group_needs_its_least_number_of_rewards(tokenizer: Tokenizer, least: in
     worker._tasks_of_run = [SimpleNamespace(config=config)]  # type: ignore[list-item]
     worker._filter = None
     assert worker._rejection(group, task=0) == rejection
-    assert worker._rejection(replace(group, rollouts=())) is None  # it has a reason of its own
+    assert worker._rejection(replace(group, rollouts=()), task=0) is None  # it has a reason of its own
 
 
 def test_least_size_above_the_size_of_groups_is_refused() -> None:

@@ -274,7 +274,8 @@ def test_parameter_that_only_one_rank_uses_trains_as_on_one_rank(plan: dict, wor
     assert head not in without
     assert not found[0].pop(head, np.zeros(1)).any()
     assert np.abs(using[head]).max() > 1e-2
-    for expected, values in zip((without, using, trained), found, strict=True):
+    # Where a gradient is almost 0, the step of AdamW is as large as elsewhere, and its rounding, too.
+    for expected, values, atol in zip((without, using, trained), found, (1e-5, 1e-5, 5e-5), strict=True):
         assert values.keys() == expected.keys()
         for name, value in expected.items():
-            np.testing.assert_allclose(values[name], value, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(values[name], value, atol=atol, err_msg=name)

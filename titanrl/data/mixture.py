@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanrl.config.mixture import TaskConfig, key_of
 from titanrl.config.schema import Config
@@ -18,8 +18,7 @@ from titanrl.data.curriculum import Outcome, Sampler, make_sampler
 from titanrl.plugins import Plugins
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """The prompt of a group.
 
     Example: `Draw(task=1, level=0, place=17)` is the prompt 17 of the only level of the second task.
