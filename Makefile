@@ -21,7 +21,7 @@ RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt requi
 DEV := $(RUNTIME)-dev-$(call digest,requirements/dev.txt)
 DOCS := $(RUNTIME)-docs-$(call digest,requirements/docs.txt)
 
-.PHONY: help venv demo demo-tools test test-slow test-faults lint docs bench requirements clean
+.PHONY: help venv demo demo-tools test test-slow test-faults test-cluster lint docs bench requirements clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -44,6 +44,9 @@ test-slow: $(DEV) ## the slow tests
 test-faults: $(DEV) ## every kind of fault of every process in every phase, about half an hour; writes runs/bench/fault_matrix.json
 	FAULT_MATRIX=runs/bench/fault_matrix.json $(BIN)/python -m pytest -m slow tests/e2e/test_fault_matrix.py $(ARGS)
 
+test-cluster: $(DEV) ## runs on a Slurm cluster of three nodes in network namespaces; needs root and Slurm, else it says what is missing
+	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+
 lint: $(DEV) ## ruff, mypy, import layers, prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,7 +58,7 @@ docs: $(DOCS) ## build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 	@echo "Open site/index.html, or run $(BIN)/mkdocs serve."
 
-BENCHMARKS ?= quickstart weight_sync trainer_step generator controller rollouts async_speedup chaos
+BENCHMARKS ?= quickstart weight_sync trainer_step generator controller rollouts flaky_rollouts evaluations async_speedup chaos
 
 bench: $(RUNTIME) ## run every benchmark and write JSON to runs/bench (BENCHMARKS="quickstart" for one)
 	$(foreach name,$(BENCHMARKS),$(BIN)/python -m benchmarks.$(name) --json runs/bench/$(name).json $(ARGS) &&) true

@@ -41,6 +41,8 @@ def group(index: int, reward: float = 0.1) -> Group:
         reward_parts=parts,
         finish_reason="stop",
         turns=(Turn(segment=0, end=3, reward=0.1), Turn(segment=0, end=4, reward=0.0), Turn(segment=1, end=3, reward=0.25)),
+        token_rewards=np.array([0.1, 0.0, 1 / 3, 0.25 - 1 / 3]),
+        metrics={"calls": 1 / 3},
     )
     supports = supports_of([np.array(ids, np.int32) for ids in ([], [], [1, 4])], 70)
     truncated = replace(segment([5, 6, 1], 2), supports=supports)

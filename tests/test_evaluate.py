@@ -17,6 +17,7 @@ RESULT = EvaluationResult(
     mean=0.5,
     num_prompts=100,
     response_len_mean=17.25,
+    environment={"calls": 1.5},
     num_errors=3,
     first_error="answer: broken",
     num_samples=4,
@@ -81,6 +82,7 @@ def test_table_and_json_have_every_statistic() -> None:
         ("", "", "avg@4", "0.2500", ""),
         ("", "", "pass@4", "0.7500", ""),
         ("", "", "response_len_mean", "17.2", ""),
+        ("", "", "environment/calls_mean", "1.5000", ""),
         ("", "", "failed rewards", "3", "answer: broken"),
     ]
     found = json.loads(json.dumps(evaluate.as_dict(Path("model"), {"hard": RESULT})))
@@ -90,6 +92,7 @@ def test_table_and_json_have_every_statistic() -> None:
         "num_prompts": 100,
         "num_samples": 4,
         "response_len_mean": 17.25,
+        "environment/calls_mean": 1.5,
         "num_errors": 3,
         "first_error": "answer: broken",
     }

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import titanrl
-from titanrl.rewards import Answers, BoundReward, GroupReward, check_reward
+from titanrl.rewards import Answers, BoundReward, GroupReward, TokenRewards, check_reward
 
 ANSWERS = Answers(
     entry={"question": "2 + 2 =", "answer": "4", "metadata": {}},
     completions=("4", "five"),
     num_tokens=(2, 3),
     finish_reasons=("stop", "length"),
+    token_ids=((8, 1), (9, 9, 9)),
 )
 
 
@@ -26,6 +27,10 @@ def plain(completion: str, entry: dict[str, Any]) -> float:
 
 def measured(text: str, data: dict[str, Any], num_tokens: int, *, finish_reason: str) -> str:
     return f"{text} {num_tokens} {finish_reason}"
+
+
+def read(text: str, data: dict[str, Any], token_ids: list[int]) -> list[int]:
+    return [*token_ids, 0]
 
 
 def rest(completion: str, entry: dict[str, Any], scale: float = 2.0, **other: Any) -> float:
@@ -48,6 +53,7 @@ class Judge:
     [
         (plain, [1.0, 0.0]),
         (measured, ["4 2 stop", "five 3 length"]),
+        (read, [[8, 1, 0], [9, 9, 9, 0]]),
         (rest, [2.0, 2.0]),
         (Judge("five"), [2.0, 4.0]),
         (functools.partial(rest, scale=3.0), [3.0, 3.0]),
@@ -62,12 +68,14 @@ def test_reward_gets_the_arguments_that_it_takes(function: Callable[..., Any], e
 
 def test_group_reward_gets_all_completions() -> None:
     @titanrl.group_reward
-    def order(completions: list[str], entry: dict[str, Any], finish_reasons: list[str], num_tokens: list[int]) -> list[Any]:
-        return [(completions, entry["answer"], num_tokens), finish_reasons]
+    def order(
+        completions: list[str], entry: Any, finish_reasons: list[str], num_tokens: list[int], token_ids: Any
+    ) -> list[Any]:
+        return [(completions, entry["answer"], num_tokens, token_ids), finish_reasons]
 
     reward = BoundReward("answer", order)
     assert reward.is_group
-    assert reward.call_group(ANSWERS) == [(["4", "five"], "4", [2, 3]), ["stop", "length"]]
+    assert reward.call_group(ANSWERS) == [(["4", "five"], "4", [2, 3], [[8, 1], [9, 9, 9]]), ["stop", "length"]]
 
 
 def test_marked_function_can_be_called_and_is_pickled_by_value() -> None:
@@ -155,3 +163,28 @@ def test_wrong_signature_shows_the_expected_one(function: object, problem: str, 
     with pytest.raises(ValueError, match=rf"^data\.rewards\.x: {problem}") as raised:
         check_reward(function, key="data.rewards.x", name="mine")
     assert f"Write it as `{expected}" in str(raised.value)
+
+
+def test_rewards_of_tokens_are_a_part_like_a_number() -> None:
+    reward = BoundReward("process", plain)
+    made = TokenRewards(tokens=[np.float32(0.5), 1], steps=[(2, True)], whole=0)
+    checked = TokenRewards(tokens=[0.5, 1.0], steps=[(2, 1.0)], whole=0.0)
+    assert reward.parts(made) == {"process": checked}
+    assert reward.parts({"steps": made, "short": 2}) == {"process/steps": checked, "process/short": 2.0}
+    assert checked.total == 2.5
+    assert TokenRewards(steps=[(2, 1.0)]).moved(3) == TokenRewards(steps=[(5, 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (TokenRewards(tokens=[1.0, float("nan")]), "returned nan. Expected a finite number"),
+        (TokenRewards(whole=float("inf")), "returned inf. Expected a finite number"),
+        (TokenRewards(steps=[(3, "1.0")]), "returned '1.0'. Expected a finite number"),  # type: ignore[list-item]
+        (TokenRewards(steps=[(0, 1.0)]), r"steps that end after \[0\] characters. Expected whole numbers from 1 up"),
+        (TokenRewards(steps=[(1.5, 1.0)]), r"steps that end after \[1.5\] characters"),  # type: ignore[list-item]
+    ],
+)
+def test_wrong_rewards_of_tokens_are_refused(value: TokenRewards, problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
+        BoundReward("process", plain).parts(value)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from titanrl.errors import FaultError, TitanRLError
     from titanrl.grpo import GRPO
     from titanrl.hooks import Hook
-    from titanrl.rewards import Reward, group_reward
+    from titanrl.rewards import Reward, TokenRewards, group_reward
     from titanrl.rollout.filters import ScoredGroup
     from titanrl.session import Session, connect
     from titanrl.sft import SFT
@@ -55,6 +55,7 @@ _MODULES = {
     "ScoredGroup": "rollout.filters",
     "Session": "session",
     "TitanRLError": "errors",
+    "TokenRewards": "rewards",
     "batches": "datums",
     "connect": "session",
     "group_advantages": "algorithms.advantages",
@@ -82,6 +83,7 @@ __all__ = [
     "ScoredGroup",
     "Session",
     "TitanRLError",
+    "TokenRewards",
     "batches",
     "connect",
     "group_advantages",

@@ -125,6 +125,13 @@ async def outcome(training: Run) -> tuple[int, str]:
     return 0, ""
 
 
+def save_limit_s(config: Config) -> float:
+    """Return the longest time from an interrupt to the end of its checkpoint; Slurm gives notice of the end of a job early."""
+    if config.hosts.kind != "slurm":
+        return SAVE_LIMIT_S
+    return max(SAVE_LIMIT_S, config.hosts.slurm.notice_s - CLOSE_LIMIT_S - SAVE_LIMIT_S)
+
+
 class Interrupt:
     """Handles SIGINT, SIGTERM and SIGHUP: the first closes the run in order, the second ends this process at once.
 
@@ -156,7 +163,7 @@ class Interrupt:
 
     def _save(self) -> None:
         self._training.end_after_step()
-        self._loop.call_later(SAVE_LIMIT_S, self._task.cancel)
+        self._loop.call_later(save_limit_s(self._training.config), self._task.cancel)
 
     def report(self, *, is_saved: bool) -> None:
         """Say what became of the checkpoint that an interrupt waited for."""
@@ -166,7 +173,7 @@ class Interrupt:
         if is_saved and not steps:
             self._training.console.warn(f"saved step {self._training.state.step}; --resume continues after it")
         else:
-            reason = f"step and checkpoint took more than {SAVE_LIMIT_S:g} s"
+            reason = f"step and checkpoint took more than {save_limit_s(self._training.config):g} s"
             self._training.console.warn(f"no checkpoint was saved, because {reason}; the last {steps} steps are in none")
 
     def _second(self, number: int, frame: FrameType | None) -> None:

@@ -20,12 +20,13 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> "pyarrow.Table":
 
     lists = {"token_ids": "int32", "mask": "bool", "logprobs": "float32", "versions": "int32", "segment_lengths": "int32"}
     lists |= {"support_counts": "int32", "support_words": "int32"}
-    lists |= {"prompt_token_ids": "int32", "turn_segments": "int32", "turn_ends": "int32", "turn_rewards": "float64"}
+    lists |= {"prompt_token_ids": "int32", "turn_segments": "int32", "turn_ends": "int32"}
+    lists |= {"turn_rewards": "float64", "token_rewards": "float64"}
     scalars = {
         **dict.fromkeys(("index", "rollout", "worker", "support_vocabulary"), "int64"),
         **dict.fromkeys(("task", "status", "outcome", "error", "finish_reason", "question"), "string"),
         **dict.fromkeys(("reward", "generate_s", "score_s"), "float64"),
-        **dict.fromkeys(("reward_parts", "messages", "entry", "counts"), "string"),
+        **dict.fromkeys(("reward_parts", "messages", "entry", "counts", "metrics"), "string"),
     }
     kinds = {name: pyarrow.type_for_alias(kind) for name, kind in (lists | scalars).items()}
     fields = [(name, pyarrow.list_(kinds[name]) if name in lists else kinds[name]) for name in COLUMNS if name in kinds]
@@ -47,6 +48,7 @@ COLUMNS = (
     "finish_reason",
     "reward",
     "reward_parts",
+    "metrics",
     "token_ids",
     "mask",
     "logprobs",
@@ -58,6 +60,7 @@ COLUMNS = (
     "turn_segments",
     "turn_ends",
     "turn_rewards",
+    "token_rewards",
     "messages",
     "question",
     "entry",
@@ -102,6 +105,7 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "reward": rollout.reward,
         "reward_parts": _json(rollout.reward_parts),
+        "metrics": _json(rollout.metrics),
         "token_ids": np.concatenate([segment.token_ids for segment in segments]).astype(np.int32),
         "mask": np.concatenate([segment.mask for segment in segments]),
         "logprobs": np.concatenate([segment.logprobs for segment in segments]),
@@ -111,6 +115,7 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
         "turn_segments": [turn.segment for turn in turns],
         "turn_ends": [turn.end for turn in turns],
         "turn_rewards": [turn.reward for turn in turns],
+        "token_rewards": rollout.token_rewards,
     }
 
 
@@ -135,6 +140,7 @@ def _failed(failure: ScorerFailure) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "reward": None,
         "reward_parts": "{}",
+        "metrics": "{}",
         "token_ids": completion.token_ids.astype(np.int32),
         "mask": np.ones(len(completion.token_ids), np.bool_),
         "logprobs": completion.logprobs,
@@ -144,6 +150,7 @@ def _failed(failure: ScorerFailure) -> dict[str, Any]:
         "turn_segments": [],
         "turn_ends": [],
         "turn_rewards": [],
+        "token_rewards": None,
     }
 
 
@@ -177,6 +184,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     token_ids, versions = (np.split(row[name].astype(np.int64), ends) for name in ("token_ids", "versions"))
     columns = zip(token_ids, np.split(row["mask"], ends), np.split(row["logprobs"], ends), versions, strict=True)
     turns = zip(row["turn_segments"], row["turn_ends"], row["turn_rewards"], strict=True)
+    token_rewards = row.get("token_rewards")  # a dump of an earlier version lacks them
     return Rollout(
         segments=tuple(
             Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=sampled_by, supports=supports)
@@ -186,6 +194,8 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         reward_parts=json.loads(row["reward_parts"]),
         finish_reason=row["finish_reason"],
         turns=tuple(Turn(segment=segment, end=end, reward=reward) for segment, end, reward in turns),
+        token_rewards=None if token_rewards is None else np.array(token_rewards, np.float64),
+        metrics=json.loads(row.get("metrics", "{}")),
     )
 
 

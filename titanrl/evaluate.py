@@ -157,6 +157,7 @@ def as_dict(model: Path, results: Results) -> dict[str, Any]:
             "num_prompts": result.num_prompts,
             "num_samples": result.num_samples,
             "response_len_mean": result.response_len_mean,
+            **{f"environment/{metric}_mean": value for metric, value in result.environment.items()},
             "num_errors": result.num_errors,
             "first_error": result.first_error,
         }
@@ -176,6 +177,8 @@ def rows(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
             yield *first, metric, f"{value:.4f}", "" if half is None else f"{value - half:.4f} to {value + half:.4f}"
             first = "", ""
         yield *first, "response_len_mean", f"{result.response_len_mean:.1f}", ""
+        for metric, value in result.environment.items():
+            yield "", "", f"environment/{metric}_mean", f"{value:.4f}", ""
         if result.num_errors:
             yield "", "", "failed rewards", str(result.num_errors), result.first_error
 

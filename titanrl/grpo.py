@@ -343,6 +343,7 @@ class GRPO(DumpedRun):
                 of_turns=bool(batch.counts),
             ),
             **metrics_of.episode_metrics(batch.counts),
+            **metrics_of.environment_metrics(batch.environment, is_mixture=len(self.config.data.tasks) > 1),
             **task_metrics(batch.records, self.config.data.tasks, batch.drops_by_task),
             **batch.prompts,
             **metrics_of.age_metrics(ages),

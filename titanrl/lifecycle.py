@@ -16,7 +16,7 @@ from titanrl.errors import FaultError
 from titanrl.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.files import DamagedError
 from titanrl.hooks import Hooks
-from titanrl.launch.progress import Resumable, RunState, resumable
+from titanrl.launch.progress import FIRST, Resumable, resumable
 from titanrl.launch.recording import Beginning, open_recorder
 from titanrl.launch.respawns import Respawns
 from titanrl.launch.restarts import Restart, Restarts, newest_checkpoint
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from titanrl.launch.sampling import SamplingClient
     from titanrl.launch.training import TrainingClient
     from titanrl.session import Session
-
-
-FIRST = RunState(step=0, version=0, next_index=0)
-"""State before the first step."""
 
 
 class Lifecycle:
@@ -85,7 +81,8 @@ class Lifecycle:
         self._hooks = Hooks.of(self._plugins)
         self.device = resolve_device(config.device)
         self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
-        self._resume_step = None if resume is None else self.state.step
+        self._is_resumed = resume is not None
+        self._resume_step = self.state.step or None  # a submitted run may have no checkpoint yet
         self._saved_step = self.state.step
         self._saving: asyncio.Task[Path] | None = None
         self._ending = asyncio.Event()
@@ -113,7 +110,7 @@ class Lifecycle:
         _import_heavy_packages()
         for note in notes(self.config):
             self.console.note(note)
-        self._open_recorder("start" if self._resume_step is None else "resume")
+        self._open_recorder("resume" if self._is_resumed else "start")
         await self._surviving()
         return self
 
@@ -160,13 +157,16 @@ class Lifecycle:
 
     async def _step_back(self, fault: FaultError | None, budget: str = "") -> None:
         """Close the processes; return state and files of the run to the newest whole checkpoint, or to their beginning."""
-        is_first = self._restart is None
+        # Generators that make the next attempt fail, too, must not be kept for a third one.
+        keeps_generators = self._restart is None or (
+            fault is not None and not fault.part.startswith(("generator", "evaluator"))
+        )
         self._record_restart(has_failed=True)  # of an earlier attempt, if there is one
         started, reached = time.perf_counter(), self.state.step
         await self._settle_checkpoint()
-        await self._close_session(keeps_generators=is_first)
+        await self._close_session(keeps_generators=keeps_generators)
         newest = await asyncio.to_thread(newest_checkpoint, self.run_dir, had_one=self._saved_step > 0)
-        self._resume_step = None if newest is None else newest.state.step
+        self._resume_step = (newest and newest.state.step) or None
         self._found = newest or self._found
         self.state, self._saved_step = self._found.state, self._found.state.step
         self._hooks = Hooks.of(self._plugins)
@@ -211,8 +211,8 @@ class Lifecycle:
             respawns=self._respawns,
             kept=self._kept,
         )
-        self._kept = None  # the session has them, or stops them if it cannot be opened
         self._session = await open_session(setup)
+        self._kept = None  # the session has them
         await self._session.load()
         await self.begin()
         self._record_restart()
@@ -275,7 +275,7 @@ class Lifecycle:
         if self._closing is not None:
             await asyncio.shield(self._closing)
             self._closing = None
-        if self._kept is not None and not keeps_generators:
+        if self._kept is not None and not (keeps_generators and self._kept.can_keep_generators):
             kept, self._kept = self._kept, None
             self._closing = asyncio.create_task(self._close_kept(kept), name="close generators")
             await asyncio.shield(self._closing)

@@ -35,6 +35,7 @@ from titanrl.data import examples
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
 from titanrl.extensions import plugins_of
+from titanrl.launch.slurm_rules import broken_by_slurm
 from titanrl.models.directory import model_shape, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
 from titanrl.plugins import Plugins
@@ -146,19 +147,12 @@ def dry_run(config: Config, source: Source | None = None) -> None:
 
 
 def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
-    missing = None if config.device == "auto" else missing_for(config.device)
+    is_elsewhere = config.hosts.kind == "slurm"  # the controller needs no device
+    missing = None if config.device == "auto" or is_elsewhere else missing_for(config.device)
     if missing is not None:
         rule = f"the device must be usable on this machine, but it is not: {missing}"
         yield BrokenRule(values={"device": config.device}, rule=rule, fix="set device to auto or cpu")
-    if config.hosts.kind == "slurm" and shutil.which("sbatch") is None:
-        rule = "slurm requires the command sbatch, which is not on PATH"
-        yield BrokenRule(values={"hosts.kind": "slurm"}, rule=rule, fix="start the run on a Slurm login node")
-    if config.hosts.kind == "slurm" and not config.hosts.trusted_network:
-        yield BrokenRule(
-            values={"hosts.kind": "slurm", "hosts.trusted_network": False},
-            rule="hosts of slurm listen on the network, and a program that can connect to them can execute code as you",
-            fix="set hosts.trusted_network to true if you trust everybody who can reach them (docs/security.md)",
-        )
+    yield from broken_by_slurm(config)
 
 
 def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:

@@ -1,21 +1,50 @@
 """Rewards of the user: functions from completions to numbers, and how they are called. This module loads no library.
 
 A reward scores one completion or, marked by `group_reward`, all completions of a prompt at once. It returns a number for each,
-or a mapping of named parts. It may be `async`.
+`TokenRewards`, or a mapping of named parts of either kind. It may be `async`.
 """
 
 import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import update_wrapper
 from typing import Any, Protocol, SupportsFloat
 
 from titanrl.plugins import check_call
 
-Value = SupportsFloat | Mapping[str, SupportsFloat]
-"""Reward of one completion: a finite number, or several by part."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRewards:
+    """A reward of one completion that says which of its tokens earned it, for `algorithm.credit: token`.
+
+    The completion's reward is the sum of all of its numbers.
+
+    Example: in `"2 + 2 = 4. 4 + 1 = 6."` the first step is right, and the answer is wrong:
+    `TokenRewards(steps=[(10, 1.0), (21, 0.0)], whole=-0.5)`
+    """
+
+    tokens: Sequence[float] = ()
+    """Reward of each sampled token, with the end-of-sequence token; empty if no token has one."""
+    steps: Sequence[tuple[int, float]] = ()
+    """Rewards of steps of the text: the number of characters up to the end of the step, and its reward. The token that
+    completes this part of the text gets it."""
+    whole: float = 0.0
+    """Reward of the completion as a whole. Its last token gets it."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all rewards."""
+        return math.fsum((*self.tokens, *(reward for _, reward in self.steps), self.whole))
+
+    def moved(self, num_chars: int) -> "TokenRewards":
+        """Return the rewards for a text with so many more characters at its start."""
+        return replace(self, steps=[(end + num_chars, reward) for end, reward in self.steps])
+
+
+Value = SupportsFloat | TokenRewards | Mapping[str, SupportsFloat | TokenRewards]
+"""Reward of one completion: a finite number, rewards of its tokens, or several of these by part."""
 
 MAX_PARTS = 32
 """Largest number of parts that one reward returns."""
@@ -30,7 +59,7 @@ class RewardFunction(Protocol):
     """A reward of one completion.
 
     `entry` has `question`, `answer` and `metadata` of the prompt. A function with parameters named `num_tokens` (tokens of the
-    completion) or `finish_reason` (`stop` or `length`) gets them as keywords.
+    completion), `token_ids` (these tokens) or `finish_reason` (`stop` or `length`) gets them as keywords.
 
     Example:
         def short_and_right(completion: str, entry: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
@@ -45,7 +74,8 @@ class RewardFunction(Protocol):
 class GroupRewardFunction(Protocol):
     """A reward of all completions of a prompt, marked by `group_reward`. It returns one value per completion, in their order.
 
-    A function with parameters named `num_tokens` or `finish_reasons` gets them as keywords, one value per completion.
+    A function with parameters named `num_tokens`, `token_ids` or `finish_reasons` gets them as keywords, one value per
+    completion.
 
     Example:
         @titanrl.group_reward
@@ -116,6 +146,10 @@ class Answers:
     """Number of tokens of each."""
     finish_reasons: tuple[str, ...]
     """Reason why each ended."""
+    token_ids: tuple[Sequence[int], ...] = ()
+    """Tokens of each; empty where no reward asks for them."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Function from token ids to their text; None if a text is not that of all of its tokens, but an episode's last message."""
 
     def only(self, index: int) -> "Answers":
         """Return the answers without the other completions."""
@@ -125,6 +159,8 @@ class Answers:
             completions=self.completions[one],
             num_tokens=self.num_tokens[one],
             finish_reasons=self.finish_reasons[one],
+            token_ids=self.token_ids[one],
+            decode=self.decode,
         )
 
 
@@ -141,6 +177,8 @@ class Scored:
     """Unweighted reward by part."""
     error: str = ""
     """Name of each part that failed, with its error."""
+    token_rewards: tuple[float, ...] | None = None
+    """Part of `reward` that each sampled token earned; they add up to it. None if no reward is one of tokens."""
 
 
 class BoundReward:
@@ -158,16 +196,25 @@ class BoundReward:
         """True for a function or an object whose call is a coroutine."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
+    @property
+    def takes_token_ids(self) -> bool:
+        """True if the function has a parameter for the ids of tokens."""
+        return "token_ids" in self._keywords
+
     def call_one(self, answers: Answers, index: int) -> Any:
         """Score one completion; the result may be awaitable."""
         if not self._keywords:
             return self.function(answers.completions[index], answers.entry)
+        options: dict[str, object]
         options = {"num_tokens": answers.num_tokens[index], "finish_reason": answers.finish_reasons[index]}
+        if self.takes_token_ids:
+            options["token_ids"] = list(answers.token_ids[index])
         return self.function(answers.completions[index], answers.entry, **self._taken(options))
 
     def call_group(self, answers: Answers) -> Any:
         """Score all completions; the result may be awaitable."""
         options = {"num_tokens": list(answers.num_tokens), "finish_reasons": list(answers.finish_reasons)}
+        options["token_ids"] = list(map(list, answers.token_ids))
         return self.function(list(answers.completions), answers.entry, **self._taken(options))
 
     def values(self, returned: object, num_completions: int) -> list[object]:
@@ -183,18 +230,18 @@ class BoundReward:
             raise TypeError(f"the reward returned {len(values)} of {num_completions} values. Expected one per completion.")
         return values
 
-    def parts(self, value: object) -> dict[str, float]:
+    def parts(self, value: object) -> dict[str, float | TokenRewards]:
         """Return a value by part: under the name of this reward, or `name/part` for each of several parts.
 
         Raises:
-            TypeError: It is neither a finite number nor a mapping of names to finite numbers.
+            TypeError: It is neither a finite number nor `TokenRewards` of such numbers, nor a mapping of names to them.
         """
         if isinstance(value, float) or not isinstance(value, Mapping):  # the usual type needs no slower check
-            return {self.name: _finite(value)}
+            return {self.name: _checked(value)}
         if not 0 < len(value) <= MAX_PARTS or not all(isinstance(part, str) and PART_NAME.fullmatch(part) for part in value):
             names = f"{list(value)!a:.60}"
             raise TypeError(f"the reward returned the parts {names}. Expected 1 to {MAX_PARTS} names of letters and digits.")
-        return {f"{self.name}/{part}": _finite(number) for part, number in value.items()}
+        return {f"{self.name}/{part}": _checked(number) for part, number in value.items()}
 
     def _taken(self, options: Mapping[str, object]) -> dict[str, object]:
         return {key: value for key, value in options.items() if key in self._keywords}
@@ -203,7 +250,7 @@ class BoundReward:
 def keywords_of(function: Callable[..., Any]) -> list[str]:
     """Return the optional arguments that a reward takes, as keywords."""
     is_group = isinstance(function, GroupReward)
-    known = ("num_tokens", "finish_reasons" if is_group else "finish_reason")
+    known = ("num_tokens", "token_ids", "finish_reasons" if is_group else "finish_reason")
     try:
         _, _, *parameters = inspect.signature(function).parameters.values()  # that of the function in a group reward
     except (TypeError, ValueError):  # some builtins have no signature, and some functions too few parameters
@@ -231,6 +278,24 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
         name=name,
         expected=GROUP_EXPECTED if is_group else EXPECTED,
         options=keywords_of(candidate) if callable(candidate) else (),
+    )
+
+
+def _checked(value: object) -> float | TokenRewards:
+    """Return a reward of one part with numbers of Python.
+
+    Raises:
+        TypeError: One of its numbers is no number, or not a finite one, or a step does not end at an index of the text.
+    """
+    if not isinstance(value, TokenRewards):
+        return _finite(value)
+    ends: list[Any] = [end for end, _ in value.steps]
+    if not all(isinstance(end, int) and end > 0 for end in ends):
+        raise TypeError(f"the reward returned steps that end after {ends!a:.60} characters. Expected whole numbers from 1 up.")
+    return TokenRewards(
+        tokens=[_finite(reward) for reward in value.tokens],
+        steps=[(end, _finite(reward)) for end, reward in value.steps],
+        whole=_finite(value.whole),
     )
 
 

@@ -136,7 +136,8 @@ class Session:
 
         Stop all, and return None, if the generators have not started yet, or if one of the hosts may have ended.
         """
-        if not (self._is_loaded and self._parts.can_keep_generators):
+        have_started = self._is_loaded or self._setup.kept is not None
+        if not (have_started and self._parts.can_keep_generators):
             await self.close()
             return None
         for task in self._tasks:
@@ -231,6 +232,7 @@ async def open_session(setup: SessionSetup) -> Session:
         respawns=setup.respawns,
         on_event=setup.on_event,
         warn=setup.console.warn,
+        say=setup.console.note,
         kept=setup.kept,
     )
     return Session(setup, base, parts)

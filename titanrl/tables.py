@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.pickling import pickle_fast
-from titanrl.turns import PackedTurns, TurnTable, pack_turns, ranges
+from titanrl.turns import PackedTokens, PackedTurns, TokenTable, TurnTable, pack_tokens, pack_turns, ranges
 from titanrl.types import NOT_MEASURED, CorrectionTotals, GroupHandle, GroupRecord, IntArray
 
 Table = npt.NDArray[np.void]
@@ -116,6 +116,8 @@ class PackedRecord(NamedTuple):
     """Number of its task."""
     turns: PackedTurns | None = None
     """Turns of its segments; None if each is one turn."""
+    tokens: PackedTokens | None = None
+    """Rewards of its tokens; None if no reward is one of tokens."""
 
     @property
     def no_part(self) -> bytes:
@@ -162,6 +164,7 @@ def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
         reward_parts={part: array("d", values).tobytes() for part, values in record.reward_parts.items()},
         task=task,
         turns=None if record.turns is None else pack_turns(record.turns),
+        tokens=None if record.tokens is None else pack_tokens(record.tokens),
     )
 
 
@@ -185,6 +188,8 @@ class RecordTable:
     """Number of each group's task, `[P]`; 0 without a mixture."""
     known_turns: TurnTable | None = None
     """Turns of the segments; None if each segment is one turn."""
+    known_tokens: TokenTable | None = None
+    """Rewards of tokens; None if no reward is one of tokens."""
 
     @classmethod
     def of(cls, records: Iterable[GroupRecord]) -> Self:
@@ -207,6 +212,7 @@ class RecordTable:
             },
             tasks=np.array([record.task for record in packed], np.int64),
             known_turns=_joined_turns(packed),
+            known_tokens=_joined_tokens(packed),
         )
 
     def __len__(self) -> int:
@@ -253,6 +259,11 @@ class RecordTable:
         return self.known_turns
 
     @property
+    def tokens(self) -> TokenTable:
+        """Rewards of the tokens."""
+        return self.known_tokens or TokenTable.of_turns(self.turns, self.num_segments)
+
+    @property
     def num_turns_by_rollout(self) -> IntArray:
         """Turns of each rollout, `[N]`."""
         sums: IntArray = np.bincount(self.rollout_of, self.turns.num_turns, len(self.rewards)).astype(np.int64)
@@ -273,9 +284,8 @@ class RecordTable:
                 for part in parts
             },
             tasks=np.concatenate([self.tasks, other.tasks]),
-            known_turns=None
-            if self.known_turns is None and other.known_turns is None
-            else TurnTable.join([self.turns, other.turns]),
+            known_turns=TurnTable.join([self.turns, other.turns]) if self.known_turns or other.known_turns else None,
+            known_tokens=TokenTable.join([self.tokens, other.tokens]) if self.known_tokens or other.known_tokens else None,
         )
 
     def by_index(self) -> Self:
@@ -298,6 +308,7 @@ class RecordTable:
             reward_parts={part: values[rollouts] for part, values in self.reward_parts.items()},
             tasks=self.tasks[order],
             known_turns=None if self.known_turns is None else self.known_turns.take(segments),
+            known_tokens=None if self.known_tokens is None else self.known_tokens.take(rollouts),
         )
 
 
@@ -400,6 +411,19 @@ def _turns_of(record: PackedRecord) -> TurnTable:
         return TurnTable.unpacked(record.turns)
     num_segments, num_sampled = np.frombuffer(record.num_segments, "<i8"), np.frombuffer(record.num_sampled, "<i8")
     return TurnTable.of_segments(np.frombuffer(record.rewards, "<f8"), num_segments, num_sampled)
+
+
+def _joined_tokens(packed: Sequence[PackedRecord]) -> TokenTable | None:
+    """Return the rewards of the tokens of packed records; None if none of them knows any."""
+    if all(record.tokens is None for record in packed):
+        return None
+    tables = [
+        TokenTable.of_turns(_turns_of(record), np.frombuffer(record.num_segments, "<i8"))
+        if record.tokens is None
+        else TokenTable.unpacked(record.tokens)
+        for record in packed
+    ]
+    return TokenTable.join(tables)
 
 
 def _sequence_plan(

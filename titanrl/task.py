@@ -85,6 +85,8 @@ class Task:
                         completions=tuple(sample.text for sample in group),
                         num_tokens=tuple(len(sample.tokens) for sample in group),
                         finish_reasons=tuple(sample.finish_reason for sample in group),
+                        token_ids=tuple(sample.tokens.tolist() for sample in group),
+                        decode=self._tokenizer.decode,
                     )
                 )
                 for prompt, group in zip(prompts, groups, strict=True)

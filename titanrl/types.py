@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from titanrl.pickling import float32_bytes, int32_bytes, pickle_fast
 from titanrl.supports import Supports
-from titanrl.turns import GroupTurns, Turn
+from titanrl.turns import GroupTokens, GroupTurns, Turn, Values
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -159,6 +159,11 @@ class Rollout:
     """Reason why the last completion ended."""
     turns: tuple[Turn, ...] = ()
     """Turns of the policy in the order of time; empty if each segment is one turn."""
+    token_rewards: Values | None = None
+    """Reward of each sampled token of all segments, the last one of a turn with that of the turn; they add up to `reward`. None
+    if no reward is one of tokens."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the environment reported, by name."""
 
     @property
     def sampled(self) -> Completion:
@@ -262,7 +267,7 @@ class GroupRecord:
     rejection: Rejection | None = None
     """Reason why the group must not be trained on, although it has rewards."""
     parts_differ: bool = False
-    """True if the advantage compares the parts of the reward, or returns of turns, and one of them differs."""
+    """True if the advantage compares the parts of the reward, or returns of turns or tokens, and one of them differs."""
     num_generated: int = 0
     """Tokens that the generators sampled for it, also those of completions without a reward or cut to fit a row."""
     num_segments: tuple[int, ...] = ()
@@ -271,10 +276,14 @@ class GroupRecord:
     """Numbers of its episodes, if an environment was used."""
     turns: GroupTurns | None = None
     """Its turns; None if each segment is one turn."""
+    tokens: GroupTokens | None = None
+    """Rewards of its tokens; None if no reward is one of tokens."""
+    metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum of the numbers that the environment reported, and of how many rollouts, by name."""
 
     @property
     def has_signal(self) -> bool:
-        """True if rewards differ, or parts of them or returns of turns that the advantage compares."""
+        """True if rewards differ, or parts of them or returns of turns or tokens that the advantage compares."""
         return self.parts_differ or len(set(self.rewards)) > 1
 
 
@@ -374,6 +383,8 @@ class EvaluationResult:
     """Mean, avg@k and pass@k with the half-widths of their confidence intervals, by name in metrics."""
     is_pinned: bool = True
     """True if the same policy version sampled all tokens."""
+    environment: Mapping[str, float] = field(default_factory=dict)
+    """Means of the numbers that the environment reported, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

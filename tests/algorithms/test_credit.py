@@ -1,7 +1,8 @@
 """Advantages of turns and tokens, with numbers worked by hand.
 
-The group has three rollouts. A has two segments, with turns of 2 and 3 tokens in the first and of 1 in the second, and rewards
-of 0, 1 and 2. B has one segment, with turns of 4 and 1 tokens and rewards of 1 and 0. C has one turn of 2 tokens and reward 4.
+The group of turns has three rollouts. A has two segments, with turns of 2 and 3 tokens in the first and of 1 in the second, and
+rewards of 0, 1 and 2. B has one segment, with turns of 4 and 1 tokens and rewards of 1 and 0. C has one turn of 2 tokens and
+reward 4.
 With a discount of 1/2 the returns are A: 1, 2, 2; B: 1, 0; C: 4.
 """
 
@@ -14,12 +15,18 @@ import pytest
 from tests.records import make_record
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.contracts import GroupRewards
-from titanrl.algorithms.credit import returns_differ, turn_advantages, turn_returns
+from titanrl.algorithms.credit import (
+    discounted_returns,
+    returns_differ,
+    token_advantages,
+    token_returns_differ,
+    turn_advantages,
+)
 from titanrl.algorithms.minibatches import plan_step
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.choices import Reduction
 from titanrl.tables import BatchPlan, RecordTable, SequencePlan
-from titanrl.turns import GroupTurns
+from titanrl.turns import GroupTokens, GroupTurns
 from titanrl.types import GroupRecord
 
 TURNS = GroupTurns(num_turns=(2, 1, 2, 1), rewards=(0.0, 1.0, 2.0, 1.0, 0.0, 4.0), num_sampled=(2, 3, 1, 4, 1, 2))
@@ -48,9 +55,9 @@ def sequences(batch: BatchPlan) -> dict[tuple[int, int], SequencePlan]:
 
 
 def test_return_of_a_turn_is_discounted_per_later_turn() -> None:
-    assert turn_returns([0.0, 1.0, 2.0], 0.5) == (1.0, 2.0, 2.0)
-    assert turn_returns([0.0, 1.0, 2.0], 1.0) == (3.0, 3.0, 2.0)
-    assert turn_returns([5.0], 0.0) == (5.0,)
+    assert discounted_returns([0.0, 1.0, 2.0], 0.5) == (1.0, 2.0, 2.0)
+    assert discounted_returns([0.0, 1.0, 2.0], 1.0) == (3.0, 3.0, 2.0)
+    assert discounted_returns([5.0], 0.0) == (5.0,)
 
 
 def test_returns_of_the_same_turn_are_compared() -> None:
@@ -113,7 +120,11 @@ def test_turns_keep_the_weights_of_their_rollouts(reduction: Reduction, weights:
         ({"credit": "turn", "advantage": "gdpo"}, "gdpo compares whole completions"),
         ({"credit": "turn", "advantage": "pass_at_k", "pass_k": 2}, "pass_at_k compares whole completions"),
         ({"credit": "turn", "advantage": "mine.py:f"}, "decides by what it returns"),
-        ({"turn_discount": 0.5}, "only the returns of turns are discounted"),
+        ({"credit": "token", "advantage": "gdpo"}, "gdpo compares whole completions"),
+        ({"credit": "token", "advantage": "mine.py:f"}, "decides by what it returns"),
+        ({"turn_discount": 0.5}, "only the returns of turns are discounted by it"),
+        ({"turn_discount": 0.5, "credit": "token"}, "Set credit to turn, or remove turn_discount"),
+        ({"token_discount": 0.5, "credit": "turn"}, "Set credit to token, or remove token_discount"),
     ],
 )
 def test_credit_that_an_advantage_cannot_give_is_refused(options: dict[str, object], problem: str) -> None:
@@ -198,3 +209,97 @@ def test_table_keeps_turns_in_any_order_and_beside_groups_without() -> None:
         assert ordered.turns.num_sampled.tolist() == [*TURNS.num_sampled, 3, 4]
         assert ordered.num_turns_by_rollout.tolist() == [3, 2, 1, 1, 1]
     assert RecordTable.of([plain]).known_turns is None
+
+
+# Tokens. Rollout A has two segments of 3 and 1 tokens, and rewards of 1/2 for its first token and 1 for its last. B has two
+# tokens, and 1 for the last. Without a discount, the returns are A: 1.5, 1, 1, 1; B: 1, 1. With a discount of 1/2 they are
+# A: 0.625, 0.25, 0.5, 1; B: 0.5, 1. After its end, B counts with 1.
+
+TOKENS = GroupTokens(num_rewards=(2, 1), places=(0, 3, 1), rewards=(0.5, 1.0, 1.0))
+
+
+def credited(index: int = 0, tokens: GroupTokens | None = TOKENS) -> GroupRecord:
+    record = make_record(index, rewards=[1.5, 1.0], num_sampled=[3, 1, 2], prompt_len=2)
+    return replace(record, num_segments=(2, 1), tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("method", "discount", "expected"),
+    [
+        ("dr_grpo", 1.0, [0.25, 0.0, 0.0, 0.0, -0.25, 0.0]),
+        ("dr_grpo", 0.5, [0.0625, -0.375, -0.25, 0.0, -0.0625, 0.375]),
+        ("rloo", 0.5, [0.125, -0.75, -0.5, 0.0, -0.125, 0.75]),
+        ("grpo", 0.5, [1.0, -1.0, -1.0, 0.0, -1.0, 1.0]),
+        ("maxrl", 0.5, [1 / 9, -0.6, -1 / 3, 0.0, -1 / 9, 0.6]),
+        ("reinforce_pp", 0.5, [0.625, 0.25, 0.5, 1.0, 0.5, 1.0]),
+        ("reinforce_pp_baseline", 1.0, [0.25, 0.0, 0.0, 0.0, -0.25, 0.0]),
+    ],
+)
+def test_advantages_of_tokens_by_hand(method: str, discount: float, expected: list[float]) -> None:
+    found = token_advantages(RecordTable.of([credited()]), method, discount=discount)
+    if method.startswith("reinforce_pp"):  # the z-score over the 6 tokens
+        expected = ((np.array(expected) - np.mean(expected)) / np.std(expected)).tolist()
+    assert found.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_advantages_of_tokens_reach_their_segments() -> None:
+    batch = plan([credited()], credit="token", token_discount=0.5)
+    assert {segment: s.spans or s.advantage for (_, segment), s in sequences(batch).items()} == {
+        0: ((0.0625, 1), (-0.375, 1), (-0.25, 1)),
+        2: ((-0.0625, 1), (0.375, 1)),
+    }  # the last token of A, a segment of its own, has no advantage
+    assert batch.advantages_N.tolist() == [-0.5625 / 4, 0.3125 / 2]
+
+
+def test_rewards_at_the_ends_give_all_tokens_the_advantage_of_their_rollout() -> None:
+    for record in (credited(tokens=None), credited(tokens=GroupTokens(num_rewards=(1, 1), places=(3, 1), rewards=(1.5, 1.0)))):
+        assert sequences(plan([record], credit="token")) == sequences(plan([record]))
+
+
+def test_turns_are_rewards_of_their_last_tokens() -> None:
+    # The returns are A: 3, 3, 3, 3, 3, 2; B: 1, 1, 1, 1, 0; C: 4, 4.
+    table = RecordTable.of([group()])
+    assert table.tokens.by_token(table.num_sampled_by_rollout).tolist() == [0, 0, 0, 0, 1, 2, 0, 0, 0, 1, 0, 0, 4]
+    expected = [1 / 3] * 4 + [2 / 3, 0.0] + [-5 / 3] * 4 + [-7 / 3] + [4 / 3] * 2
+    assert token_advantages(table, "dr_grpo").tolist() == pytest.approx(expected)
+
+
+def test_returns_of_the_same_token_are_compared() -> None:
+    def differ(tokens: GroupTokens | None, rewards: list[float], discount: float) -> bool:
+        record = replace(make_record(0, rewards=rewards, num_sampled=[2, 3]), tokens=tokens)
+        return token_returns_differ(RecordTable.of([record]), discount)
+
+    assert differ(GroupTokens(num_rewards=(1, 1), places=(0, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 1.0)
+    assert not differ(GroupTokens(num_rewards=(1, 1), places=(1, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 1.0)
+    assert differ(GroupTokens(num_rewards=(1, 1), places=(1, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 0.5)
+    assert not differ(None, [1.0, 1.0], 1.0)
+    assert differ(None, [1.0, 0.5], 1.0)
+
+
+def test_rollout_without_a_token_that_counts_is_compared_by_its_reward() -> None:
+    record = replace(
+        make_record(0, rewards=[1.0, 0.0], num_sampled=[0, 2]), tokens=GroupTokens(num_rewards=(0, 0), places=(), rewards=())
+    )
+    assert token_advantages(RecordTable.of([record]), "dr_grpo").tolist() == [-0.5, -0.5]
+
+
+def test_own_advantage_sees_rewards_of_tokens() -> None:
+    def mine(group: GroupRewards, *, token_discount: float) -> list[list[float]]:
+        assert group.token_rewards == [[0.5, 0.0, 0.0, 1.0], [0.0, 1.0]]
+        return [[token_discount * reward for reward in rewards] for rewards in group.token_rewards]
+
+    planned = sequences(plan([credited()], mine, advantage="mine:f", token_discount=0.5))
+    assert {segment: s.spans or s.advantage for (_, segment), s in planned.items()} == {
+        0: ((0.25, 1), (0.0, 2)),
+        1: 0.5,
+        2: ((0.0, 1), (0.5, 1)),
+    }
+
+
+def test_table_keeps_rewards_of_tokens_in_any_order_and_beside_groups_without() -> None:
+    plain = make_record(1, rewards=[1.0, 0.0], num_sampled=[3, 4])
+    for table in (RecordTable.of([plain, credited()]), RecordTable.of([plain]) + RecordTable.of([credited()])):
+        ordered = table.by_index()
+        expected = [0.5, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert ordered.tokens.by_token(ordered.num_sampled_by_rollout).tolist() == expected
+    assert RecordTable.of([plain]).known_tokens is None

@@ -58,6 +58,20 @@ def test_placement_on_cpu_shares_the_memory_of_the_machine() -> None:
     assert rows[-1][-1].strip().endswith("GB")
 
 
+def test_placement_on_cpu_counts_libraries_and_adds_up() -> None:
+    sections = {"trainer": {"row_tokens": 128, "rows_per_microbatch": 1}, "generator": {"replicas": 2, "dtype": "bfloat16"}}
+    config = make_config(device="cpu", model={"path": "nowhere/Qwen3-0.6B"}, **sections)
+    rows = placement(dry_run_text(config))
+    each = {row[2].strip(): (int(row[3]), float(row[4].split()[0])) for row in rows[:2]}
+    # 24 bytes a parameter and 0.5 GB; 2 bytes a parameter, 67 MB of cache and 0.65 GB.
+    assert each == {"trainer rank": (1, 14.8), "generator rank": (2, 1.9)}
+    small = {row[1].strip(): (int(row[2]), row[3].strip()) for row in rows[2:-1]}
+    assert small["rollout"] == (1, "170.0 MB")
+    assert small["controller"] == (1, "400.0 MB")
+    # 14.8 + 2 x 1.9, two versions of 1.2 GB, and 1 GB of the other processes.
+    assert rows[-1][-2].strip() == "22.0 GB together"
+
+
 def test_placement_on_accelerators_compares_with_the_memory_of_a_device() -> None:
     config = make_config(
         device="cuda",

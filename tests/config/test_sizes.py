@@ -138,9 +138,31 @@ def test_small_kv_cache_on_cpu_is_reported() -> None:
 
 def test_model_larger_than_this_machine_is_reported() -> None:
     (text,) = misfits(device="cpu", model={"path": "nowhere/Qwen3-32B"}, generator={"kv_cache_bytes": 10**15})
-    # 32 762 123 264 parameters: 16 bytes each in the trainer, 4 in the generator, twice 4 between them, 171 GB of activations,
-    # and the cache.
-    assert "trainer and generators need about 1001088.5 GB" in text
+    # 32 762 123 264 parameters: 16 bytes each in the trainer and 8 for its export, which is more than the activations, 4 in the
+    # generator, twice 4 between them; the cache, and 2 GB of libraries.
+    assert "trainer and generators need about 1001181.6 GB" in text
+
+
+def test_small_batch_limits_the_activations() -> None:
+    """One row of 320 tokens takes 3 sequences of 64 + 26 tokens, so 16 sequences take 6 rows."""
+    trainer = {"row_tokens": 320, "rows_per_microbatch": 16}
+    small, large = (
+        derive(make_config(trainer=trainer, rollout={"groups_per_step": number, "group_size": 4})).memory for number in (4, 12)
+    )
+    assert small is not None
+    assert large is not None
+    assert small.trainer.activations == 6 * 320 * (3 * 4 * 704 + 2 * 112) * 4
+    assert large.trainer.activations == 16 * 320 * (3 * 4 * 704 + 2 * 112) * 4
+
+
+def test_export_decides_the_peak_of_a_large_model_on_a_cpu() -> None:
+    memory = derive(
+        make_config(model={"path": "nowhere/Qwen3-0.6B"}, trainer={"row_tokens": 128, "rows_per_microbatch": 1})
+    ).memory
+    assert memory is not None
+    assert memory.trainer.activations < 2 * 596_049_920 * 4
+    assert memory.trainer.cpu_total == 596_049_920 * (16 + 8)
+    assert memory.trainer.total == memory.trainer.state + memory.trainer.activations
 
 
 def test_rank_larger_than_a_device_is_reported() -> None:

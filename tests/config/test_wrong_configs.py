@@ -514,3 +514,12 @@ def test_impossible_trainers_and_generators(tmp_path: Path, text: str, keys: str
     assert keys.split("=")[0] in error
     assert rule in error
     assert fix in error
+
+
+def test_demonstrated_calls_of_tools_need_an_environment(tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD, "warm_start.tool_calls=true")
+    assert "rule: only an environment runs calls of tools" in text
+    assert "fix:  set data.environment.function to calculator or to a tool of your own" in text
+    own = load_config(tmp_path / "run.yaml", ["warm_start.tool_calls=true", "data.environment.function=tools_of_mine:Abacus"])
+    assert own.warm_start is not None
+    assert own.warm_start.tool_calls

@@ -19,6 +19,8 @@ from titanrl.dumps import DumpReader
 from titanrl.launch.starting_model import prepare_starting_model
 from titanrl.types import Rollout
 
+OWN_TOOL = REPO / "examples/own_tool/own_tool.py"
+REWARDS = "{{answer: reasoning_gym, brief: {{function: '{own}:brief', weight: 0.1}}, first: '{tokens}:first'}}"
 FAILURES = ("environment_error", "timeout", "reward_error")
 ENVIRONMENT = Path(__file__).with_name("flaky.py")
 
@@ -31,15 +33,17 @@ def trained_groups(run: Finished) -> list[dict[str, Any]]:
 def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: Start, tmp_path: Path) -> None:
     run = start_run(
         "tools",
-        "data.environment={function: calculator, max_turns: 3}",
+        f"data.environment={{function: '{OWN_TOOL}:Abacus', max_turns: 3}}",
+        f"data.rewards={REWARDS.format(own=OWN_TOOL, tokens=Path(__file__).with_name('token_rewards.py'))}",
+        "warm_start.tool_calls=true",
         "data.task_config={min_terms: 3, max_terms: 3, min_digits: 2, max_digits: 2}",
         "warm_start.num_steps=120",
         "warm_start.num_long_only_steps=90",
         "rollout.num_workers=2",
         "rollout.min_group_size=2",
         f"rollout.save={tmp_path}/dump",
-        "algorithm.credit=turn",
-        "algorithm.turn_discount=0.9",
+        "algorithm.credit=token",
+        "algorithm.token_discount=0.9",
         "logging.rollouts_per_step=8",
         "rollout.top_p=0.95",
         "num_steps=3",
@@ -53,6 +57,10 @@ def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: 
     for rollout in rollouts:
         assert sum(turn.reward for turn in rollout.turns) == pytest.approx(rollout.reward)
         assert rollout.turns[-1].end == len(rollout.segments[-1].token_ids)
+        assert rollout.token_rewards is not None
+        # 1/8 for the first sampled token, and the other rewards for the last one.
+        assert rollout.token_rewards.tolist()[:-1] == [0.125, *[0.0] * (len(rollout.token_rewards) - 2)]
+        assert rollout.token_rewards.sum() == pytest.approx(rollout.reward)
     check_against_transformers(run, [rollout for rollout in rollouts[:64] if len(rollout.turns) > 1][:16])
     groups = trained_groups(run)
     conversations = [completion["messages"] for group in groups for completion in group["completions"]]
@@ -60,7 +68,10 @@ def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: 
     assert with_call, "no episode has a tool call"
     roles = [message["role"] for message in with_call[0]]
     assert roles[:3] == ["user", "assistant", "tool"]
-    assert with_call[0][1]["tool_calls"][0]["function"]["name"] == "calculate"
+    assert with_call[0][1]["tool_calls"][0]["function"]["name"] == "total"
+    numbers = [completion["metrics"] for group in groups[:8] for completion in group["completions"] if "metrics" in completion]
+    assert run.steps[0]["environment/tool_calls_mean"] == pytest.approx(np.mean([own["tool_calls"] for own in numbers]))
+    assert 0.0 < run.steps[0]["reward/brief"] < 1.0, "the group reward compares the completions of a group"
     for step in run.steps:
         assert step["mismatch/logprob_abs_max"] < 1e-4, "the trainer sees the tokens that the generator sampled"
         assert step["tokens/support_size_mean"] < 20.0, "a nucleus is a small part of the vocabulary"

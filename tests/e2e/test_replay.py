@@ -4,8 +4,9 @@ import signal
 
 from tests.e2e.conftest import Finished, Start
 
-REPLAY = ("replay.fraction=0.5", "replay.capacity=8", "replay.max_age=2", "evaluation.num_prompts=8")
+REPLAY = ("replay.fraction=0.5", "replay.capacity=8", "replay.max_age=2", "evaluation.num_prompts=8", "rollout.top_p=0.95")
 CURVE = ("reward/mean", "loss/policy", "grad/norm", "policy/ratio_max", "replay/weight_mean", "replay/age_mean")
+CURVE += ("tokens/support_size_mean",)
 
 
 def test_replay_is_the_same_with_more_shards_with_files_and_after_a_kill(start_run: Start, plain_run: Finished) -> None:
@@ -20,6 +21,7 @@ def test_replay_is_the_same_with_more_shards_with_files_and_after_a_kill(start_r
     assert plain.steps[-1]["mismatch/stale/logprob_abs_max"] > 0
     assert all(row["mismatch/numeric/logprob_abs_max"] < 1e-4 for row in plain.steps)
     assert all(row["buffer/spilled_bytes"] == 0 for row in plain.steps)
+    assert all(1.0 < row["tokens/support_size_mean"] < 20.0 for row in plain.steps), "the checkpoint keeps supports"
 
     # Four workers with a shard each, which hold almost everything in files; then two workers.
     many = ("rollout.num_workers=4", "replay.shard_memory_bytes=2000")

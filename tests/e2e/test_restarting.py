@@ -44,6 +44,13 @@ def test_killed_trainer_and_store_change_nothing(start_run: Start, plain_run: Fi
     assert [event["version"] for event in run.events() if event["kind"] == "publication"] == [0, 1, 2, 3, 4]
 
 
+def test_all_processes_are_forks_of_templates(plain_run: Finished) -> None:
+    """A package that starts a thread when it is imported, or a module that imports Monarch, would end that silently."""
+    logs = {file.stem: file.read_text() for file in (plain_run.run_dir / "logs").glob("template_*.log")}
+    assert logs.keys() == {"template_generator", "template_rollout", "template_store", "template_trainer"}
+    assert not [name for name, text in logs.items() if "no forks" in text or "Traceback" in text]
+
+
 def replaced(run: Finished) -> list[str]:
     """Return the parts that were replaced."""
     return [event["part"] for event in run.events() if event["kind"] == "respawn"]

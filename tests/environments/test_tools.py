@@ -194,7 +194,9 @@ def test_tools_with_a_state_start_reward_and_close() -> None:
         first = await environment.reset(episode(pages=["one", "two"]))
         assert [tool.name for tool in first.tools] == ["read"]
         assert contents(await environment.step(calls(("read", {"number": 1})))) == ["two"]
-        assert await environment.step(says("two")) == Done(rewards={"read": 1.0})
+        end = await environment.step(says("two"))
+        numbers = {"tool_calls": 1.0, "failed_calls": 0.0, "malformed_calls": 0.0}
+        assert end == Done(rewards={"read": 1.0}, metrics=numbers)
         await environment.close()
         assert notes.closed
 
@@ -248,3 +250,18 @@ def test_any_calls_get_one_reply_each(messages: list[list[tuple[str, Any]]]) -> 
         assert counts.run + counts.refused == sum(map(len, messages))
 
     asyncio.run(play())
+
+
+def test_environment_reports_its_calls() -> None:
+    async def play() -> list[Observation | Done]:
+        environment = ToolEnvironment(Notes(), max_calls=4)
+        await environment.reset(episode(pages=["one"]))
+        first = await environment.step(calls(("read", {"number": 0}), ("read", "{"), ("write", {}), ("read", {"page": 9})))
+        second = await environment.step(calls(("read", {"number": 0})))
+        return [first, second, await environment.step(says("one"))]
+
+    assert [found.metrics for found in asyncio.run(play())] == [
+        {"tool_calls": 4.0, "failed_calls": 3.0, "malformed_calls": 1.0},
+        {"tool_calls": 5.0, "failed_calls": 4.0, "malformed_calls": 1.0},  # the fifth one is refused
+        {"tool_calls": 5.0, "failed_calls": 4.0, "malformed_calls": 1.0},
+    ]

@@ -48,7 +48,7 @@ class Scripted:
         return Observation(messages=[{"role": "user", "content": text}], tools=[tool], reward=0.5)
 
     async def step(self, message):
-        scope = {"self": self, "result": Done(rewards={"found": 1})}
+        scope = {"self": self, "result": Done(rewards={"found": 1}, metrics={"steps": 2})}
         exec(message["content"], globals(), scope)
         return scope["result"]
 
@@ -91,7 +91,9 @@ def test_pool_reuses_its_process(file: str) -> None:
             found = await environment.reset(episode(seed=3, answer="9"))
             assert found.messages[0]["content"].startswith("hi 9 3 ")
             assert (found.tools[0].name, found.tools[0].parameters, found.reward) == ("add", {"type": "object"}, 0.5)
-            assert await environment.step(says("pass")) == Done(rewards={"found": 1.0})
+            assert await environment.step(says("pass")) == Done(rewards={"found": 1.0}, metrics={"steps": 2.0})
+            observation = await environment.step(says("result = Observation(messages=[], metrics={'steps': 1})"))
+            assert observation == Observation(messages=[], tools=[], metrics={"steps": 1.0})
             await environment.close()
             pids = set()
             for _ in range(3):
@@ -233,7 +235,7 @@ def test_output_goes_to_the_log_and_not_into_the_protocol(file: str, tmp_path: P
         async with pool_of(file, log=log) as pool:
             environment, _ = await start(pool)
             text = "print('from Python' * 1000); os.write(1, b'from C'); subprocess.run(['echo', 'from a child'])"
-            assert await environment.step(says(text)) == Done(rewards={"found": 1.0})
+            assert await environment.step(says(text)) == Done(rewards={"found": 1.0}, metrics={"steps": 2.0})
             other, _ = await start(pool)
             with pytest.raises(EnvironmentFailure, match=rf"\(output: {log}\)"):
                 await other.step(says("raise ValueError('shown')"))

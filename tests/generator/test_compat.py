@@ -8,8 +8,10 @@ import torch
 import vllm.model_executor.layers.utils as linear_layers
 import vllm.transformers_utils.config as config_utils
 from vllm import _custom_ops as kernels
+from vllm.config.load import LoadConfig
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
@@ -17,8 +19,17 @@ from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 import titanrl.generator.engine
-from titanrl.generator.compat import distributed_args, keep_weight, no_queue, prepare_ranks, prepare_vllm, temporary_rendezvous
+from titanrl.generator.compat import (
+    distributed_args,
+    keep_weight,
+    load_zeros,
+    no_queue,
+    prepare_ranks,
+    prepare_vllm,
+    temporary_rendezvous,
+)
 from titanrl.generator.engine import Engine
+from titanrl.models.initial_values import WithoutDraws
 from titanrl.models.vllm_limits import CPU_HEAD_DIMS
 
 
@@ -34,6 +45,17 @@ def test_patches_replace_vllm_functions() -> None:
     prepare_vllm()
     assert linear_layers.dispatch_cpu_unquantized_gemm is keep_weight
     assert config_utils.PretrainedConfig.__module__.startswith("transformers")
+
+
+def test_dummy_weights_are_zeros_and_draw_no_random_numbers() -> None:
+    prepare_vllm()
+    assert DummyModelLoader.load_model is load_zeros
+    layer, before = torch.nn.Linear(3, 4), torch.get_rng_state()
+    with WithoutDraws():
+        DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(layer, None)  # type: ignore[arg-type]
+    assert not layer.weight.any()
+    assert not layer.bias.any()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_engine_core_requests_and_outputs_have_the_expected_fields() -> None:

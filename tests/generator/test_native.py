@@ -1,10 +1,16 @@
 """Slices of vLLM's fused parameters against hand-computed rows."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
+from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.shapes import ModelShape
-from titanrl.generator.native import part_rows, share_of, vocab_rows
+from titanrl.generator.native import part_rows, share_of, vocab_rows, weight_targets
+from titanrl.models.directory import ModelDirectory, recipe_model
 
 SHAPE = ModelShape(
     hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, vocab_size=112,
@@ -34,3 +40,54 @@ def test_shard_is_a_slice_of_one_dimension() -> None:
 def test_rows_of_an_embedding_exclude_its_padding(num_rows: int, rank: int, num_real: int, start: int) -> None:
     part = vocab_rows(torch.zeros(num_rows, 8), 112, rank)
     assert (part.shape, part.offset, len(part.local)) == ((112, 8), (start, 0), num_real)
+
+
+def vllm_parameters(shape: ModelShape) -> nn.Module:
+    """Return a module with the parameters of vLLM's model of a tied recipe, whose embedding is padded."""
+    width, heads = shape.hidden_size, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    layer = {
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+        "self_attn.q_norm": (shape.head_dim,),
+        "self_attn.k_norm": (shape.head_dim,),
+        "self_attn.qkv_proj": (heads, width),
+        "self_attn.o_proj": (width, shape.num_heads * shape.head_dim),
+        "mlp.gate_up_proj": (2 * shape.intermediate_size, width),
+        "mlp.down_proj": (width, shape.intermediate_size),
+    }
+    sizes = {f"model.layers.{index}.{name}": size for index in range(shape.num_layers) for name, size in layer.items()}
+    root = nn.Module()
+    for name, size in {**sizes, "model.norm": (width,), "model.embed_tokens": (128, width)}.items():
+        place = root
+        for part in name.split("."):
+            if part not in dict(place.named_children()):
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.register_parameter("weight", nn.Parameter(torch.zeros(size)))
+    return root
+
+
+def recipe() -> ModelDirectory:
+    found = recipe_model(ModelConfig(recipe=RecipeConfig()), Path())
+    assert isinstance(found, ModelDirectory)
+    return found
+
+
+def test_targets_of_a_recipe_fill_all_parameters_but_the_padding() -> None:
+    source = recipe()
+    model = vllm_parameters(source.shape)
+    for target in weight_targets(model, source).values():
+        (target if isinstance(target, torch.Tensor) else target.local).fill_(1.0)
+    for name, parameter in model.named_parameters():
+        held = parameter[: source.shape.vocab_size] if name == "model.embed_tokens.weight" else parameter
+        assert held.all(), name
+
+
+@pytest.mark.parametrize("without", ["layers.{}.attention.qkv_linear.wk.weight", "norm.weight"])
+def test_parameter_that_the_family_does_not_fill_is_named(without: str) -> None:
+    source = recipe()
+    names = {ours: name for ours, name in source.family.vllm_names.items() if ours != without}
+    parameter = source.family.vllm_names[without].parameter.format(0)
+    incomplete = replace(source, family=replace(source.family, vllm_names=names))
+    with pytest.raises(ValueError, match=rf"model\.family: .*for {parameter}"):
+        weight_targets(vllm_parameters(source.shape), incomplete)

@@ -307,14 +307,14 @@ SUSPENDED = """
 import asyncio, os, sys
 from pathlib import Path
 from tests.launch.test_supervision import Patient
-from titanrl.config import load_config
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import acquire_hosts
+from titanrl.launch.hosts import local_host, wait_for_stopped_processes
 from titanrl.launch.supervision import Supervisor
 
 async def run() -> None:
     supervisor = Supervisor()
-    host = acquire_hosts(load_config("configs/quickstart.yaml")).local
+    wait_for_stopped_processes()
+    host = local_host()
     patient = Fleet(Path(sys.argv[1]), supervisor).spawn("patient", host, 1, {}, ()).spawn("patient", Patient)
     print(await supervisor.ask("pid", patient.pid.call_one(), 60), flush=True)
     await asyncio.to_thread(sys.stdin.readline)

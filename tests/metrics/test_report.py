@@ -81,6 +81,8 @@ def step_metrics(step: int) -> StepMetrics:
         "reward/mean": step / 100,
         "tokens/response_len_mean": 12.0,
         "tokens/response_len_max": 26.0,
+        "environment/calls_mean": 0.5,
+        "environment/late_mean": 1.0 - step / 100,
         "policy/entropy": 1.0 / step,
         "mismatch/logprob_abs_mean": 1e-6,
         "mismatch/logprob_abs_max": 2e-5,
@@ -110,7 +112,8 @@ def test_finished_run_has_every_chart_and_figure(run: RunDirectory) -> None:
     assert time.process_time() - started < 3.0
     assert path == run.path / "report.html"
     page = Page(path.read_text())
-    assert len(page.charts) == page.count("figure") == 9
+    assert len(page.charts) == page.count("figure") == 10
+    assert [line["name"] for line in page.charts["Numbers of the environment, means of episodes"]["data"]] == ["calls", "late"]
     texts = [text.strip() for text in page.texts]
     for expected in (
         "quickstart",

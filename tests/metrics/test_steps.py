@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanrl.metrics.steps import loss_metrics, rollout_metrics, speed_metrics
+from titanrl.metrics.steps import environment_metrics, loss_metrics, rollout_metrics, speed_metrics
 from titanrl.tables import RecordTable
 from titanrl.types import GenerationStats, GroupHandle, GroupRecord, LossSums
 
@@ -95,3 +95,15 @@ def test_throughput_of_an_idle_side_is_omitted() -> None:
         "perf/trainer_idle_frac": 1.0,
         "time/step_s": 10.0,
     }
+
+
+def test_numbers_of_environments_are_means_over_tasks_and_of_each() -> None:
+    by_task = {"sums": {"calls": (6.0, 4), "late": (1.0, 1)}, "games": {"calls": (1.0, 3)}}
+    means = {"environment/calls_mean": 1.0, "environment/late_mean": 1.0}
+    assert environment_metrics(by_task, is_mixture=False) == means
+    assert environment_metrics(by_task, is_mixture=True) == means | {
+        "task/sums/environment/calls_mean": 1.5,
+        "task/sums/environment/late_mean": 1.0,
+        "task/games/environment/calls_mean": 1 / 3,
+    }
+    assert environment_metrics({}, is_mixture=True) == {}

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -235,6 +235,26 @@ def test_reward_that_is_no_number_is_a_failure(tokenizer: Tokenizer) -> None:
         with pytest.raises(EpisodeError, match="must be a finite number") as caught:
             play(conversation(Scripted([done]), tokenizer), Policy(tokenizer, ["a"]))
         assert caught.value.outcome == "reward_error"
+
+
+def test_numbers_of_the_environment_are_those_that_it_reported_last(tokenizer: Tokenizer) -> None:
+    script = [
+        Observation(messages=[tool_result("2")], metrics={"calls": 1}),
+        Done(metrics={"calls": np.float64(2.0), "late": True}),
+    ]
+    talk = play(conversation(Scripted(script), tokenizer), Policy(tokenizer, ["a", "b"]))
+    assert talk.metrics == {"calls": 2.0, "late": 1.0}
+    cut = play(conversation(Scripted(script), tokenizer, replace(LIMITS, max_turns=1)), Policy(tokenizer, ["a", "b"]))
+    assert (cut.finish_reason, cut.metrics) == ("length", {"calls": 1.0})
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"calls": float("nan")}, {"calls": "many"}, {"a b": 1.0}, {3: 1.0}, [1.0], {f"a{i}": 1 for i in range(33)}]
+)
+def test_wrong_numbers_of_the_environment_are_its_failure(tokenizer: Tokenizer, metrics: Any) -> None:
+    with pytest.raises(EpisodeError, match="metrics") as caught:
+        play(conversation(Scripted([Done(metrics=metrics)]), tokenizer), Policy(tokenizer, ["a"]))
+    assert caught.value.outcome == "environment_error"
 
 
 @settings(max_examples=200, deadline=None)

@@ -21,7 +21,7 @@ from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.episodes import Episodes
 from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
 from titanrl.rollout.renderers import PlainRenderer
-from titanrl.turns import GroupTurns
+from titanrl.turns import GroupTokens, GroupTurns
 from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"answer": "2"})
@@ -45,9 +45,10 @@ class Guess:
             raise RuntimeError("boom")
         if self.fate == "hangs":
             await asyncio.sleep(60)
+        numbers = {"guesses": self.turns}
         if self.turns < int(self.fate):
-            return Observation(messages=[{"role": "user", "content": "more"}], reward=0.25)
-        return Done(rewards={"found": 1.0})
+            return Observation(messages=[{"role": "user", "content": "more"}], reward=0.25, metrics=numbers)
+        return Done(rewards={"found": 1.0}, metrics=numbers)
 
     async def close(self) -> None:
         pass
@@ -83,9 +84,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def play(
-    tokenizer: Tokenizer, plan: Sequence[str], *, in_round: bool, scores: Sequence[float | None] = (), **data: Any
+    tokenizer: Tokenizer,
+    plan: Sequence[str],
+    *,
+    in_round: bool,
+    scores: Sequence[float | None] = (),
+    token_rewards: Sequence[tuple[float, ...] | None] = (None,) * 4,
+    **data: Any,
 ) -> tuple[Group, Policy]:
-    """Play a group of four episodes; `scores` are the rewards of the configuration."""
+    """Play a group of four episodes; `scores` and `token_rewards` are the rewards of the configuration."""
     Guess.plan, Guess.seeds = list(plan), []
     environment = {
         "function": "guess.py:Guess",
@@ -103,8 +110,8 @@ def play(
         return [
             Scored(reward=None, parts={}, error="answer: broken")
             if value is None
-            else Scored(reward=value, parts={"answer": value})
-            for value in values
+            else Scored(reward=value, parts={"answer": value}, token_rewards=tokens)
+            for value, tokens in zip(values, token_rewards, strict=False)
         ]
 
     policy = Policy()
@@ -125,6 +132,8 @@ def test_group_has_segments_rewards_and_counts(tokenizer: Tokenizer, in_round: b
         "timeout": 0,
         "reward_error": 0,
     }
+    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
+    assert record.metrics == {"guesses": (10.0, 4)}
     assert sum(policy.calls) == 10
     if in_round:  # one call per turn, and calls without requests to the end of the round
         assert policy.calls == [4, 3, 2, 1, 0, 0, 0, 0]
@@ -238,3 +247,27 @@ def test_held_out_episodes_are_played_turn_by_turn(tokenizer: Tokenizer) -> None
     assert policy.calls == [1] * 4 + [1] * 3 + [1]
     assert set(policy.seeds) == {None}
     assert len(set(Guess.seeds)) == 4
+
+
+def test_rewards_of_tokens_are_part_of_their_turns(tokenizer: Tokenizer) -> None:
+    # Turns of two tokens each. The second episode has a turn of reward 1/4, and the end is worth 1.
+    by_token = [(0.5, 0.0), (0.5, -0.25, 0.0, 2.0), None, None]
+    group, _ = play(
+        tokenizer,
+        ["1", "2", "1", "1"],
+        in_round=True,
+        scores=[0.5, 2.25, 0.0, 0.0],
+        token_rewards=by_token,
+        rewards={"answer": "exact"},
+    )
+    first, second, third, _ = group.rollouts
+    assert (first.reward, second.reward, third.token_rewards) == (1.5, 3.5, None)
+    assert first.token_rewards is not None
+    assert second.token_rewards is not None
+    assert first.token_rewards.tolist() == [0.5, 1.0]
+    assert second.token_rewards.tolist() == [0.5, 0.0, 0.0, 3.0]
+    assert [turn.reward for turn in first.turns] == [1.5]
+    assert [turn.reward for turn in second.turns] == [0.5, 3.0]
+    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
+    expected = GroupTokens(num_rewards=(2, 2, 1, 1), places=(0, 1, 0, 3, 1, 1), rewards=(0.5, 1.0, 0.5, 3.0, 1.0, 1.0))
+    assert record.tokens == expected

@@ -9,9 +9,10 @@ import pytest
 
 from titanrl.config import Config
 from titanrl.config.evaluation import EvaluationSet
+from titanrl.metrics.record import evaluation_metrics
 from titanrl.replay.failures import ScorerError
 from titanrl.rewards import Answers, Scored
-from titanrl.rollout.evaluating import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_set
+from titanrl.rollout.evaluating import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
 from titanrl.rollout.group import roll_out
 from titanrl.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
 
@@ -53,6 +54,21 @@ async def score(answers: Answers) -> list[Scored]:
     if answers.entry["answer"] == "1":
         return [Scored(reward=None, parts={}, error="broken") for _ in answers.completions]
     return [Scored(reward=float(text == "2"), parts={}) for text in answers.completions]
+
+
+def test_numbers_of_the_environment_are_averaged_over_the_set() -> None:
+    rollout = evaluated_group().rollouts[0]
+    numbers: list[dict[str, float]] = [{"calls": 2.0}, {"calls": 1.0, "late": 1.0}, {}]
+    group = replace(evaluated_group(), rollouts=tuple(replace(rollout, metrics=own) for own in numbers))
+    result = evaluation_result(made_set(), [group, group])
+    assert result.environment == {"calls": 1.5, "late": 1.0}
+    values = evaluation_metrics(result)
+    assert (values["eval/hard/environment/calls_mean"], values["eval/hard/environment/late_mean"]) == (1.5, 1.0)
+
+
+def evaluated_group() -> Group:
+    requests = evaluation_requests(PROMPTS[7], made_set(), seed=3)
+    return asyncio.run(roll_out(PROMPTS[7], requests, Engine().generate, score, lambda tokens: "2"))
 
 
 def evaluated(subset: EvaluationSet, engine: Engine, prompts: Sequence[Prompt] = PROMPTS) -> EvaluationResult:

@@ -88,9 +88,15 @@ def rolled_out(completions: list[Completion], scores: list[Scored]) -> tuple[Gro
 
 def test_group_is_scored_by_its_texts() -> None:
     group, answers = rolled_out([completion([8, 1]), completion([9, 7, 1], cut=True)], scored(1.0, 0.0))
-    assert answers == Answers(
-        entry={"answer": "2"}, completions=("8 1", "9 7 1"), num_tokens=(2, 3), finish_reasons=("stop", "length")
+    assert replace(answers, decode=None) == Answers(
+        entry={"answer": "2"},
+        completions=("8 1", "9 7 1"),
+        num_tokens=(2, 3),
+        finish_reasons=("stop", "length"),
+        token_ids=([8, 1], [9, 7, 1]),
     )
+    assert answers.decode is not None
+    assert answers.decode([9, 7]) == "9 7"
     assert group.has_signal
     record = record_of(group, HANDLE, has_payload=True, num_overlong=0)
     assert record.rewards == (1.0, 0.0)

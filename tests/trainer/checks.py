@@ -22,9 +22,8 @@ from titanrl.models.directory import open_model
 from titanrl.supports import Supports, supports_of, words_of
 from titanrl.tables import SEQUENCE, Row, RowTable, SequencePlan
 from titanrl.trainer.collate import PackedRows, collate
-from titanrl.trainer.hf import load_hf
+from titanrl.trainer.hf import load_model
 from titanrl.trainer.learner import Learner
-from titanrl.trainer.model import build_model
 from titanrl.types import AdamParams, GroupHandle, Segment
 
 ROW_TOKENS = 32
@@ -39,9 +38,7 @@ def make_learner(
 ) -> Learner:
     """Return a new learner with the model of a directory; `trainer` holds keys of the section."""
     config = TrainerConfig.model_validate({"row_tokens": ROW_TOKENS, **trainer})
-    device = DEVICES["cpu"]
-    model = build_model(open_model(model_dir, family), config, device, seed=seed)
-    load_hf(model, model_dir)
+    model = load_model(open_model(model_dir, family), config, DEVICES["cpu"], seed=seed)
     return Learner(model, AlgorithmConfig(ema_decay=ema_decay), temperature=1.0)
 
 

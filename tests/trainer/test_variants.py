@@ -1,14 +1,18 @@
 """Models on every layout: compared with transformers, exported, with adapters, and with losses that are not finite."""
 
 import functools
-from collections.abc import Callable
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
 from tests.trainer import checks, variants
 from tests.trainer.ranks import World
@@ -66,6 +70,45 @@ def test_hugging_face_export_loads_bit_for_bit(layout: str, world: Worlds, model
     assert ("lm_head.weight" in load_file(next((tmp_path / "out").glob("*.safetensors")))) == (model.name == "untied")
 
 
+@pytest.mark.parametrize("section", [{}, {"dtype": "bfloat16"}, {"lora": LORA}], ids=["float32", "bfloat16", "lora"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loading_draws_no_weights_and_gives_the_same_tensors(layout: str, section: dict, world: Worlds, model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    world(size).run(variants.tensors_after_loading, model, {**section, "parallelism": plan}, 5)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+def test_tensor_missing_from_the_checkpoint_is_named(layout: str, world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(tiny_model / "model.safetensors")
+    del weights[name]
+    folder = with_weights(tiny_model, tmp_path / "model", weights)
+    with pytest.raises(AssertionError, match=rf"model\.path: 1 tensors are missing, such as {re.escape(name)} \(got"):
+        world(size).run(variants.loaded_bytes, folder, {"parallelism": plan})
+
+
+def test_part_of_a_tensor_that_no_file_has_is_an_error(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
+    """Of a sharded export, the names and sizes are complete although the file with the middle rows is missing."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(tiny_model / "model.safetensors")
+    rows = weights.pop(name)
+    folder = with_weights(tiny_model, tmp_path / "model", weights)
+    for first, last in ((0, 32), (64, 96)):
+        places = json.dumps({name: {SAVED_OFFSETS_KEY: [first, 0]}})
+        save_file({name: rows[first:last]}, folder / f"rows-{first}.safetensors", metadata={CUSTOM_METADATA_KEY: places})
+    missing = r"model\.path: 1 tensors were not loaded completely, such as layers\.1\.feed_forward\.w3\.weight \(got"
+    with pytest.raises(AssertionError, match=missing):
+        world(1).run(variants.loaded_bytes, folder, {})
+
+
+def with_weights(model: Path, target: Path, weights: Mapping[str, np.ndarray]) -> Path:
+    """Copy a model directory, with these weights in place of its own."""
+    shutil.copytree(model, target)
+    save_file(dict(weights), target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
 def test_activation_checkpointing_does_not_change_gradient(kind: str, layout: str, world: Worlds, tiny_model: Path) -> None:
@@ -102,7 +145,8 @@ def test_lora_trains_only_adapters_and_publishes_merged_weights(layout: str, wor
     for name, value in found["after"].items():
         assert np.array_equal(value, found["before"][name]) == (".lora_" not in name), name
         np.testing.assert_allclose(found["before"][name], alone["before"][name], atol=0)
-        np.testing.assert_allclose(value, alone["after"][name], atol=1e-5)
+        # AdamW divides by the size of the gradient, which magnifies the rounding of small ones; CPUs differ in it.
+        np.testing.assert_allclose(value, alone["after"][name], atol=5e-5)
     stem = "layers.0.attention.qkv_linear.wq"
     product = found["after"][f"{stem}.lora_b.weight"] @ found["after"][f"{stem}.lora_a.weight"]
     assert np.abs(product).max() > 1e-3

@@ -1,6 +1,7 @@
 """Functions on models, checkpoints and losses that tests run on all ranks; see `checks`."""
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ from tests.trainer import checks
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.objective import KLConfig
+from titanrl.config.sections import TrainerConfig
+from titanrl.device import DEVICES
+from titanrl.models.directory import open_model
 from titanrl.trainer import head
 from titanrl.trainer.checkpoint import Checkpoints
 from titanrl.trainer.collate import PackedRows, collate, empty_rows
-from titanrl.trainer.hf import export_hf
+from titanrl.trainer.hf import export_hf, load_hf, load_model
 from titanrl.trainer.learner import Learner, PhaseError
+from titanrl.trainer.model import build_model
+from titanrl.weights.layout import local_part
 
 Plan = dict[str, Any]
 
@@ -73,6 +79,26 @@ def export(model_dir: Path, trainer: Plan, target: Path, num_steps: int) -> tupl
 
 def loaded_bytes(model_dir: Path, trainer: Plan) -> dict[str, bytes]:
     return checks.local_bytes(checks.make_learner(model_dir, **trainer))
+
+
+def tensors_after_loading(model_dir: Path, trainer: Plan, seed: int) -> None:
+    """Load without drawing weights first; check that all tensors are those of a model whose weights were drawn."""
+    config = TrainerConfig.model_validate({"row_tokens": checks.ROW_TOKENS, **trainer})
+    source = open_model(model_dir)
+    drawn = build_model(source, config, DEVICES["cpu"], seed=seed)
+    load_hf(drawn, model_dir)
+    before = torch.get_rng_state()
+    loaded = load_model(source, config, DEVICES["cpu"], seed=seed)
+    assert torch.equal(torch.get_rng_state(), before)
+    expected, found = (
+        {name: local_part(value) for name, value in chain(model.module.named_parameters(), model.module.named_buffers())}
+        for model in (drawn, loaded)
+    )
+    assert found.keys() == expected.keys()
+    assert any("rope.cache" in name for name in found)
+    assert any(".lora_a." in name for name in found) == (config.lora is not None)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 def adapters_at_start(model_dir: Path, trainer: Plan, seed: int) -> checks.Arrays:

@@ -14,7 +14,7 @@ import numpy as np
 
 from titanrl.algorithms.advantages import batch_advantages, decoupled_advantages
 from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
-from titanrl.algorithms.credit import own_advantages, spans_of, turn_advantages
+from titanrl.algorithms.credit import own_advantages, spans_of, token_advantages, turn_advantages
 from titanrl.algorithms.loss_weights import sequence_weights
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.config.algorithm import AlgorithmConfig
@@ -172,6 +172,10 @@ def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: Weigh
         turns = turn_advantages(groups, algorithm.advantage, discount=algorithm.turn_discount, **options)
         values = np.fromiter(chain.from_iterable(chain.from_iterable(turns)), np.float64)
         return spans_of(values, records.turns.num_sampled, records.turns.num_turns, records)
+    if algorithm.credit == "token":
+        discount, ddof = algorithm.token_discount, algorithm.std_ddof
+        values = token_advantages(records, algorithm.advantage, discount=discount, std_ddof=ddof)
+        return spans_of(values, np.ones(len(values), np.int64), records.num_sampled, records)
     if algorithm.advantage_traits.compares_parts:
         by_group = decoupled_advantages(group_rewards(records, weight_of), std_ddof=algorithm.std_ddof)
     else:
@@ -226,6 +230,7 @@ def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task:
     turn_ends = np.cumsum(records.num_turns_by_rollout).tolist()
     turn_rewards = _by_group(records.turns.rewards.tolist(), turn_ends)
     turn_tokens = _by_group(records.turns.num_sampled.tolist(), turn_ends)
+    token_rewards = _token_rewards(records)
     for index, task, start, end in zip(indices, tasks, [0, *ends], ends, strict=False):
         parts = {part: values[start:end].tolist() for part, values in records.reward_parts.items()}
         parts = {part: values for part, values in parts.items() if not all(map(math.isnan, values))}
@@ -237,7 +242,16 @@ def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task:
             index=index,
             turn_rewards=turn_rewards[start:end],
             turn_tokens=turn_tokens[start:end],
+            token_rewards=token_rewards[start:end],
         )
+
+
+def _token_rewards(records: RecordTable) -> Sequence[Sequence[float]]:
+    """Return the rewards of the tokens of each rollout; empty if no reward is one of tokens."""
+    if records.known_tokens is None:
+        return ()
+    num_tokens = records.num_sampled_by_rollout
+    return _by_group(records.known_tokens.by_token(num_tokens).tolist(), np.cumsum(num_tokens).tolist())
 
 
 def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:

@@ -222,6 +222,9 @@ class GroupRewards:
     """Rewards of the turns of each completion; that of the completion as a whole is part of its last turn's."""
     turn_tokens: Sequence[Sequence[int]] = ()
     """Sampled tokens of each turn that count in the loss; they add up to `num_tokens`."""
+    token_rewards: Sequence[Sequence[float]] = ()
+    """Rewards of the tokens of each completion that count in the loss, those of turns and of the completion as a whole as part
+    of the last token's; empty if no reward of the batch is one of tokens."""
 
 
 class Advantage(Protocol):
@@ -230,8 +233,8 @@ class Advantage(Protocol):
     It may also return a list of numbers for each completion: one per turn, or one per token that counts in the loss. If both
     fit, they are those of turns.
 
-    It runs in the controller, once per group and step. Parameters named `std_ddof`, `pass_k` or `turn_discount` get these keys
-    of `algorithm`.
+    It runs in the controller, once per group and step. Parameters named `std_ddof`, `pass_k`, `turn_discount` or
+    `token_discount` get these keys of `algorithm`.
 
     Example:
         def centred(group: GroupRewards) -> list[float]:

@@ -1,10 +1,11 @@
-"""Credit for the turns and tokens of a rollout: discounted returns, advantages per turn, and advantages of the user per token.
+"""Credit for the turns and tokens of a rollout: discounted returns, advantages per turn and token, and those of the user.
 
-Shape suffixes: N rollouts, M segments, T runs of tokens of all segments. The order is that of `RecordTable`.
+Shape suffixes: N rollouts, M segments, T runs of tokens of all segments, G rollouts of a group, L tokens of its longest one.
+The order is that of `RecordTable`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,15 @@ from titanrl.tables import SPAN, DoubleArray, RecordTable, Spans
 from titanrl.types import IntArray
 
 
-def turn_returns(rewards: Sequence[float], discount: float) -> tuple[float, ...]:
-    """Return the discounted return of each turn of a rollout: G_k = r_k + discount * G_(k + 1)."""
-    returns: list[float] = []
-    for reward in reversed(rewards):
-        returns.append(reward + discount * returns[-1] if returns else reward)
+def discounted_returns(rewards: Sequence[float], discount: float) -> tuple[float, ...]:
+    """Return the discounted return of each turn or token of a rollout: G_k = r_k + discount * G_(k + 1)."""
+    returns = list(accumulate(reversed(rewards), lambda later, reward: reward + discount * later))
     return tuple(reversed(returns))
 
 
 def returns_differ(turn_rewards: Sequence[Sequence[float]], discount: float) -> bool:
     """Return True if the returns of any turn differ among the rollouts that have it."""
-    returns = [turn_returns(rewards, discount) for rewards in turn_rewards]
+    returns = [discounted_returns(rewards, discount) for rewards in turn_rewards]
     return any(len(set(values)) > 1 for values in by_turn(returns))
 
 
@@ -50,7 +49,7 @@ def turn_advantages(
     """
     advantages = []
     for group in groups:
-        returns = [turn_returns(rewards, discount) for rewards in group.turn_rewards]
+        returns = [discounted_returns(rewards, discount) for rewards in group.turn_rewards]
         compared = [iter(group_advantages(values, method, std_ddof=std_ddof)) for values in by_turn(returns)]
         advantages.append([[next(compared[k]) for k in range(len(own))] for own in returns])
     if not ADVANTAGES[method].traits.is_standardized:
@@ -59,6 +58,54 @@ def turn_advantages(
     counts = [list(chain.from_iterable(group.turn_tokens)) for group in groups]
     flat = iter(chain.from_iterable(standardized(values, counts)))
     return [[[next(flat) for _ in own] for own in group] for group in advantages]
+
+
+def token_advantages(records: RecordTable, method: str, *, discount: float = 1.0, std_ddof: int = 0) -> DoubleArray:
+    """Return the advantage of each token that counts in the loss, one rollout after another, `[T]`.
+
+    The returns of the t-th tokens of a group are compared by the method. A rollout with fewer tokens enters with the return of
+    its last one, so with rewards at the ends only and no discount all tokens have the advantage of their rollout. The
+    REINFORCE++ methods standardize over the tokens of the batch.
+
+    Raises:
+        ValueError: See `group_advantages`.
+    """
+    values: list[DoubleArray] = []
+    for returns_GL, num_tokens_G in _token_returns(records, discount):
+        compared: dict[tuple[float, ...], tuple[float, ...]] = {}  # without a discount, most tokens have equal returns
+        columns = list(map(tuple, returns_GL.T.tolist()))
+        for column in columns:
+            if column not in compared:
+                compared[column] = group_advantages(column, method, std_ddof=std_ddof)
+        advantages_LG = np.array([compared[column] for column in columns])
+        values += [advantages_LG[:num_tokens, place] for place, num_tokens in enumerate(num_tokens_G)]
+    if ADVANTAGES[method].traits.is_standardized:
+        by_rollout = [own.tolist() for own in values]
+        return np.fromiter(chain.from_iterable(standardized(by_rollout, [[1] * len(own) for own in values])), np.float64)
+    return np.concatenate(values) if values else np.zeros(0)
+
+
+def token_returns_differ(records: RecordTable, discount: float) -> bool:
+    """Return True if the returns of any token differ in a group."""
+    return any(bool((returns_GL != returns_GL[:1]).any()) for returns_GL, _ in _token_returns(records, discount))
+
+
+def _token_returns(records: RecordTable, discount: float) -> Iterator[tuple[DoubleArray, list[int]]]:
+    """Yield the returns of the tokens of each group, `[G, L]`, and the number of tokens of each rollout.
+
+    Behind the last token of a rollout its return is repeated; a rollout without a token has its reward.
+    """
+    num_tokens_N = records.num_sampled_by_rollout
+    rewards_T = records.tokens.by_token(num_tokens_N)
+    by_rollout = np.split(rewards_T, np.cumsum(num_tokens_N)[:-1])
+    for start, count in zip(records.starts.tolist(), records.groups["num_rollouts"].tolist(), strict=True):
+        num_tokens = num_tokens_N[start : start + count].tolist()
+        returns_GL = np.zeros((count, max(num_tokens, default=0)))
+        for place, num in enumerate(num_tokens):
+            own = discounted_returns(by_rollout[start + place].tolist(), discount)
+            returns_GL[place, :num] = own
+            returns_GL[place, num:] = own[-1] if own else records.rewards[start + place]
+        yield returns_GL, num_tokens
 
 
 def own_advantages(

@@ -13,7 +13,7 @@ from titanrl.config.section import Count, Decay, Fraction, OrImportPath, Section
 
 LOSS_KEYS = ("clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperatures")
 """Keys that a loss gets if it has a parameter of the same name."""
-ADVANTAGE_KEYS = ("std_ddof", "pass_k", "turn_discount")
+ADVANTAGE_KEYS = ("std_ddof", "pass_k", "turn_discount", "token_discount")
 """Keys that an advantage gets if it has a parameter of the same name."""
 
 
@@ -32,11 +32,14 @@ class AlgorithmConfig(Section):
     """Delta degrees of freedom of the standard deviation in `advantage: grpo`, and of each part in `gdpo`."""
     pass_k: Count | None = None
     """Value of k for `advantage: pass_at_k`."""
-    credit: Literal["rollout", "turn"] = "rollout"
+    credit: Literal["rollout", "turn", "token"] = "rollout"
     """Unit of the advantage: `rollout` gives all tokens of a completion the same one. `turn` compares, for each turn, its
-    discounted return with those of the same turn of the group's other completions (docs/algorithms.md)."""
+    discounted return with those of the same turn of the group's other completions. `token` does so for each token, with the
+    rewards of tokens that a reward returns (docs/algorithms.md)."""
     turn_discount: Share = 1.0
     """Discount of the return of a turn per later turn, with `credit: turn` or an advantage of your own."""
+    token_discount: Share = 1.0
+    """Discount of the return of a token per later token, with `credit: token` or an advantage of your own."""
     loss: Annotated[str, OrImportPath(tuple(LOSSES))] = "ppo"
     """Per-token policy loss (docs/algorithms.md), or the import path of your own (docs/howto/loss.md)."""
     loss_options: dict[str, Any] = {}
@@ -171,7 +174,7 @@ class AlgorithmConfig(Section):
 
     def _broken_by_credit(self) -> Iterator[BrokenRule]:
         is_own = self.advantage not in ADVANTAGES
-        if self.credit == "turn" and (is_own or self.advantage in ("pass_at_k", "gdpo")):
+        if self.credit != "rollout" and (is_own or self.advantage in ("pass_at_k", "gdpo")):
             yield BrokenRule(
                 values={"credit": self.credit, "advantage": self.advantage},
                 rule="an advantage of your own decides by what it returns (docs/howto/advantage.md)"
@@ -179,12 +182,13 @@ class AlgorithmConfig(Section):
                 else f"{self.advantage} compares whole completions",
                 fix="remove credit" if is_own else "set advantage to dr_grpo, grpo, rloo, maxrl or one of reinforce_pp",
             )
-        if self.turn_discount != 1.0 and self.credit == "rollout" and not is_own:
-            yield BrokenRule(
-                values={"turn_discount": self.turn_discount, "credit": self.credit},
-                rule="only the returns of turns are discounted",
-                fix="set credit to turn, or remove turn_discount",
-            )
+        for unit, discount in (("turn", self.turn_discount), ("token", self.token_discount)):
+            if discount != 1.0 and self.credit != unit and not is_own:
+                yield BrokenRule(
+                    values={f"{unit}_discount": discount, "credit": self.credit},
+                    rule=f"only the returns of {unit}s are discounted by it",
+                    fix=f"set credit to {unit}, or remove {unit}_discount",
+                )
 
     def _broken_by_loss_options(self) -> Iterator[BrokenRule]:
         for key in LOSS_KEYS:

@@ -193,6 +193,12 @@ def broken_by_tasks(
                 if own.pass_k is None
                 else "remove pass_k, or set advantage to pass_at_k",
             )
+        if own.credit != "rollout" and own.advantage in ("pass_at_k", "gdpo"):
+            yield BrokenRule(
+                values={f"{key}.advantage": own.advantage, "algorithm.credit": own.credit},
+                rule=f"{own.advantage} compares whole completions",
+                fix="choose another advantage, or remove algorithm.credit",
+            )
         group_size = task.rollout(rollout).group_size
         if own.pass_k is not None and own.pass_k > group_size:
             yield BrokenRule(

@@ -1,12 +1,13 @@
 """The sections of a configuration that say how a run is operated: checkpoints, deadlines, records and hosts."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from titanrl.config.choices import ConsoleMode
 from titanrl.config.registry import TRACKERS
 from titanrl.config.section import CountOrZero, OrImportPath, Processes, Seconds, Section, StepsOrZero
+from titanrl.config.slurm import SlurmConfig
 
 
 class CheckpointConfig(Section):
@@ -49,7 +50,7 @@ class HostsConfig(Section):
     """Placement of the process meshes on hosts."""
 
     kind: Literal["local", "process", "slurm"] = "local"
-    """`local`: this machine. `process`: several emulated hosts on this machine. `slurm`: one Slurm job per mesh."""
+    """`local`: this machine. `process`: several emulated hosts on this machine. `slurm`: nodes of a Slurm job."""
     trainer_hosts: Processes = 1
     """Number of hosts of the trainer mesh."""
     generator_hosts: Processes = 1
@@ -61,5 +62,5 @@ class HostsConfig(Section):
     trusted_network: bool = False
     """Allow hosts that listen on the network, as those of `slurm` do, without authentication. A program that can connect to
     them can execute code as you (docs/security.md)."""
-    slurm: dict[str, Any] = {}
-    """Options of `monarch.job.SlurmJob`, such as `partition` and `time_limit`."""
+    slurm: SlurmConfig = SlurmConfig()
+    """Job that Slurm is asked for."""

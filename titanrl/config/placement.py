@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
-from titanrl.config.sizes import Sizes
+from titanrl.config.sizes import LIBRARY_BYTES, Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,19 @@ class Placement:
     processes: int
     """Number of processes per host."""
     num_bytes: int | None
-    """Estimated memory of one process; None if unknown or negligible."""
+    """Estimated memory of one process: all of its private memory on a CPU, else that of its device. None if unknown or none."""
 
 
 def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
     """Yield the placement of every role, on the hosts that `hosts.kind` selects."""
-    hosts, memory = config.hosts, sizes.memory
+    libraries = LIBRARY_BYTES if device == "cpu" else dict.fromkeys(LIBRARY_BYTES, 0)
+    trainer_bytes = generator_bytes = None
+    if sizes.memory is not None:
+        trainer = sizes.memory.trainer
+        trainer_bytes = libraries["trainer"] + (trainer.cpu_total if device == "cpu" else trainer.total)
+        cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
+        generator_bytes = libraries["generator"] + sizes.memory.generator_rank_weights + cache
+    hosts = config.hosts
     ranks, generators = config.num_trainer_ranks, config.num_generator_ranks
     here = "this machine"
     trainer_host = generator_host = here
@@ -43,16 +50,15 @@ def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Pla
             devices=_devices(device, 0, ranks),
             role="trainer rank",
             processes=ranks,
-            num_bytes=None if memory is None else memory.trainer.total,
+            num_bytes=trainer_bytes,
         )
     if generators:
-        cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
         yield Placement(
             host=generator_host,
             devices=_devices(device, first, generators),
             role="generator rank",
             processes=generators,
-            num_bytes=None if memory is None else memory.generator_rank_weights + cache,
+            num_bytes=generator_bytes,
         )
     if teachers := sizes.processes.get("teacher", 0):
         devices = _devices(device, first + generators, teachers)
@@ -62,7 +68,8 @@ def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Pla
         yield Placement(host=generator_host, devices=devices, role="evaluator rank", processes=evaluators, num_bytes=None)
     for role in ("rollout", "sandbox", "buffer", "store", "controller"):
         if role in sizes.processes:
-            yield Placement(host=here, devices="", role=role, processes=sizes.processes[role], num_bytes=None)
+            num_bytes = libraries[role] or None
+            yield Placement(host=here, devices="", role=role, processes=sizes.processes[role], num_bytes=num_bytes)
 
 
 def _devices(device: DeviceKind, first: int, count: int) -> str:

@@ -278,6 +278,12 @@ class Config(Section):
     def _broken_by_environment(self) -> Iterator[BrokenRule]:
         # In synchronous training all episodes of a worker are played turn by turn.
         groups = 0 if self.max_staleness else -(-self.groups_per_publish // self.rollout.num_workers)
+        if self.warm_start is not None and self.warm_start.tool_calls and self.data.environment is None:
+            yield BrokenRule(
+                values={"warm_start.tool_calls": True, "data.environment": None},
+                rule="only an environment runs calls of tools",
+                fix="set data.environment.function to calculator or to a tool of your own, or remove warm_start.tool_calls",
+            )
         for name, task in self.data.tasks.items():
             if task.environment is not None:
                 yield from task.environment.broken_by_run(

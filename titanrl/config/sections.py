@@ -93,6 +93,9 @@ class WarmStartConfig(Section):
     """Peak learning rate, reached after `num_warmup_steps` and then decayed linearly to zero."""
     num_warmup_steps: StepsOrZero = 20
     """Number of steps of linear learning-rate warm-up."""
+    tool_calls: bool | None = None
+    """True if the worked solutions of sums call a tool with the sum as its only argument; null means that they do if
+    `data.environment` is the calculator. A tool of your own with such an argument needs true."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.num_long_only_steps > self.num_steps:

@@ -11,6 +11,19 @@ from titanrl.config.shapes import DTYPE_BYTES, ModelShape
 DEVICE_BYTES = 80_000_000_000
 """Assumed memory of an accelerator that this machine does not have."""
 
+LIBRARY_BYTES: Mapping[str, int] = {
+    "controller": 400_000_000,
+    "trainer": 500_000_000,
+    "generator": 650_000_000,
+    "teacher": 650_000_000,
+    "evaluator": 650_000_000,
+    "rollout": 170_000_000,
+    "buffer": 270_000_000,
+    "store": 270_000_000,
+    "sandbox": 20_000_000,
+}
+"""Private memory of a process on a CPU without its model, by role, as `python -m benchmarks.full_size` measured it."""
+
 LOGITS_AT_ONCE = 1 << 27
 """Maximum number of logits in memory on a trainer rank."""
 
@@ -30,7 +43,7 @@ class TrainerMemory:
     gathered: int
     """Parameters gathered by FSDP at a time: two layers, embedding and output layer, in `trainer.compute_dtype`."""
     activations: int
-    """Estimated activations of one micro-batch of full rows, including its logits."""
+    """Estimated activations of the largest micro-batch, with full rows, including its logits."""
 
     @property
     def state(self) -> int:
@@ -39,8 +52,13 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """Peak memory."""
+        """Peak memory of an accelerator."""
         return self.state + self.gathered + self.activations
+
+    @property
+    def cpu_total(self) -> int:
+        """Peak memory on a CPU: of a step, or of an export, which holds two serialized copies of the parameters."""
+        return self.state + max(self.gathered + self.activations, 2 * self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +109,17 @@ def derive(config: Config, shape: ModelShape | None, *, device_bytes: int = DEVI
         shape: Sizes of the policy; None if they are unknown.
         device_bytes: Memory of one accelerator.
     """
-    memory = None if shape is None else _memory(config, shape)
     sequences = config.rollout.groups_per_step * config.rollout.group_size
     if config.sft is not None:
         sequences = config.sft.batch_size
+    memory = None if shape is None else _memory(config, shape, sequences)
     return Sizes(
         processes=_processes(config),
         sequences_per_step=sequences,
         max_tokens_per_step=sequences * config.max_sequence_tokens,
         buffer_slots=config.num_slots,
         worst_staleness=config.worst_staleness,
-        max_microbatches=_max_microbatches(config, sequences),
+        max_microbatches=-(-_max_rows(config, sequences) // config.trainer.rows_per_microbatch),
         memory=memory,
         misfits=tuple(_misfits(config, memory, device_bytes)),
         notes=tuple(notes(config)),
@@ -145,24 +163,26 @@ def notes(config: Config) -> Iterator[str]:
         )
 
 
-def _max_microbatches(config: Config, sequences: int) -> int:
+def _max_rows(config: Config, sequences: int) -> int:
+    """Return the rows of a data-parallel rank in a step, if all sequences have maximum length."""
     sequences_per_row = max(1, config.trainer.row_tokens // config.max_sequence_tokens)
     rows = -(-sequences // sequences_per_row)
-    return -(-rows // (config.trainer.parallelism.dp_size * config.trainer.rows_per_microbatch))
+    return -(-rows // config.trainer.parallelism.dp_size)
 
 
-def _memory(config: Config, shape: ModelShape) -> Memory:
+def _memory(config: Config, shape: ModelShape, sequences: int) -> Memory:
     generator = config.generator
+    most = max(sequences, 0 if config.warm_start is None else config.warm_start.batch_size)
     return Memory(
         num_parameters=shape.num_parameters,
-        trainer=_trainer_memory(config, shape),
+        trainer=_trainer_memory(config, shape, min(config.trainer.rows_per_microbatch, _max_rows(config, most))),
         replica_weights=shape.num_parameters * DTYPE_BYTES[generator.dtype],
         generator_rank_weights=shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype],
         kv_cache=generator.max_num_seqs * config.max_sequence_tokens * shape.kv_token_bytes(generator.dtype),
     )
 
 
-def _trainer_memory(config: Config, shape: ModelShape) -> TrainerMemory:
+def _trainer_memory(config: Config, shape: ModelShape, num_rows: int) -> TrainerMemory:
     trainer = config.trainer
     plan, compute_bytes = trainer.parallelism, DTYPE_BYTES[trainer.compute_dtype]
     share = DTYPE_BYTES[trainer.dtype] / (plan.dp_shard * plan.tp)
@@ -180,17 +200,17 @@ def _trainer_memory(config: Config, shape: ModelShape) -> TrainerMemory:
         optimizer=int(2 * trained * share),
         average=0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.dp_shard * plan.tp),
         gathered=gathered,
-        activations=_activations(config, shape),
+        activations=_activations(config, shape, num_rows),
     )
 
 
-def _activations(config: Config, shape: ModelShape) -> int:
-    """Estimate the bytes of one micro-batch: stored activations, one layer in full, and logits with their gradient.
+def _activations(config: Config, shape: ModelShape, num_rows: int) -> int:
+    """Estimate the bytes of so many rows: stored activations, one layer in full, and logits with their gradient.
 
     Sequence parallelism divides them among the tensor-parallel ranks. Selective checkpointing stores about half of them.
     """
     trainer = config.trainer
-    tokens = trainer.rows_per_microbatch * trainer.row_tokens
+    tokens = num_rows * trainer.row_tokens
     numbers = {"none": shape.layer_activations, "selective": shape.layer_activations // 2, "full": shape.hidden_size}
     kept = shape.num_layers * numbers[trainer.activation_checkpointing] + shape.layer_activations
     logits = min(tokens * shape.vocab_size // trainer.parallelism.tp, LOGITS_AT_ONCE)
@@ -216,7 +236,7 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
             rule=f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, or some wait",
             fix=f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs",
         )
-    needed = cpu_bytes(config, memory, memory.trainer.total)
+    needed = cpu_bytes(config, memory, memory.trainer.cpu_total)
     if config.hosts.kind != "slurm" and needed > available:
         has_generators = config.num_generator_ranks > 0
         replicas = {"generator.replicas": config.generator.replicas} if has_generators else {}
@@ -229,13 +249,20 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
 
 
 def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
-    """Return the memory of trainer, published weights and generators on one machine without accelerators."""
+    """Return the memory of all processes and of the published weights on one machine without accelerators.
+
+    Args:
+        config: Configuration.
+        memory: Sizes of the model.
+        trainer_rank_bytes: Tensors of a trainer rank: `memory.trainer.cpu_total`, or the part of it that is always allocated.
+    """
     generator = config.generator
+    libraries = sum(number * LIBRARY_BYTES[role] for role, number in _processes(config).items())
     if not config.num_generator_ranks:
-        return config.num_trainer_ranks * trainer_rank_bytes
+        return libraries + config.num_trainer_ranks * trainer_rank_bytes
     published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
     generators = generator.num_ranks * memory.generator_rank_weights + generator.replicas * generator.kv_cache_bytes
-    return config.num_trainer_ranks * trainer_rank_bytes + published + generators
+    return libraries + config.num_trainer_ranks * trainer_rank_bytes + published + generators
 
 
 def host_bytes() -> int:

@@ -108,13 +108,18 @@ def encoded(result: object) -> dict[str, Any]:
         TypeError: It is neither an observation nor the end.
     """
     if isinstance(result, Done):
-        rewards = {str(name): float(value) for name, value in result.rewards.items()}
-        return {"done": {"rewards": rewards, "reward": float(result.reward)}}
+        rewards = _numbers(result.rewards)
+        return {"done": {"rewards": rewards, "reward": float(result.reward), "metrics": _numbers(result.metrics)}}
     if isinstance(result, Observation):
         tools = [{"name": tool.name, "description": tool.description, "parameters": tool.parameters} for tool in result.tools]
         observation = {"messages": [dict(message) for message in result.messages], "tools": tools}
-        return {"observation": {**observation, "reward": float(result.reward), "replaces": bool(result.replaces)}}
+        numbers = {"reward": float(result.reward), "replaces": bool(result.replaces), "metrics": _numbers(result.metrics)}
+        return {"observation": {**observation, **numbers}}
     raise TypeError(f"an environment returns Observation or Done (got {result!r:.80})")
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in values.items()}
 
 
 def decoded(reply: Mapping[str, Any]) -> Observation | Done:
@@ -124,10 +129,17 @@ def decoded(reply: Mapping[str, Any]) -> Observation | Done:
         ValueError: It is something else.
     """
     match reply:
-        case {"done": {"rewards": dict(rewards), "reward": float(reward)}}:
-            return Done(rewards=rewards, reward=reward)
-        case {"observation": {"messages": list(messages), "tools": list(tools), "reward": float(reward), "replaces": replaces}}:
-            return Observation(
-                messages=messages, tools=[Tool(**tool) for tool in tools], reward=reward, replaces=bool(replaces)
-            )
+        case {"done": {"rewards": dict(rewards), "reward": float(reward), "metrics": dict(metrics)}}:
+            return Done(rewards=rewards, reward=reward, metrics=metrics)
+        case {
+            "observation": {
+                "messages": list(messages),
+                "tools": list(tools),
+                "reward": float(reward),
+                "replaces": bool(replaces),
+                "metrics": dict(metrics),
+            }
+        }:
+            made = [Tool(**tool) for tool in tools]
+            return Observation(messages=messages, tools=made, reward=reward, replaces=replaces, metrics=metrics)
     raise ValueError(f"neither Observation nor Done (got {reply!r:.80})")

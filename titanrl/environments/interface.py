@@ -52,6 +52,8 @@ class Observation:
     replaces: bool = False
     """True if the messages replace the conversation, for example by a summary of it. The policy's next turn then starts a new
     segment, because the tokens of the earlier turns are not its prefix."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the episode so far, as in `Done`. They count if a limit ends the episode before `Done`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,9 @@ class Done:
     message of the policy, are added to them."""
     reward: float = 0.0
     """Reward of the last turn."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the episode by name, such as calls of a tool. The mean of each over the episodes that have it is reported as
+    `environment/<name>_mean`."""
 
 
 @runtime_checkable

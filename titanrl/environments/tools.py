@@ -75,6 +75,12 @@ class CallCounts:
         """Calls without a result."""
         return self.malformed + self.unknown + self.wrong
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the episode for the metrics: all calls, those without a result, and those of them that are malformed."""
+        num_calls, num_failed = self.run + self.refused, self.failed + self.refused
+        return {"tool_calls": float(num_calls), "failed_calls": float(num_failed), "malformed_calls": float(self.malformed)}
+
 
 class ToolEnvironment:
     """Asks the question, runs the calls of each message in order, and ends at a message without one.
@@ -141,10 +147,12 @@ class ToolEnvironment:
         calls = message.get("tool_calls") or ()
         if not calls or self.counts.refused:
             sources = [source for source in self._sources if isinstance(source, Toolset)]
-            return Done(rewards={name: value for source in sources for name, value in source.rewards().items()})
+            rewards = {name: value for source in sources for name, value in source.rewards().items()}
+            return Done(rewards=rewards, metrics=self.counts.metrics)
         num_failed = self.counts.failed
         replies = [await self._reply(call, index) for index, call in enumerate(calls)]
-        return Observation(messages=replies, reward=self._failed_call_reward * (self.counts.failed - num_failed))
+        reward = self._failed_call_reward * (self.counts.failed - num_failed)
+        return Observation(messages=replies, reward=reward, metrics=self.counts.metrics)
 
     async def close(self) -> None:
         """Close the tools that have a state."""

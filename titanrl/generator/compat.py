@@ -18,9 +18,13 @@ from vllm import LLMEngine, SamplingParams
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_world_group
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from titanrl.models.initial_values import WithoutDraws
 
 __all__ = [
     "EngineCoreOutput",
@@ -41,11 +45,23 @@ named_shared_memory = _CPUSHMDistributed._init_cpu_shm
 
 
 def prepare_vllm() -> None:
-    """Make vLLM run torchtitan's models and keep the weights of linear layers in place; call before building an engine."""
+    """Make vLLM run torchtitan's models, keep the weights of linear layers in place, and draw no weights that a pull replaces.
+
+    Call it before building an engine.
+    """
     # torchtitan 0.3.0 imports the class from this module, which no longer re-exports it.
     config_utils.PretrainedConfig = transformers.PretrainedConfig  # type: ignore[attr-defined]
     assert callable(linear_layers.dispatch_cpu_unquantized_gemm), "vLLM moved its CPU linear dispatch"
     linear_layers.dispatch_cpu_unquantized_gemm = keep_weight
+    assert callable(BaseModelLoader.load_model), "vLLM moved the loading of dummy weights"
+    DummyModelLoader.load_model = load_zeros  # type: ignore[method-assign]
+
+
+def load_zeros(loader: DummyModelLoader, *args: Any, **kwargs: Any) -> nn.Module:
+    """Replace vLLM's loading of dummy weights, which draws each weight, after torchtitan's model has drawn it once already."""
+    with WithoutDraws():
+        model: nn.Module = BaseModelLoader.load_model(loader, *args, **kwargs)
+    return model
 
 
 def keep_weight(layer: nn.Module, remove_weight: bool) -> None:

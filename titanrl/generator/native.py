@@ -1,32 +1,42 @@
 """The trainer's tensors as views into the fused parameters of vLLM's own model, of which a rank may hold only a shard."""
 
 import re
+from collections import Counter
 
 import torch
 
 from titanrl.config.shapes import ModelShape
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import VllmName
-from titanrl.weights.layout import PartOf
+from titanrl.weights.layout import PartOf, local_part
 
 
 def weight_targets(
     model: torch.nn.Module, source: ModelDirectory, rank: int = 0, tp: int = 1
 ) -> dict[str, torch.Tensor | PartOf]:
-    """Return vLLM's tensor for each name of the trainer's state dict; slices of fused parameters are views."""
+    """Return vLLM's tensor for each name of the trainer's state dict; slices of fused parameters are views.
+
+    Raises:
+        ValueError: The names of the family do not fill a parameter, which would keep the zeros that it was built with.
+    """
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     layers = sorted({int(match[1]) for name in parameters if (match := re.match(r"model\.layers\.(\d+)\.", name))})
     shape, names = source.shape, source.family.vllm_names
-    per_layer = {ours for ours in names if "{}" in ours}
-    targets = {
-        ours: held_part(parameters[name.parameter], name, shape, rank, tp)
-        for ours, name in names.items()
-        if ours not in per_layer and not (shape.tied_embeddings and ours == "lm_head.weight")
-    }
-    for layer in layers:
-        for ours, name in names.items():
-            if ours in per_layer:
-                targets[ours.format(layer)] = held_part(parameters[name.parameter.format(layer)], name, shape, rank, tp)
+    targets: dict[str, torch.Tensor | PartOf] = {}
+    num_filled: Counter[str] = Counter()
+    for ours, name in names.items():
+        if shape.tied_embeddings and ours == "lm_head.weight":
+            continue
+        for layer in layers if "{}" in ours else [0]:
+            parameter = name.parameter.format(layer)
+            held = targets[ours.format(layer)] = held_part(parameters[parameter], name, shape, rank, tp)
+            # No pull fills the padding of a vocabulary.
+            num_filled[parameter] += (parameters[parameter] if name.part == "vocab" else local_part(held)).numel()
+    if left := [name for name, value in parameters.items() if num_filled[name] < value.numel()]:
+        raise ValueError(
+            f"model.family: vllm_names must name all of vLLM's parameters, and {len(left)} would not be filled (got no name "
+            f"or not all parts for {left[0]}). Add the names, or set generator.model_impl to titan."
+        )
     return targets
 
 

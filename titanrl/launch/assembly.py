@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from titanrl.config.sections import GeneratorConfig
 from titanrl.data.mixture import make_mixture
 from titanrl.device import Device
 from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.launch import packages
 from titanrl.launch.environment import (
     generator_device,
     generator_environment,
@@ -33,6 +34,7 @@ from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.stalls import Watchdog
 from titanrl.launch.supervision import OnEvent, Supervisor
+from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import open_model
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.replay.memory import ReplaySettings
@@ -86,9 +88,10 @@ class Parts:
     async def stop_others(self) -> "Parts":
         """Stop every process but those of the generators; return these, for `assemble`."""
         around = self.assembly.around
-        if self.rollouts is not None:
-            self.rollouts.buffer.close()
-            await asyncio.gather(*(part.close() for part in self.rollouts.workers.parts))
+        rollouts, self.assembly.rollouts = self.assembly.rollouts, None  # perhaps of a start that has failed
+        if rollouts is not None:
+            rollouts.buffer.close()
+            await asyncio.gather(*(part.close() for part in rollouts.workers.parts))
         meshes = [mesh for mesh in (self.generators, self.evaluator) if mesh is not None]
         for mesh in meshes:
             mesh.listeners.clear()
@@ -148,6 +151,7 @@ async def assemble(
     respawns: Respawns | None = None,
     on_event: OnEvent | None = None,
     warn: Callable[[str], None] = logger.warning,
+    say: Callable[[str], None] = logger.info,
     kept: Parts | None = None,
 ) -> Parts:
     """Spawn the processes and actors of some roles. They load nothing yet; the `start` of each client does that.
@@ -161,14 +165,16 @@ async def assemble(
         respawns: replacements of earlier sessions of the run, which count, too.
         on_event: records faults, stalls and replacements.
         warn: tells the user of stalls and deaths that do not end the run.
-        kept: generators of the same run, from `Parts.stop_others`. Its callbacks stay in use.
+        say: tells the user what the start waits for.
+        kept: generators of the same run, from `Parts.stop_others`. Its callbacks stay in use. They outlive a failed start.
     """
     if kept is not None:
         assembly = kept.assembly
     else:
-        supervisor, hosts = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), acquire_hosts(config)
+        supervisor, logs = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), files.run_dir / "logs"
+        hosts = await acquire_hosts(config, device.kind, logs, supervisor, say=say, warn=warn)
         around = Surroundings(
-            fleet=Fleet(files.run_dir / "logs", supervisor, own_children=config.hosts.kind == "local"),
+            fleet=Fleet(logs, supervisor, own_children=config.hosts.kind == "local"),
             supervisor=supervisor,
             respawns=respawns or Respawns(config.faults),
             warn=warn,
@@ -179,7 +185,10 @@ async def assemble(
     try:
         starting = assembly.parts(roles, first_index, kept)
         return await around.supervisor.ask("start of the processes", starting, config.timeouts.start_s)
-    except BaseException:  # an interrupt, too: no process may outlive a failed start
+    except BaseException:  # an interrupt, too: no process may outlive a failed start, except kept ones
+        if kept is not None:
+            await kept.stop_others()
+            raise
         around.supervisor.expect_deaths()
         await stop_processes(around.fleet, around.supervisor, assembly.hosts, config.timeouts.close_s / 2)
         raise
@@ -190,25 +199,27 @@ class Assembly:
 
     def __init__(self, config: Config, device: Device, files: RunFiles, around: Surroundings, hosts: Hosts) -> None:
         """Spawn nothing yet."""
-        self._early: dict[str, ProcMesh] = {}
         self._reader: WeightReader | None = None
+        self.rollouts: Rollouts | None = None
         self.config, self.device, self.files, self.around, self.hosts = config, device, files, around, hosts
 
     async def parts(self, roles: Roles, first_index: int, kept: Parts | None = None) -> Parts:
         """Spawn the processes and actors of some roles, except kept generators, and connect them."""
         config, around, timeouts = self.config, self.around, self.config.timeouts
-        trainer_procs = self._spawn_trainer_processes() if roles.trainer else None
+        for kind, (environment, load) in packages.needed(config, self.device, roles).items():
+            around.fleet.prepare(kind, environment, load)
         imports = ("titanrl.weights.store", "titanrl.replay.actors")
-        store_procs = around.fleet.spawn("store", self.hosts.local, 1, worker_environment(), imports=imports)
+        template = await around.fleet.template("store")
+        store_procs = around.fleet.spawn("store", self.hosts.local, 1, worker_environment(), imports, template)
+        trainer_procs = await self._trainer_processes() if roles.trainer else None
         replicas = range(config.generator.replicas if roles.generators else 0)
-        self._spawn_early(() if kept else replicas, config.rollout.num_workers if roles.rollouts else 0)
         store = await spawn_store(store_procs)
         self._reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
         generators, evaluator = await self._generators(roles, kept)
         rollouts, shards = None, []
         trainer = TrainerMesh(None, around.supervisor, timeouts)
         if roles.rollouts:
-            rollouts = self._rollouts(store_procs, trainer, generators, first_index)
+            self.rollouts = rollouts = self._rollouts(store_procs, trainer, generators, first_index)
             if evaluator is not None:
                 evaluator.listeners.append(rollouts.workers.abandon_evaluation)
             await rollouts.workers.spawn()
@@ -219,7 +230,7 @@ class Assembly:
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
         weights = WeightSync(
             config.name,
-            store,
+            WatchedStore(store, around.supervisor, timeouts.sync_s),
             push=trainer.push_weights if roles.generators else _push_nothing,
             expect=generators.expect_weights,
             pulls=[partial(generators.pull_weights, replica) for replica in replicas],
@@ -251,30 +262,26 @@ class Assembly:
             await evaluator.spawn()
         return generators, evaluator
 
-    def _spawn_early(self, replicas: Iterable[int], num_workers: int) -> None:
-        """Spawn the first processes of generators and workers, which import their modules while the store starts."""
-        tp = self.config.generator.tp
-        early = {f"generator_{n}": self._generator_processes(f"generator_{n}", n, tp) for n in replicas}
-        self._early = early | {f"rollout_{n}": self._worker_process(f"rollout_{n}") for n in range(num_workers)}
-
-    def _generator_processes(self, role: str, replica: int, tp: int) -> ProcMesh:
+    async def _generator_processes(self, role: str, replica: int, tp: int) -> ProcMesh:
         """Spawn the processes of a generator replica, one per tensor-parallel rank."""
         environment = generator_environment(self.config, self.device, replica)
-        return self._engine_processes(role, self.hosts.of_generator(replica), tp, environment)
+        return await self._engine_processes(role, self.hosts.of_generator(replica), tp, environment)
 
-    def _engine_processes(self, role: str, host: HostMesh, tp: int, environment: dict[str, str]) -> ProcMesh:
+    async def _engine_processes(self, role: str, host: HostMesh, tp: int, environment: dict[str, str]) -> ProcMesh:
         imports = ("titanrl.weights.pull", "titanrl.generator.actor")
-        return self.around.fleet.spawn(role, host, tp, environment, imports=imports)
+        template = await self.around.fleet.template("generator")
+        return self.around.fleet.spawn(role, host, tp, environment, imports, template)
 
-    def _worker_process(self, role: str) -> ProcMesh:
-        imports = ("titanrl.rollout.actor",)
-        return self.around.fleet.spawn(role, self.hosts.local, 1, worker_environment(), imports=imports)
+    async def _worker_process(self, role: str) -> ProcMesh:
+        template = await self.around.fleet.template("rollout")
+        return self.around.fleet.spawn(role, self.hosts.local, 1, worker_environment(), ("titanrl.rollout.actor",), template)
 
-    def _spawn_trainer_processes(self) -> ProcMesh:
+    async def _trainer_processes(self) -> ProcMesh:
         config, hosts = self.config, self.hosts
         num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
         environment = trainer_environment(config, self.device)
-        return self.around.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports=("titanrl.trainer.actor",))
+        imports, template = ("titanrl.trainer.actor",), await self.around.fleet.template("trainer")
+        return self.around.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template)
 
     def _rollouts(self, store_procs: ProcMesh, trainer: TrainerMesh, generators: GeneratorMeshes, first_index: int) -> Rollouts:
         """Spawn the buffer; return the clients of the workers, which are not spawned yet, and of the buffer."""
@@ -300,7 +307,7 @@ class Assembly:
     async def _spawn_worker(self, number: int, buffer: Any, generators: GeneratorMeshes, part: Part) -> Worker:
         """Spawn the process of a rollout worker, and in it the worker and its storage shard."""
         config, files = self.config, self.files
-        procs = self._early.pop(part.role, None) or self._worker_process(part.role)
+        procs = await self._worker_process(part.role)
         shard = procs.spawn("shard", StorageShard, number, buffer, config.replay.shard_memory_bytes, files.run_dir)
         setup = WorkerSetup(
             number=number,
@@ -320,7 +327,7 @@ class Assembly:
     async def spawn_generator(self, replica: int, part: Part) -> Replica:
         """Spawn the processes of a generator replica, and their actors."""
         config = self.config
-        procs = self._early.pop(part.role, None) or self._generator_processes(part.role, replica, config.generator.tp)
+        procs = await self._generator_processes(part.role, replica, config.generator.tp)
         return await self._engine(
             procs, part.role, generator_setup(config, self.device, self.files, config.model.family, self._reader)
         )
@@ -330,7 +337,7 @@ class Assembly:
         config, tp = self.config, self.config.generator.tp
         first = generator_device(config, config.generator.replicas)
         environment = generator_environment(config, self.device, 0) | visible(self.device, range(first, first + tp))
-        procs = self._engine_processes(part.role, self.hosts.of_generator(0), tp, environment)
+        procs = await self._engine_processes(part.role, self.hosts.of_generator(0), tp, environment)
         setup = generator_setup(config, self.device, self.files, config.model.family, self._reader)
         return await self._engine(procs, part.role, setup)
 
@@ -355,7 +362,7 @@ class Assembly:
         setup = generator_setup(config, self.device, files, None, None)
 
         async def spawn(part: Part) -> Replica:
-            procs = self._engine_processes(part.role, self.hosts.of_generator(0), engine.tp, environment)
+            procs = await self._engine_processes(part.role, self.hosts.of_generator(0), engine.tp, environment)
             return await self._engine(procs, part.role, setup)
 
         teacher = GeneratorMeshes({name: spawn}, self.around, config.timeouts)

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,9 @@ from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 from monarch.spmd import setup_torch_elastic_env_async
 
 from titanrl.actors import ProcessVariables, set_up_process
-from titanrl.launch.first_steps import BIRTHS, NAME, PARENT
+from titanrl.launch.first_steps import BIRTHS, NAME, PARENT, TEMPLATE
 from titanrl.launch.supervision import Supervisor
+from titanrl.launch.template import Template
 from titanrl.private_sockets import private_folder
 
 if TYPE_CHECKING:
@@ -50,9 +51,36 @@ class Fleet:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._stores: dict[int, TCPStore] = {}  # by identity of the mesh
         self._births = _Births(supervisor)
+        self._templates: dict[str, Template] = {}  # by kind
+
+    def prepare(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> None:
+        """Start the template of processes that this machine will run, unless there is one.
+
+        Args:
+            kind: name of the template, such as `generator`.
+            environment: variables that the packages read when they are imported.
+            load: function that imports the packages.
+        """
+        template = self._templates.get(kind)
+        if not self._parent or (template is not None and not template.has_ended):
+            return
+        if template is not None:
+            template.close()
+        self._templates[kind] = Template(environment, load, self._log_dir / f"template_{kind}.log")
+
+    async def template(self, kind: str) -> str | None:
+        """Wait until a template is ready; return its socket, or None if there is none or it has failed."""
+        template = self._templates.get(kind)
+        return template.path if template is not None and await template.is_ready() else None
 
     def spawn(
-        self, role: str, host: HostMesh, num_procs: int, environment: Mapping[str, str], imports: Sequence[str]
+        self,
+        role: str,
+        host: HostMesh,
+        num_procs: int,
+        environment: Mapping[str, str],
+        imports: Sequence[str],
+        template: str | None = None,
     ) -> ProcMesh:
         """Start processes on each host of a mesh, in the background.
 
@@ -62,10 +90,13 @@ class Fleet:
             num_procs: processes on each host.
             environment: variables set before the interpreter starts.
             imports: modules of the actors to be spawned there; see `set_up_process`.
+            template: socket of the template to fork (`template`); without it, the processes import everything themselves.
         """
         for stale in self._log_dir.glob(f"{role}_*.pid"):  # left by a killed run in this directory
             stale.unlink()
         variables = {**environment, **self._parent, BIRTHS: self._births.path}
+        if template is not None:
+            variables[TEMPLATE] = template
         command = type(default_bootstrap_cmd())(sys.executable, None, ["-c", _PROGRAM], variables)
         mesh = host.spawn_procs(
             per_host={"procs": num_procs},
@@ -115,6 +146,9 @@ class Fleet:
         results = await asyncio.gather(*stops, return_exceptions=True)
         self._births.close()
         self._stores.clear()
+        for template in self._templates.values():
+            template.close()
+        self._templates.clear()
         for file in self._log_dir.glob("*.pid"):
             file.unlink()
         failures = [result for result in results if isinstance(result, Exception)]
@@ -145,8 +179,9 @@ class _Births:
         self._loop.add_reader(self._socket, self._receive)
 
     def _receive(self) -> None:
-        pid, _, name = self._socket.recv(1024).decode().partition(" ")
-        self._supervisor.watch(name, int(pid))
+        pid, host, name = self._socket.recv(1024).decode().split()
+        if host == socket.gethostname():  # hosts may share a file system, and with it the socket, but not the process ids
+            self._supervisor.watch(name, int(pid))
 
     def close(self) -> None:
         """Stop listening, and delete the socket."""

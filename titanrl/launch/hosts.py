@@ -1,22 +1,29 @@
-"""The hosts of a run: this machine, several emulated on it, or a Slurm allocation."""
+"""The hosts of a run: this machine, several emulated on it, or the nodes of a Slurm job."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import monarch.actor
 from monarch.actor import HostMesh, attach_to_workers
 from monarch.config import configure
-from monarch.job import ProcessJob, SlurmJob
+from monarch.job import ProcessJob
 
+from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
 from titanrl.errors import FaultError
+from titanrl.launch.leases import Say
+from titanrl.launch.slurm_host import PROGRAM
+from titanrl.launch.slurm_hosts import SlurmHosts
+from titanrl.launch.slurm_jobs import SlurmError
+from titanrl.launch.supervision import Supervisor
 from titanrl.private_sockets import private_folder, private_sockets
-
-_PROGRAM = "from titanrl.launch.host_process import main; main()"
 
 
 class Job(Protocol):
@@ -61,19 +68,28 @@ class Hosts:
             self.job.kill()
 
 
-def acquire_hosts(config: Config) -> Hosts:
-    """Acquire the hosts of the configuration; wait in the scheduler's queue if there is one."""
+async def acquire_hosts(
+    config: Config, device: DeviceKind, log_dir: Path, supervisor: Supervisor, *, say: Say, warn: Say
+) -> Hosts:
+    """Acquire the hosts of the configuration; wait in the scheduler's queue if there is one.
+
+    Args:
+        config: the run.
+        device: kind of the devices.
+        log_dir: folder of logs.
+        supervisor: replaces the parts on hosts that end, or ends the run.
+        say: tells the user what the start waits for.
+        warn: tells the user that the scheduler ends the hosts.
+
+    Raises:
+        SlurmError: Slurm refused or ended the job.
+    """
     hosts, replicas = config.hosts, config.generator.replicas
     meshes = {"trainers": hosts.trainer_hosts}
     if config.num_generator_ranks:
         meshes["generators"] = hosts.generator_hosts
     if hosts.kind == "slurm":
-        slurm = slurm_job(config, meshes)
-        with private_sockets():
-            # The next run would reuse a cached allocation, with this run's processes still in it.
-            state: Any = slurm.state(cached_path=None)
-            acquired = {name: getattr(state, name) for name in meshes}
-        return replace(_placed(config, acquired, local_host(), slurm), are_alive=lambda: False)  # unknown
+        return await _slurm_hosts(config, device, meshes, log_dir, supervisor, say, warn)
     wait_for_stopped_processes()
     local = local_host()
     if hosts.kind == "local":
@@ -85,6 +101,29 @@ def acquire_hosts(config: Config) -> Hosts:
         has_ended=lambda replica: emulated.has_ended("generators", replica % hosts.generator_hosts),
         are_alive=emulated.are_alive,
     )
+
+
+async def _slurm_hosts(
+    config: Config, device: DeviceKind, meshes: dict[str, int], log_dir: Path, supervisor: Supervisor, say: Say, warn: Say
+) -> Hosts:
+    slurm = SlurmHosts(config, device, meshes, log_dir, say)
+    slurm.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # a full host has no accelerators to spare
+    slurm.on_ending = partial(_end_with_job, supervisor, warn)
+    acquired = await slurm.start()
+    return replace(
+        _placed(config, acquired, local_host(), slurm),
+        has_ended=lambda replica: slurm.has_ended("generators", replica % config.hosts.generator_hosts),
+        are_alive=slurm.are_alive,
+    )
+
+
+def _end_with_job(supervisor: Supervisor, warn: Say, cause: str) -> None:
+    """End the run as a signal does, so that it can save; a session in another program has no handler and fails."""
+    warn(cause)
+    if callable(signal.getsignal(signal.SIGTERM)):
+        signal.raise_signal(signal.SIGTERM)
+    else:
+        supervisor.fail(SlurmError(f"hosts.slurm: {cause}"))
 
 
 def wait_for_stopped_processes() -> None:
@@ -154,14 +193,8 @@ class EmulatedHosts:
         identities = ProcessJob._allocate_service_proc_ids(count)
         addresses = [f"{identity}@ipc://{self._folder.path / name}-{host}" for host, identity in enumerate(identities)]
         for number, address in enumerate(addresses):
-            command = [sys.executable, "-c", _PROGRAM, address, str(os.getpid())]
+            command = [sys.executable, "-c", PROGRAM, address, str(os.getpid())]
             self._processes[name, number] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
             )
         return attach_to_workers(name=name, ca="trust_all_connections", workers=addresses)
-
-
-def slurm_job(config: Config, meshes: dict[str, int]) -> SlurmJob:
-    """Return a Slurm job with the devices of each host; `hosts.slurm` overrides its options."""
-    options: dict[str, Any] = {"job_name": f"titanrl-{config.name}", "gpus_per_node": config.hosts.devices_per_host}
-    return SlurmJob(meshes, **(options | config.hosts.slurm))

@@ -14,6 +14,8 @@ from titanrl.config.errors import ConfigError
 from titanrl.files import DamagedError, Digests, check_folder, commit_folder, replace_text
 
 STATE_FILE = "controller.json"
+JOB_SCRIPT = "job.sh"
+"""Script of `titanrl submit` in a run directory. Its job resumes the run, also when there is no checkpoint yet."""
 STRICT = ConfigDict(strict=True, extra="forbid")
 """Rules for reading the state: no key that it does not have, and no value of another type."""
 
@@ -85,6 +87,8 @@ class RunState:
     """Work since the first step."""
 
 
+FIRST = RunState(step=0, version=0, next_index=0)
+"""State before the first step."""
 _STATE = TypeAdapter(RunState)
 
 
@@ -114,6 +118,8 @@ def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) ->
 def resumable(run_dir: Path) -> Resumable:
     """Return the newest whole checkpoint of a run directory. Every byte of it is read and compared with its digest.
 
+    A submitted run that has no checkpoint yet begins with its first step.
+
     Raises:
         ConfigError: There is none.
     """
@@ -124,6 +130,8 @@ def resumable(run_dir: Path) -> Resumable:
             return Resumable(state=_read_state(folder / STATE_FILE, step), unusable=unusable)
         except DamagedError as error:
             unusable[folder.name] = str(error)
+    if not unusable and (run_dir / JOB_SCRIPT).is_file():
+        return Resumable(state=FIRST, unusable={})
     found = "".join(f"; {name}: {reason}" for name, reason in unusable.items())
     raise ConfigError(f"--resume: no whole checkpoint (got {run_dir}{found}). Give the directory of a run that saved one.")
 

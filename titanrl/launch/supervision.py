@@ -16,6 +16,7 @@ import monarch.actor
 from titanrl.actors import ActorError, SupervisionError, resolve
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
+from titanrl.launch.probes import answers, progress_of
 from titanrl.launch.stacks import Process
 from titanrl.launch.stalls import Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
 
@@ -32,8 +33,6 @@ SIGNAL_S = 0.1
 """Seconds by which SIGCONT may be handled after a timer that expired while this process was suspended, so that it came late."""
 LATE_S = 3.0
 """Delay of a look that shows that this process was suspended, or in a debugger; a busy machine causes shorter ones."""
-PROGRESS_S = PROBE_S = 10.0
-"""Limits for the questions whether work goes on, and whether a process answers at all."""
 LAST = "the limit of the configuration"
 """Reason of a stall that ends a wait whatever `faults.on_stall` is."""
 _PACE = Pace()
@@ -184,7 +183,7 @@ class Supervisor:
         limit_s, waited_s, seen = watchdog.limit(name, pace, timeout_s), 0.0, None
         while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), ends):
             waited_s = min(timeout_s, waited_s + limit_s)
-            before, seen = seen, await _progress(pace)
+            before, seen = seen, await progress_of(pace)
             if waited_s >= timeout_s and seen != before:
                 self._record_stall(Stall(request=name, seconds=timeout_s), None)
                 raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
@@ -232,6 +231,25 @@ class Supervisor:
     def replace(self, role: str, replaceable: Replaceable) -> None:
         """Let the processes of a role be replaced, instead of ending the run, when one of them ends or hangs."""
         self._replaceable[role] = replaceable
+
+    def lose_host(self, host: str, cause: str, *, is_replaceable: bool) -> None:
+        """Replace the parts with a process on a host of another machine that has ended, or end the run.
+
+        Args:
+            host: name that the machine gave itself.
+            cause: the host's name for people, and the reason.
+            is_replaceable: other hosts have devices for the parts.
+        """
+        processes = [process for process in self._remote.values() if process.host == host]
+        names = sorted(process.name for process in processes)
+        roles = sorted({process.role for process in processes}, key=lambda role: role in self._replaceable)
+        cause = f"{cause}; on it: {', '.join(names) or 'no process yet'}"
+        self.record("host_lost", host=host, ranks=names, cause=cause)
+        if not is_replaceable or not roles:
+            self._replaceable.clear()
+            roles = roles[:1] or ["host"]
+        for role in roles:
+            self._note_end(role, cause)
 
     async def kill(self, role: str) -> None:
         """Kill the processes of a role on this machine, and wait until they have ended."""
@@ -355,8 +373,8 @@ class Supervisor:
         if stall.are_stopped:
             return roles & self._replaceable.keys()
         probes = {role: self._replaceable[role].probe for role in roles & self._replaceable.keys()}
-        answers = await asyncio.gather(*(_answers(probe()) for probe in probes.values()))
-        return {role for role, answer in zip(probes, answers, strict=True) if not answer}
+        replies = await asyncio.gather(*(answers(probe()) for probe in probes.values()))
+        return {role for role, reply in zip(probes, replies, strict=True) if not reply}
 
     def _on_end(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
@@ -416,24 +434,6 @@ def _send(number: signal.Signals, pidfds: Iterable[int]) -> None:
     for pidfd in pidfds:
         with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop has not seen that yet
             signal.pidfd_send_signal(pidfd, number)
-
-
-async def _progress(pace: Pace) -> object:
-    """Return how far the work is; None if that is not known."""
-    if pace.progress is None:
-        return None
-    with contextlib.suppress(TimeoutError, SupervisionError):
-        return await asyncio.wait_for(resolve(pace.progress()), PROGRESS_S)
-    return None
-
-
-async def _answers(probe: Awaitable[object]) -> bool:
-    """Return whether a process answers in time; one that has ended does not."""
-    try:
-        await asyncio.wait_for(resolve(probe), PROBE_S)
-    except (TimeoutError, ActorError, SupervisionError):
-        return False
-    return True
 
 
 def _result_of(task: "asyncio.Task[T]") -> T:

@@ -24,7 +24,9 @@ async def warm_start(
     """Train on demonstrations. One step is queued at the trainer while another one is computed."""
     stream = make_stream(config.data, tokenizer, config.seed)
     environment = config.data.environment
-    calls_tools = environment is not None and environment.function == "calculator"
+    calls_tools = settings.tool_calls
+    if calls_tools is None:
+        calls_tools = environment is not None and environment.function == "calculator"
     demonstrate = partial(tool_demonstration, tokenizer) if calls_tools else None
     steps: asyncio.Queue[None] = asyncio.Queue(maxsize=2)
     async with asyncio.TaskGroup() as running:
@@ -50,7 +52,7 @@ async def _train(
 
 
 def tool_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:
-    """Return a sum whose answer comes from a call of the calculator, unless the answer is short."""
+    """Return a sum whose answer comes from a call of a tool, unless the answer is short."""
     renderer = PlainRenderer(tokenizer)
     answer, stop = str(prompt.entry["answer"]), list(renderer.stop_ids[:1])
     reply = [*tokenizer.encode(f"<answer>{answer}</answer>"), *stop]

@@ -105,6 +105,13 @@ def _lines(names: Mapping[str, str], headline: Callable[[Mapping[str, Points]], 
     return draw
 
 
+def _environment(rows: Rows) -> Drawing | None:
+    prefix, suffix = "environment/", "_mean"
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(prefix) and name.endswith(suffix))
+    labels = {name: name.removeprefix(prefix).removesuffix(suffix) for name in names}
+    return _lines(labels, _first_to_last(".3g"))(rows)
+
+
 def _first_to_last(spec: str) -> Callable[[Mapping[str, Points]], str]:
     """Return a headline with the first and last value of each line under the format `spec`."""
     return lambda found: ", ".join(
@@ -161,6 +168,7 @@ _CHARTS: dict[str, Callable[[Rows], Drawing | None]] = {
     "Response length, tokens": _lines(
         {"tokens/response_len_mean": "mean", "tokens/response_len_max": "max"}, _first_to_last(".1f")
     ),
+    "Numbers of the environment, means of episodes": _environment,
     "Entropy, nats": _lines({"policy/entropy": "entropy"}, _first_to_last(".3f")),
     "Log-probability mismatch, nats": _mismatch,
     "Step time by phase, seconds": _step_time,

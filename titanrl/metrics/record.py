@@ -51,4 +51,5 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     values = {"mean": result.mean, "response_len_mean": result.response_len_mean, **result.statistics}
     if result.num_errors:
         values["error_frac"] = result.num_errors / (result.num_prompts * result.num_samples)
+    values |= {f"environment/{name}_mean": value for name, value in result.environment.items()}
     return {f"eval/{result.task}/{name}": value for name, value in values.items()}

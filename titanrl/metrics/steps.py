@@ -78,6 +78,26 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     }
 
 
+def environment_metrics(by_task: Mapping[str, Mapping[str, tuple[float, int]]], *, is_mixture: bool) -> dict[str, float]:
+    """Return the means of the numbers that environments reported, over all tasks and, in a mixture, of each.
+
+    Args:
+        by_task: Sum and number of values, by task and name.
+        is_mixture: True if the run has several tasks.
+    """
+    sums: dict[str, list[tuple[float, int]]] = {}
+    for of_task in by_task.values():
+        for name, pair in of_task.items():
+            sums.setdefault(name, []).append(pair)
+    values = {
+        f"environment/{name}_mean": sum(total for total, _ in pairs) / sum(num for _, num in pairs)
+        for name, pairs in sums.items()
+    }
+    for task, of_task in by_task.items() if is_mixture else ():
+        values |= {f"task/{task}/environment/{name}_mean": total / num for name, (total, num) in of_task.items()}
+    return values
+
+
 def age_metrics(ages: Sequence[int]) -> dict[str, float]:
     """Return the age of a batch from the ages of its groups, in published versions."""
     return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}

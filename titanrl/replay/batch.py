@@ -9,7 +9,7 @@ from titanrl.data.mixture import Draw
 from titanrl.replay.payloads import ShardUsage
 from titanrl.replay.saved import DropReason, Finished, LastBatch
 from titanrl.tables import RecordTable
-from titanrl.types import GroupHandle
+from titanrl.types import GroupHandle, GroupRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class Batch:
     """Numbers of the episodes of the tried groups, if an environment was used."""
     usage: ShardUsage
     """Size of the groups in all storage shards."""
+    environment: Mapping[str, Mapping[str, tuple[float, int]]] = field(default_factory=dict)
+    """Sum of the numbers that environments reported for the tried groups, and of how many rollouts, by task and name."""
     replayed: Replayed | None = None
     """Groups of earlier batches that join this one; None without replay."""
     prompts: Mapping[str, float] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Batch:
                 num_spilled_bytes=sum(shard.num_spilled_bytes for shard in usage),
             ),
             drops_by_task=Counter(group.record.task for group in last.discarded),
+            environment=_summed_by_task([group.record for group in tried]),
             **numbers,
         )
 
@@ -120,3 +123,14 @@ class Batch:
     def oldest_version(self) -> int:
         """Oldest policy version among the sampled tokens."""
         return int(self.records.groups["min_version"].min())
+
+
+def _summed_by_task(records: Sequence[GroupRecord]) -> dict[str, dict[str, tuple[float, int]]]:
+    """Add up the numbers that environments reported, by task and name. The order of prompts makes the sums repeatable."""
+    sums: dict[str, dict[str, tuple[float, int]]] = {}
+    for record in sorted(records, key=lambda record: record.index):
+        for name, (total, num) in record.metrics.items():
+            of_task = sums.setdefault(record.task, {})
+            earlier = of_task.get(name, (0.0, 0))
+            of_task[name] = earlier[0] + total, earlier[1] + num
+    return sums

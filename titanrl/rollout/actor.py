@@ -23,6 +23,7 @@ from titanrl.rollout.group import (
     record_of,
     roll_out,
     sampling_requests,
+    tokens_differ,
     turns_differ,
     without_truncated,
 )
@@ -262,6 +263,7 @@ class RolloutWorker(Actor):
         trained, num_overlong = fit_to_rows(counted, config.trainer)
         differs = config.algorithm.advantage_traits.compares_parts and parts_differ(group, config.data)
         differs |= config.algorithm.credit == "turn" and turns_differ(group, config.algorithm.turn_discount)
+        differs |= config.algorithm.credit == "token" and tokens_differ(trained, group, config.algorithm.token_discount)
         has_signal = group.has_signal or differs or (config.trains_on_equal_rewards and bool(group.rollouts))
         has_tokens = any(segment.mask.any() for rollout in trained.rollouts for segment in rollout.segments)
         record = record_of(
@@ -272,6 +274,7 @@ class RolloutWorker(Actor):
             rejection=rejection,
             parts_differ=differs,
             num_generated=num_generated(group),
+            whole=group,
         )
         # Before the delivery: a checkpoint that has the group must not be newer than its line, which a kill could prevent.
         if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
@@ -310,6 +313,7 @@ class RolloutWorker(Actor):
                 **self._readable_completion(rollout.sampled),
                 "reward": rollout.reward,
                 "reward_parts": rollout.reward_parts,
+                **({"metrics": rollout.metrics} if rollout.metrics else {}),
             }
             for rollout in group.rollouts
         ]

@@ -16,6 +16,7 @@ import numpy as np
 
 from titanrl.environments import Done, Environment, EnvironmentTimeout, Episode, Message, Observation, Tool
 from titanrl.errors import TitanRLError
+from titanrl.rewards import MAX_PARTS, PART_NAME
 from titanrl.rollout.renderers import Renderer
 from titanrl.supports import Supports, join, whole_vocabulary
 from titanrl.turns import Turn
@@ -139,6 +140,8 @@ class Conversation:
         """Rewards of the environment by name."""
         self.turn_rewards: list[float] = []
         """Reward of each turn of the policy."""
+        self.metrics: Mapping[str, float] = {}
+        """Numbers of the episode that the environment reported last, by name."""
         self.num_malformed = 0
         """Tool calls that could not be parsed."""
         self.num_turns = 0
@@ -173,6 +176,16 @@ class Conversation:
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
         return sum(sum(growing.mask) for growing in self._segments)
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """Tokens that the policy sampled, `num_sampled` of them."""
+        return [
+            token
+            for growing in self._segments
+            for token, is_sampled in zip(growing.token_ids, growing.mask, strict=False)  # the mask ends with a turn
+            if is_sampled
+        ]
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments with a sampled token."""
@@ -234,6 +247,8 @@ class Conversation:
             self._end(0.0, {}, "length")
             return
         observation = await self._call("step", self._environment.step(message))
+        if isinstance(observation, Done | Observation):
+            self.metrics = _metrics(observation.metrics)
         if isinstance(observation, Done):
             self._end(observation.reward, observation.rewards, "stop")
         elif not isinstance(observation, Observation):
@@ -318,11 +333,19 @@ class Conversation:
             raise EpisodeError("environment_error", f"{name} raised {type(error).__name__}: {error}") from error
 
 
-def _number(name: str, value: object) -> float:
+def _metrics(values: object) -> Mapping[str, float]:
+    is_valid = isinstance(values, Mapping) and len(values) <= MAX_PARTS
+    if not isinstance(values, Mapping) or not is_valid or not all(PART_NAME.fullmatch(str(name)) for name in values):
+        rule = f"metrics must be at most {MAX_PARTS} numbers under names of letters and digits"
+        raise EpisodeError("environment_error", f"{rule} (got {values!r:.200})")
+    return {str(name): _number(f"metrics[{name!r}]", value, "environment_error") for name, value in values.items()}
+
+
+def _number(name: str, value: object, outcome: Outcome = "reward_error") -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = float("nan")
     if not np.isfinite(number):
-        raise EpisodeError("reward_error", f"{name} must be a finite number (got {value!r})")
+        raise EpisodeError(outcome, f"{name} must be a finite number (got {value!r})")
     return number

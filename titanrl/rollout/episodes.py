@@ -19,6 +19,7 @@ from titanrl.rewards import Answers, Scored
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.group import Generate, ScoreAnswers, derive_seed
 from titanrl.rollout.renderers import Renderer, make_renderer
+from titanrl.rollout.token_rewards import in_turns
 from titanrl.types import Completion, GenerationRequest, Group, Outcome, Prompt, Rollout, SamplingParams, ScorerFailure
 
 NO_TOKENS = Completion(
@@ -159,7 +160,7 @@ class Episodes:
 
     async def _scores(self, prompt: Prompt, conversations: Sequence[Conversation]) -> list[tuple[Scored, float]]:
         """Return the weighted sum of the rewards of the environment, of the turns and of the configuration, by conversation,
-        and that sum without the turns.
+        and that sum without what turns and tokens earned.
         """
         own = [conversation.rewards for conversation in conversations]
         data = self.config.data
@@ -170,6 +171,7 @@ class Episodes:
                 completions=tuple(conversation.last_text for conversation in conversations),
                 num_tokens=tuple(conversation.num_sampled for conversation in conversations),
                 finish_reasons=tuple(conversation.finish_reason for conversation in conversations),
+                token_ids=tuple(conversation.sampled_ids for conversation in conversations),
             )
             configured = await self.score(answers)
         else:
@@ -184,20 +186,25 @@ class Episodes:
             if score.reward is None:
                 scores.append((score, 0.0))
             else:
-                whole = Scored(reward=score.reward + added, parts={**score.parts, **parts})
-                scores.append((whole, score.reward + final))
+                whole = replace(score, reward=score.reward + added, parts={**score.parts, **parts})
+                scores.append((whole, final if score.token_rewards is not None else score.reward + final))
         return scores
 
     def _rollout(self, conversation: Conversation, score: Scored, final: float) -> Rollout:
         assert score.reward is not None
-        weight = self.config.data.weight_of(TURNS)
+        weight, segments, by_token = self.config.data.weight_of(TURNS), conversation.segments(), None
         *rewards, last = conversation.turn_rewards
+        turns = conversation.turns([*(weight * reward for reward in rewards), weight * last + final])
+        if score.token_rewards is not None:
+            by_token, turns = in_turns(score.token_rewards, turns, segments)
         return Rollout(
-            segments=conversation.segments(),
+            segments=segments,
             reward=score.reward,
             reward_parts=score.parts,
             finish_reason=conversation.finish_reason,
-            turns=conversation.turns([*(weight * reward for reward in rewards), weight * last + final]),
+            turns=turns,
+            token_rewards=by_token,
+            metrics=conversation.metrics,
         )
 
 

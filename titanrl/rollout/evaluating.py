@@ -16,7 +16,7 @@ from titanrl.data.tokenizer import Tokenizer
 from titanrl.plugins import Plugins, plugins_within
 from titanrl.replay.failures import scorer_failed
 from titanrl.rollout.episodes import Episodes, start_episodes
-from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out
+from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out, summed_metrics
 from titanrl.rollout.scoring import Scoring
 from titanrl.rollout.tasks import OpenTask
 from titanrl.types import EvaluationResult, GenerationRequest, Group, Prompt, SamplingParams
@@ -218,4 +218,5 @@ def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> Evaluat
         num_samples=subset.num_samples,
         statistics=statistics,
         is_pinned=oldest == max(newest),
+        environment={name: total / num for name, (total, num) in summed_metrics(groups).items()},
     )

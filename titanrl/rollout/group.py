@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.algorithms.credit import returns_differ
+from titanrl.algorithms.credit import returns_differ, token_returns_differ
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.rewards import Answers, Scored
 from titanrl.supports import Supports, join, whole_vocabulary
-from titanrl.turns import GroupTurns
+from titanrl.tables import RecordTable
+from titanrl.turns import GroupTokens, GroupTurns, Values
 from titanrl.types import (
+    BoolArray,
     Completion,
     GenerationRequest,
     Group,
     GroupHandle,
     GroupRecord,
+    IntArray,
     Prompt,
     Rejection,
     Rollout,
@@ -45,11 +48,14 @@ async def roll_out(
     started = time.perf_counter()
     completions = await generate(requests)
     generated = time.perf_counter()
+    token_ids = tuple(completion.token_ids.tolist() for completion in completions)
     answers = Answers(
         entry=prompt.entry,
-        completions=tuple(decode(completion.token_ids.tolist()) for completion in completions),
+        completions=tuple(map(decode, token_ids)),
         num_tokens=tuple(len(completion.token_ids) for completion in completions),
         finish_reasons=tuple(completion.finish_reason for completion in completions),
+        token_ids=token_ids,
+        decode=decode,
     )
     pairs = list(zip(completions, await score(answers), strict=True))
     scored = [(completion, score) for completion, score in pairs if score.reward is not None]
@@ -131,6 +137,7 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
                 reward=scored.reward,
                 reward_parts=scored.parts,
                 finish_reason=completion.finish_reason,
+                token_rewards=None if scored.token_rewards is None else np.array(scored.token_rewards, np.float64),
             )
         )
     return tuple(rollouts)
@@ -190,8 +197,20 @@ def record_of(
     rejection: Rejection | None = None,
     parts_differ: bool = False,
     num_generated: int = 0,
+    whole: Group | None = None,
 ) -> GroupRecord:
-    """Summarize a group for the controller: numbers only, no tokens."""
+    """Summarize a group for the controller: numbers only, no tokens.
+
+    Args:
+        group: Group with the tokens to train on.
+        handle: Location of its slot.
+        has_payload: True if its tokens are stored.
+        num_overlong: Rollouts that were longer than a row.
+        rejection: Reason why it must not be trained on.
+        parts_differ: True if the advantage compares other numbers than rewards, and they differ.
+        num_generated: Tokens that were sampled for it.
+        whole: Group as it was sampled, if some of its tokens are not trained on.
+    """
     rollouts = group.rollouts
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     num_sampled, num_nonfinite, min_version, max_version = _token_counts(segments)
@@ -223,7 +242,18 @@ def record_of(
         num_generated=num_generated,
         counts=group.counts,
         turns=_group_turns(rollouts),
+        tokens=_group_tokens(rollouts, (whole or group).rollouts),
+        metrics=summed_metrics([group]),
     )
+
+
+def summed_metrics(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
+    """Return the sum of the numbers that environments reported, and of how many rollouts, by name."""
+    values: dict[str, list[float]] = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        for name, value in rollout.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: (math.fsum(numbers), len(numbers)) for name, numbers in values.items()}
 
 
 def _group_turns(rollouts: Sequence[Rollout]) -> GroupTurns | None:
@@ -240,6 +270,53 @@ def _group_turns(rollouts: Sequence[Rollout]) -> GroupTurns | None:
             num_turns.append(len(ends))
     rewards = tuple(turn.reward for rollout in rollouts for turn in rollout.turns)
     return GroupTurns(num_turns=tuple(num_turns), rewards=rewards, num_sampled=tuple(num_sampled))
+
+
+def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> GroupTokens | None:
+    """Return the rewards of the tokens of a group; None if it has none.
+
+    A token that does not count in the loss passes its reward on to the last one before it that does, if there is one.
+    """
+    if all(rollout.token_rewards is None for rollout in sampled):
+        return None
+    num_rewards, places, rewards = [], [], []
+    for kept, whole in zip(trained, sampled, strict=True):
+        counts = [_counted(*segments) for segments in zip(kept.segments, whole.segments, strict=True)]
+        counted_until: IntArray = np.cumsum(np.concatenate(counts))
+        if whole.token_rewards is None:
+            counted_until, values = _at_turn_ends(counted_until, whole)
+        else:
+            values = whole.token_rewards
+        has_token = (counted_until > 0) & (values != 0.0)
+        num_rewards.append(int(np.count_nonzero(has_token)))
+        places += (counted_until[has_token] - 1).tolist()
+        rewards += values[has_token].tolist()
+    return GroupTokens(num_rewards=tuple(num_rewards), places=tuple(places), rewards=tuple(rewards))
+
+
+def _counted(kept: Segment, whole: Segment) -> BoolArray:
+    """Return True for each sampled token of a segment that counts in the loss; the end of the segment may have been cut off."""
+    counts = np.zeros(len(whole.mask), np.bool_)
+    counts[: len(kept.mask)] = kept.mask & np.isfinite(kept.logprobs)
+    counted: BoolArray = counts[whole.mask]
+    return counted
+
+
+def _at_turn_ends(counted_until: IntArray, whole: Rollout) -> tuple[IntArray, Values]:
+    """Return the number of counted tokens up to the end of each turn, and the rewards of the turns."""
+    if not whole.turns:
+        return counted_until[-1:], np.array([whole.reward])
+    before = np.cumsum([0, *(int(np.count_nonzero(segment.mask)) for segment in whole.segments)])
+    ends = [int(before[turn.segment] + np.count_nonzero(whole.segments[turn.segment].mask[: turn.end])) for turn in whole.turns]
+    until = np.concatenate([[0], counted_until])[ends]
+    return until, np.array([turn.reward for turn in whole.turns])
+
+
+def tokens_differ(trained: Group, whole: Group, discount: float) -> bool:
+    """Return True if the discounted returns of a token differ in a group, of which some tokens may not be trained on."""
+    nowhere = GroupHandle(shard=0, slot=0, serial=0)
+    record = record_of(trained, nowhere, has_payload=False, num_overlong=0, whole=whole)
+    return token_returns_differ(RecordTable.of([record]), discount)
 
 
 def turns_differ(group: Group, discount: float) -> bool:

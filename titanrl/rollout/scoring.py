@@ -16,6 +16,7 @@ from titanrl.plugins import Plugin, Plugins
 from titanrl.rewards import Answers, BoundReward, Scored
 from titanrl.rollout.judge import Judge
 from titanrl.rollout.scorers import own
+from titanrl.rollout.token_rewards import TokenCredit
 from titanrl.rollout.trusted import TrustedReward
 from titanrl.sandbox.pool import ScoringPool
 from titanrl.sandbox.scores import RewardSpec, Score
@@ -64,7 +65,8 @@ class Scoring:
             scores = [await score(answers) for score in self._parts.values()]
         else:
             scores = await asyncio.gather(*(score(answers) for score in self._parts.values()))
-        return [weighted(dict(zip(self._parts, by_part, strict=True)), self._rewards) for by_part in zip(*scores, strict=True)]
+        by_completion = [dict(zip(self._parts, by_part, strict=True)) for by_part in zip(*scores, strict=True)]
+        return [weighted(own, self._rewards, answers, index) for index, own in enumerate(by_completion)]
 
     async def close(self) -> None:
         """Stop the scoring processes, and close the connections to judges."""
@@ -116,17 +118,32 @@ def _spec(name: str, reward: RewardConfig, config: Config, plugins: Plugins) -> 
     return RewardSpec(name=name, factory=f"{SCORERS}:{function}", kwargs=kwargs, bounds=bounds)
 
 
-def weighted(scores: Mapping[str, Score], rewards: Mapping[str, RewardConfig]) -> Scored:
-    """Return the weighted sum of the scores of one completion, by reward; a failure if one of them failed."""
+def weighted(scores: Mapping[str, Score], rewards: Mapping[str, RewardConfig], answers: Answers, index: int) -> Scored:
+    """Return the weighted sum of the scores of one completion, by reward; a failure if one of them failed.
+
+    Args:
+        scores: Scores by reward.
+        rewards: Their weights.
+        answers: Completions of the prompt.
+        index: Number of the completion.
+    """
     total, parts, errors = 0.0, {}, []
+    credited = TokenCredit(answers, index)
     for name, score in scores.items():
         config = rewards[name]
         if error := _error(name, score, config):
             errors.append(f"{name}: {error}")
         for part, value in score.parts.items():
-            total += config.weight * config.weights.get(part.removeprefix(f"{name}/"), 1.0) * value
+            weight = config.weight * config.weights.get(part.removeprefix(f"{name}/"), 1.0)
+            total += weight * value
             parts[part] = value
-    return Scored(reward=None, parts={}, error="; ".join(errors)) if errors else Scored(reward=total, parts=parts)
+            try:
+                credited.add(weight, score.token_rewards.get(part, value))
+            except ValueError as error:
+                errors.append(f"{part}: {error}")
+    if errors:
+        return Scored(reward=None, parts={}, error="; ".join(errors))
+    return Scored(reward=total, parts=parts, token_rewards=credited.rewards)
 
 
 def _error(name: str, score: Score, config: RewardConfig) -> str:

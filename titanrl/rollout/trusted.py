@@ -48,7 +48,7 @@ class TrustedReward:
 
     def _checked(self, value: object) -> Score:
         try:
-            return Score(parts=self._reward.parts(value), status="ok")
+            return Score.of(self._reward.parts(value))
         except (TypeError, ValueError) as error:
             return _failed(error)
 

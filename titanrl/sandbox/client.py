@@ -15,14 +15,14 @@ from titanrl.config.sections import SandboxConfig
 from titanrl.errors import TitanRLError
 from titanrl.sandbox.confine import SandboxUnavailable
 from titanrl.sandbox.scores import RewardSpec
-from titanrl.sandbox.zygote import COUNT, END, READY, Order
+from titanrl.sandbox.zygote import COUNT, END, GROUP, READY, TOKENS, Order
 
 FORK_DEADLINE_S = 60.0
 """Longest wait for a scoring process that is ready."""
 
 _LOAD_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 5.0
-_MAX_REPLY_BYTES = 4 << 20
+_MAX_REPLY_BYTES = 32 << 20
 _MAX_STILLBORN = 10
 _STDERR_TAIL_BYTES = 2000
 _INHERITED = {"PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
@@ -120,6 +120,8 @@ class ZygoteClient:
         """Limit of scoring processes in use at once."""
         self.are_groups: tuple[bool, ...] = ()
         """For each reward, True if it scores all completions of a prompt in one call; known after `load`."""
+        self.take_token_ids: tuple[bool, ...] = ()
+        """For each reward, True if it takes the ids of tokens; known after `load`."""
         self._specs = specs
         self._num_ahead = config.num_processes
         self._groups_per_process = config.groups_per_process
@@ -242,7 +244,8 @@ class ZygoteClient:
         elif descriptors:
             self._ahead.add(ScoringProcess(socket.socket(fileno=descriptors[0]), descriptors[1], self._on_ready))
         else:
-            self.are_groups = tuple(map(bool, message.removeprefix(READY)))
+            self.are_groups = tuple(bool(flags & GROUP) for flags in message.removeprefix(READY))
+            self.take_token_ids = tuple(bool(flags & TOKENS) for flags in message.removeprefix(READY))
             self._loaded.set_result(None)
 
     def _on_ready(self, process: ScoringProcess, message: bytes) -> None:

@@ -97,11 +97,12 @@ class ScoringPool:
     async def _attempt(self, reward: int, answers: Answers, timeout_s: float) -> list[Score] | ProcessFailure:
         """Score the answers in one process, and kill that process unless it may serve another group."""
         texts = tuple([text[-MAX_TEXT_CHARS:] for text in answers.completions])
-        request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons)
-        pickled = pickle.dumps(request)
         zygote = self._zygote
         if zygote is None:
             raise SandboxDied("the scoring pool is closed, or was never started")
+        token_ids = answers.token_ids if zygote.take_token_ids[reward] else ()
+        request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids)
+        pickled = pickle.dumps(request)
         async with zygote.slots:
             reply: bytes | None = b""
             while reply == b"":  # something else killed the process before it read the answers: retry
@@ -116,7 +117,8 @@ class ScoringPool:
             if scores is None:
                 await zygote.check()
                 return "crash"
-            return scores
+            nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
+            return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
 
     def _failed(self, status: ProcessFailure) -> Score:
         limit = f"sandbox.timeout_s={self._config.timeout_s:g}, for a whole group"

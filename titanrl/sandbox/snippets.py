@@ -75,7 +75,7 @@ class SnippetPool:
         if self._zygote is None:
             raise SandboxDied("the pool of snippets is closed, or was never started")
         zygote, timeout_s = self._zygote, self._config.timeout_s
-        request: Request = (0, {"max_output_chars": max_output_chars}, (code,), (0,), ("stop",))
+        request: Request = (0, {"max_output_chars": max_output_chars}, (code,), (0,), ("stop",), ())
         pickled = pickle.dumps(request)
         async with zygote.slots:
             reply: bytes | None = b""

@@ -29,11 +29,12 @@ from typing import Any
 from titanrl.loading import import_object
 from titanrl.rewards import Answers, BoundReward
 from titanrl.sandbox.confine import Confinement, end_with_parent, leaks, python_paths
-from titanrl.sandbox.scores import RewardSpec
+from titanrl.sandbox.scores import RewardSpec, encoded_score
 
 READY = b"+"
 """First byte from a confined scoring process, and from a zygote that has loaded its rewards. The zygote's message continues
-with one byte per reward: 1 if it scores all completions of a prompt in one call."""
+with one byte per reward: `GROUP` if it scores all completions of a prompt in one call, plus `TOKENS` if it takes token ids."""
+GROUP, TOKENS = 1, 2
 STARTED = b"!"
 """First byte of the reply, sent when the answers arrive. A process that dies before was not killed by them."""
 END = b"\n"
@@ -59,7 +60,7 @@ class Order:
     """Groups that a process scores before it exits."""
 
 
-Request = tuple[int, Mapping[str, Any], tuple[str, ...], tuple[int, ...], tuple[str, ...]]
+Request = tuple[int, Mapping[str, Any], tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[Sequence[int], ...]]
 """Index of a reward in the order, then the fields of `Answers`; a tuple is pickled faster than a dataclass."""
 
 
@@ -76,7 +77,7 @@ def main(control_fd: int, parent_pid: int, order_fd: int) -> None:
     confinement = Confinement(python_paths(), order.memory_bytes, order.cpu_s)
     gc.collect()
     gc.freeze()  # otherwise the collector of a forked process would touch, and so copy, every page
-    control.send(READY + bytes(loaded.reward.is_group for loaded in rewards))
+    control.send(READY + bytes(GROUP * own.reward.is_group + TOKENS * own.reward.takes_token_ids for own in rewards))
     _Forker(control, rewards, confinement, order.groups_per_process).run()
 
 
@@ -165,8 +166,10 @@ def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, n
         stream.peek(1)
         os.write(channel, STARTED)
         request: Request = pickle.load(stream)
-        reward, entry, completions, num_tokens, finish_reasons = request
-        answers = Answers(entry=entry, completions=completions, num_tokens=num_tokens, finish_reasons=finish_reasons)
+        reward, entry, completions, num_tokens, finish_reasons, token_ids = request
+        answers = Answers(
+            entry=entry, completions=completions, num_tokens=num_tokens, finish_reasons=finish_reasons, token_ids=token_ids
+        )
         loaded = rewards[reward]
         if loaded.reward.is_group:
             results = _score_group(loaded, answers)
@@ -181,7 +184,7 @@ def _score(loaded: _Loaded, answers: Answers, index: int) -> dict[str, Any]:
     reward = loaded.reward
     if loaded.returns_text:
         return _attempt(loaded, lambda: {"text": reward.call_one(answers, index)})
-    return _attempt(loaded, lambda: {"parts": reward.parts(_awaited(reward.call_one(answers, index)))})
+    return _attempt(loaded, lambda: encoded_score(reward.parts(_awaited(reward.call_one(answers, index)))))
 
 
 def _score_group(loaded: _Loaded, answers: Answers) -> list[dict[str, Any]]:
@@ -192,7 +195,7 @@ def _score_group(loaded: _Loaded, answers: Answers) -> list[dict[str, Any]]:
     returned = _attempt(loaded, lambda: {"values": reward.values(_awaited(reward.call_group(answers)), num)})
     if "error" in returned:
         return [returned] * num
-    return [_attempt(loaded, lambda value=value: {"parts": reward.parts(value)}) for value in returned["values"]]  # type: ignore[misc]
+    return [_attempt(loaded, lambda value=value: encoded_score(reward.parts(value))) for value in returned["values"]]  # type: ignore[misc]
 
 
 def _attempt(loaded: _Loaded, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:

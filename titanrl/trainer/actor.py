@@ -139,17 +139,15 @@ class PolicyTrainer(Actor):
 
         from titanrl.models.directory import open_model
         from titanrl.trainer.checkpoint import Checkpoints
-        from titanrl.trainer.hf import load_hf
+        from titanrl.trainer.hf import load_model
         from titanrl.trainer.kept import KeptLogprobs
         from titanrl.trainer.learner import Learner
-        from titanrl.trainer.model import build_model
         from titanrl.trainer.titan_config import torch_dtype
         from titanrl.weights.publish import WeightPublisher
 
         setup, rank = self._setup, current_rank().rank
         torch.manual_seed(setup.seed)
-        model = build_model(open_model(model_dir, setup.family), setup.config, setup.device, seed=setup.seed)
-        load_hf(model, model_dir)
+        model = load_model(open_model(model_dir, setup.family), setup.config, setup.device, seed=setup.seed)
         self._groups += model.groups
         self._model_dir = model_dir
         self._learner = Learner(
@@ -159,12 +157,12 @@ class PolicyTrainer(Actor):
             own_loss=loaded(setup.plugins, "algorithm.loss"),
             snapshots_on_device=setup.config.snapshots_on_device,
         )
-        self._learner.check_snapshots(setup.config.row_tokens)
         self._kept = KeptLogprobs()
         self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
         # Compiled code, including FlexAttention, would be recompiled for every new length.
         fixed = setup.config.compile or setup.device.attention == "flex"
         self._row_multiple = setup.config.row_tokens if fixed else ROW_MULTIPLE * setup.config.parallelism.tp
+        self._learner.check_snapshots(self._row_multiple)  # the shortest row: a long one would take seconds of the start
         self._checkpoints = Checkpoints(
             self._learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
         )

@@ -8,22 +8,37 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from titanrl.trainer.lora import is_adapter
-from titanrl.trainer.model import PolicyModel
+from titanrl.config.sections import TrainerConfig
+from titanrl.device import Device
+from titanrl.models.directory import ModelDirectory
+from titanrl.trainer.model import PolicyModel, build_model, checkpoint_state
 from titanrl.trainer.storage import storage_errors
+from titanrl.trainer.unwritten import MARKS, unwritten
 
 BLOCK = r"model\.layers\.\d+\."
 """Pattern of the names of a block's tensors in a checkpoint."""
+
+
+def load_model(source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
+    """Build the model with the weights of its directory, of which no value is drawn first. Adapters depend on `seed` only.
+
+    Raises:
+        ValueError: As in `load_hf`.
+    """
+    model = build_model(source, config, device, seed=seed, random_weights=False)
+    load_hf(model, source.path)
+    return model
 
 
 def load_hf(model: PolicyModel, model_dir: Path) -> None:
     """Read the safetensors of a directory into the parameters. Each rank reads only its shards; adapters are not changed.
 
     Raises:
-        ValueError: The checkpoint lacks tensors of the model, or its blocks have tensors that the model does not have.
+        ValueError: The checkpoint lacks tensors of the model or parts of them, or its blocks have tensors that the model does
+            not have.
     """
     model.reshard()
-    state = {name: value for name, value in model.module.state_dict().items() if not is_adapter(name)}
+    state = checkpoint_state(model.module)
     hf_state = model.adapter.to_hf(state)
     reader = model.adapter.get_hf_storage_reader(str(model_dir))
     stored = set(reader.read_metadata().state_dict_metadata)
@@ -36,9 +51,10 @@ def load_hf(model: PolicyModel, model_dir: Path) -> None:
     with storage_errors("load the model", model_dir):
         dcp.load(hf_state, storage_reader=reader)
     loaded = model.adapter.from_hf(hf_state)
-    tied = {name for name in state if name not in loaded}
-    assert tied <= {"lm_head.weight", "tok_embeddings.weight"}, f"not loaded: {tied}"
     model.module.load_state_dict(loaded, strict=False)
+    unnamed = [name for name, value in state.items() if value.dtype not in MARKS and name not in loaded]
+    if left := unwritten(checkpoint_state(model.module)) + unnamed:
+        raise ValueError(f"model.path: {len(left)} tensors were not loaded completely, such as {left[0]} {fix}")
 
 
 def export_hf(model: PolicyModel, model_dir: Path, target: Path) -> None:

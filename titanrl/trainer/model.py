@@ -1,5 +1,6 @@
 """The policy on one rank, built and parallelized by torchtitan."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ from torchtitan.tools.utils import get_local_device, set_default_dtype
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.device import Device
 from titanrl.models.directory import ModelDirectory
-from titanrl.trainer.lora import init_adapters, merged
+from titanrl.models.initial_values import WithoutDraws
+from titanrl.trainer.lora import init_adapters, is_adapter, merged
 from titanrl.trainer.snapshots import reshard
 from titanrl.trainer.titan_config import (
     SPMD_BACKEND,
@@ -29,6 +31,7 @@ from titanrl.trainer.titan_config import (
     titan_training,
     torch_dtype,
 )
+from titanrl.trainer.unwritten import mark
 
 if TYPE_CHECKING:
     from titanrl.trainer.float8 import WeightScales
@@ -92,16 +95,18 @@ class PolicyModel:
         return state if self.lora is None else merged(state, self.lora.alpha, self.lora.rank)
 
 
-def build_model(source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
-    """Build the model on the meta device, parallelize it, and initialize this rank's shards with random weights.
-
-    `load_hf` replaces the random weights by those of a checkpoint; adapters keep theirs.
+def build_model(
+    source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0, random_weights: bool = True
+) -> PolicyModel:
+    """Build the model on the meta device, parallelize it, and initialize this rank's shards.
 
     Args:
         source: Hugging Face directory; only its config is read.
         config: Parallel plan, dtypes and converters.
         device: Device the model runs on.
         seed: Seed of the LoRA adapters, the same on every rank. With `deterministic` or `detect_anomaly`, torch's, too.
+        random_weights: Draw the weights. False marks them as unwritten instead, because `load_hf` follows. Buffers that no
+            checkpoint holds and adapters have their initial values either way.
     """
     spec, parallelism = source.spec(device, config.row_tokens), titan_parallelism(config)
     dist_utils.set_spmd_backend(SPMD_BACKEND)
@@ -127,8 +132,10 @@ def build_model(source: ModelDirectory, config: TrainerConfig, device: Device, *
     )
     sum_gradients(module)
     module.to_empty(device=where)
-    with torch.no_grad():
+    with torch.no_grad(), nullcontext() if random_weights else WithoutDraws():
         module.init_weights(buffer_device=None)
+    if not random_weights:
+        mark(checkpoint_state(module))
     init_adapters(module, seed)
     assert spec.state_dict_adapter is not None
     adapter = spec.state_dict_adapter(model_config, str(source.path))
@@ -140,6 +147,12 @@ def build_model(source: ModelDirectory, config: TrainerConfig, device: Device, *
         lora=config.lora,
         scales=weight_scales(module, config),
     )
+
+
+def checkpoint_state(module: Decoder) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers by name, without adapters: the tensors that come from `model.path`."""
+    state = module.state_dict()
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_adapter(name)}
 
 
 def weight_scales(module: Decoder, config: TrainerConfig) -> "WeightScales | None":

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from titanrl.weights.manifest import VERSIONS_HELD, Commit, StoreHandle, WeightManifest, commits_key
-from titanrl.weights.store import WeightStore
 
 T = TypeVar("T")
 
@@ -58,6 +57,16 @@ class _Pushed:
     """End of the push, on the same clock."""
 
 
+class RecordStore(Protocol):
+    """Requests to the weight store that a publication makes."""
+
+    async def put(self, key: str, value: object) -> None:
+        """Store an object under a key."""
+
+    async def delete(self, key: str) -> None:
+        """Delete a key."""
+
+
 class WeightSync:
     """Publishes versions one after another, each in five stages.
 
@@ -76,7 +85,7 @@ class WeightSync:
     def __init__(
         self,
         run: str,
-        store: WeightStore,
+        store: RecordStore,
         *,
         push: Callable[[int], Awaitable[Sequence[WeightManifest]]],
         expect: Callable[[int], Awaitable[None]],

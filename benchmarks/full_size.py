@@ -1,0 +1,153 @@
+"""Start, steps and memory at the size of Qwen3-0.6B: `python -m benchmarks.full_size --json FILE`.
+
+A model with random weights takes three synchronous GRPO steps (4 groups of 4 completions of 128 tokens) with a bfloat16
+generator, once with a bfloat16 and once with a float32 trainer. The peak memory of each process is compared with the estimate
+of `--dry-run`. The benchmark kills a run that leaves less than 1 GB of the machine's memory. On a CPU without bfloat16
+instructions a step takes minutes; `--set rollout.max_new_tokens=16` shortens it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.machine import write_result
+from benchmarks.resident import Memory, Sampler
+from titanrl.config import load_config
+from titanrl.config.placement import placements
+from titanrl.config.schema import Config
+from titanrl.config.sections import RecipeConfig
+from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import Sizes, cpu_bytes, derive
+from titanrl.data.recipe import write_tokenizer
+from titanrl.metrics.run_directory import read_metrics
+from titanrl.models.directory import model_shape, published_shapes
+from titanrl.models.families import QWEN3
+from titanrl.models.recipe import weight_shapes, write_model_config
+
+MODEL = "Qwen3-0.6B"
+"""Published model whose sizes the random model has."""
+STD = 0.02
+"""Standard deviation of the random matrices."""
+LEAST_AVAILABLE_BYTES = 10**9
+"""Available memory of the machine below which the run is ended."""
+SETTINGS = (
+    "warm_start=null",
+    "num_steps=3",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=128",
+    "data.rewards={place: benchmarks.varied_reward:by_place}",
+    "trainer.row_tokens=320",
+    "trainer.rows_per_microbatch=1",
+    "trainer.compute_dtype=float32",  # bfloat16 is extremely slow on a CPU without instructions for it
+    "generator.dtype=bfloat16",
+    "generator.max_num_seqs=16",
+    "generator.kv_cache_bytes=300000000",
+    "evaluation.num_prompts=0",
+    "logging.console=plain",
+    "timeouts.start_s=1800",
+)
+"""Overrides of the quick start."""
+
+
+def main() -> None:
+    """Measure every trainer dtype and write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.full_size", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16", "float32"])
+    parser.add_argument("--folder", type=Path, help="folder in which to keep model and runs")
+    parser.add_argument("--layers", type=int, help="layers of a smaller model, to try the benchmark")
+    parser.add_argument(
+        "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        model = folder / "model"
+        if not model.exists():
+            write_model(model, published_shapes()[MODEL], arguments.layers)
+        runs = [measure(folder, model, dtype, arguments.overrides) for dtype in arguments.dtypes]
+    write_result(arguments.json, "full_size", {"model": MODEL, "runs": runs})
+
+
+def write_model(directory: Path, shape: ModelShape, num_layers: int | None) -> None:
+    """Write a Hugging Face directory with random weights in bfloat16 and the tokenizer of the quick start."""
+    sizes = {name: value for name, value in asdict(shape).items() if name in RecipeConfig.model_fields}
+    recipe = RecipeConfig.model_validate({**sizes, "num_layers": num_layers or shape.num_layers})
+    assert QWEN3.recipe is not None
+    hf = QWEN3.recipe(recipe) | {"vocab_size": shape.vocab_size}
+    directory.mkdir(parents=True)
+    write_tokenizer(directory)
+    write_model_config(directory, hf)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.ones(size, dtype=torch.bfloat16)
+        if "norm" in name
+        else torch.empty(size, dtype=torch.bfloat16).normal_(std=STD, generator=generator)
+        for name, size in weight_shapes(QWEN3.shape(QWEN3.completed(hf))).items()
+    }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run the command with a trainer dtype, and return its seconds and its memory beside the estimate."""
+    places = [f"name={dtype}", f"model.path={model}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache"]
+    settings = [*places, *SETTINGS, f"trainer.dtype={dtype}", *overrides]
+    config = load_config("configs/quickstart.yaml", settings)
+    command = [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", *settings]
+    started, run_dir = time.time(), folder / "runs" / dtype
+    process = subprocess.Popen(command)
+    with Sampler(process.pid, run_dir, least_available_bytes=LEAST_AVAILABLE_BYTES) as sampler:
+        process.wait()
+    if process.returncode:
+        sys.exit(f"the run with a {dtype} trainer ended with exit code {process.returncode}; memory: {asdict(sampler.memory)}")
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    sizes = derive(config, model_shape(config))
+    result = {"trainer_dtype": dtype, **seconds(rows, started), **compared(config, sizes, sampler.memory)}
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def seconds(rows: Sequence[Mapping[str, Any]], started: float) -> dict[str, Any]:
+    """Return the seconds until the first step began, and those of the steps."""
+    steps = [row for row in rows if "reward/mean" in row]
+    return {
+        "start_s": steps[0]["time"] - steps[0]["time/step_s"] - started,
+        "step_s": [row["time/step_s"] for row in steps],
+        "grad_norm": [row["grad/norm"] for row in steps],
+        "mismatch_max": max(row["mismatch/logprob_abs_max"] for row in steps),
+        "total_s": time.time() - started,
+    }
+
+
+def compared(config: Config, sizes: Sizes, memory: Memory) -> dict[str, Any]:
+    """Return the peaks of a run beside the estimates of the dry run."""
+    assert sizes.memory is not None
+    estimates = {f"{row.role.removesuffix(' rank')}_": row.num_bytes for row in placements(config, sizes, "cpu")}
+    roles: dict[str, dict[str, Any]] = {role: asdict(peak) for role, peak in sorted(memory.roles.items())}
+    for role, figures in roles.items():
+        estimate = next((value for name, value in estimates.items() if role.startswith(name)), None)
+        if estimate is not None:
+            figures |= {"estimate_bytes": estimate, "ratio": figures["private_bytes"] / estimate}
+    together = cpu_bytes(config, sizes.memory, sizes.memory.trainer.cpu_total)
+    return {
+        "roles": roles,
+        "together_bytes": memory.together_bytes,
+        "together_estimate_bytes": together,
+        "together_ratio": memory.together_bytes / together,
+        "least_available_bytes": memory.least_available_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main()

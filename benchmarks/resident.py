@@ -1,0 +1,137 @@
+"""Memory of the processes of a running command, sampled from /proc."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.victims import process_of
+
+INTERVAL_S = 0.1
+"""Seconds between two samples. The kernel's own peak per process, which no sample misses, includes files and shared memory."""
+
+
+@dataclass(slots=True)
+class Peak:
+    """Largest private memory of a role, and its shared memory."""
+
+    private_bytes: int = 0
+    """Anonymous memory of one process, which no other process shares."""
+    shared_bytes: int = 0
+    """Shared memory that a process has touched: the arenas of published weights."""
+    at_s: float = 0.0
+    """Seconds from the start to the largest private memory."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """Peaks of all roles of a run, and of the whole machine."""
+
+    roles: dict[str, Peak] = field(default_factory=dict)
+    """Peaks by name of the log file; processes without one, such as the controller, together are `others`."""
+    together_bytes: int = 0
+    """Largest sum of private memory over all processes, plus shared memory, which is counted once."""
+    least_available_bytes: int = 1 << 62
+    """Least memory that the machine had available."""
+
+
+class Sampler:
+    """A thread that samples a command and its descendants until the body ends, and kills them if memory runs out.
+
+    Example: `with Sampler(process.pid, run_dir) as sampler: process.wait(); sampler.memory.together_bytes`
+    """
+
+    def __init__(self, pid: int, run_dir: Path, *, least_available_bytes: int = 0) -> None:
+        """Prepare to sample.
+
+        Args:
+            pid: Process of the command.
+            run_dir: Run directory, whose pid files name the roles.
+            least_available_bytes: Available memory of the machine below which all processes of the command are killed.
+        """
+        self.memory = Memory()
+        self._pid, self._run_dir, self._least = pid, run_dir, least_available_bytes
+        self._started = time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Sampler":
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop it."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(INTERVAL_S):
+            self.sample()
+
+    def sample(self) -> None:
+        """Take one sample."""
+        names = roles(self._run_dir)
+        private: dict[str, int] = {}
+        shared = 0
+        for pid in descendants(self._pid):
+            status = read_status(pid)
+            role = names.get(pid, "others")
+            anonymous, touched = status.get("RssAnon", 0), status.get("RssShmem", 0)
+            private[role] = private.get(role, 0) + anonymous
+            shared = max(shared, touched)
+            peak = self.memory.roles.setdefault(role, Peak())
+            peak.shared_bytes = max(peak.shared_bytes, touched)
+        for role, num_bytes in private.items():
+            peak = self.memory.roles[role]
+            if num_bytes > peak.private_bytes:
+                peak.private_bytes, peak.at_s = num_bytes, time.monotonic() - self._started
+        self.memory.together_bytes = max(self.memory.together_bytes, sum(private.values()) + shared)
+        available = read_fields(Path("/proc/meminfo"))["MemAvailable"]
+        self.memory.least_available_bytes = min(self.memory.least_available_bytes, available)
+        if available < self._least:
+            for pid in descendants(self._pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def roles(run_dir: Path) -> Mapping[int, str]:
+    """Return the role of each process that has a pid file, by process id."""
+    found = {}
+    for path in (run_dir / "logs").glob("*.pid"):
+        words = path.read_text().split()
+        if words:
+            found[int(words[0])] = path.stem
+    return found
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield a process and all of its descendants."""
+    every = [process_of(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")]
+    children: dict[int, list[int]] = {}
+    for process in every:
+        if process is not None:
+            children.setdefault(process.parent, []).append(process.pid)
+    waiting = [pid]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        waiting += children.get(found, [])
+
+
+def read_status(pid: int) -> Mapping[str, int]:
+    """Return the sizes in a process's status, in bytes; nothing if it has ended."""
+    try:
+        return read_fields(Path(f"/proc/{pid}/status"))
+    except OSError:
+        return {}
+
+
+def read_fields(path: Path) -> Mapping[str, int]:
+    """Return the lines of a file of /proc that are in kB, in bytes."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0].removesuffix(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}

@@ -1,0 +1,194 @@
+"""A Slurm cluster of three nodes on this machine: each node has network, host name, processes and shared memory of its own.
+
+It needs root, network namespaces, and Slurm (`apt-get install slurm-wlm munge`), and changes nothing of this machine's network.
+Several slurmd on one host name do not do, because every host of a run listens on the port of its name.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+NODES = ("n1", "n2", "n3")
+CONTROLLER = "ctl"
+PREFIX = f"titanrl{os.getpid()}"
+"""Names of the namespaces, so that two test runs do not disturb each other."""
+UP_S = 60.0
+"""Limit for the start of the cluster."""
+COMMANDS = ("slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun", "munged", "ip", "unshare")
+
+_SLURM_CONF = """\
+ClusterName=tiny
+SlurmctldHost=ctl
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+MpiDefault=none
+KillWait=3
+ReturnToService=2
+JobRequeue=1
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdParameters=config_overrides
+NodeName=n[1-3] CPUs=2 RealMemory=4000 State=UNKNOWN
+PartitionName=cpu Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Return why the cluster cannot be started on this machine; empty if it can."""
+    if os.geteuid():
+        return "needs root, for network namespaces"
+    if absent := [command for command in COMMANDS if shutil.which(command, path=PATH) is None]:
+        return f"needs {', '.join(absent)} (apt-get install slurm-wlm munge iproute2)"
+    probe = f"{PREFIX}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"needs the right to make network namespaces ({made.stderr.strip()})"
+    subprocess.run(["ip", "netns", "del", probe], check=False)
+    return ""
+
+
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+class Cluster:
+    """The cluster, from `start` to `stop`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start nothing yet; `folder` is for state, logs and the sockets of munge."""
+        self.folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by node, or name of the service
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+
+    def start(self) -> None:
+        """Make the namespaces, start Slurm in them, and wait until every node is idle."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "state").mkdir(exist_ok=True)
+        (self.folder / "slurm.conf").write_text(_SLURM_CONF.format(folder=self.folder))
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        self._make_network()
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        munge = ["munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", f"--key-file={key}"]
+        munge += [f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log"]
+        munge += [f"--seed-file={self.folder}/munged.seed"]
+        self._start("munged", munge)
+        self._wait("munge", lambda: (self.folder / "munge.socket").exists())
+        self._start("slurmctld", self.on(CONTROLLER, "slurmctld", "-D", "-f", str(self.folder / "slurm.conf")))
+        for node in NODES:
+            self.start_node(node)
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        """Wait until every node can take a job."""
+        self._wait("idle nodes", lambda: self.states() == dict.fromkeys(NODES, "idle"))
+
+    def start_node(self, node: str) -> None:
+        """Start a node: slurmd, in namespaces of its own for everything that a machine has of its own."""
+        inner = f"hostname {node}; mount -t tmpfs tmpfs /dev/shm; slurmd -D -f {self.folder}/slurm.conf -N {node}; true"
+        spaces = ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]
+        self._start(node, ["ip", "netns", "exec", f"{PREFIX}-{node}", *spaces, "bash", "-c", inner])
+
+    def kill_node(self, node: str) -> None:
+        """Let a machine lose its power: the kernel ends every process on it at once."""
+        self._processes.pop(node).kill()
+
+    def pull_cable(self, node: str) -> None:
+        """Take a node off the network; its processes go on."""
+        self._ip("-n", f"{PREFIX}-sw", "link", "set", f"v-{node}", "down")
+
+    def plug_in(self, node: str) -> None:
+        """Put a node back on the network."""
+        self._ip("-n", f"{PREFIX}-sw", "link", "set", f"v-{node}", "up")
+
+    def on(self, host: str, *command: str) -> list[str]:
+        """Return the command that runs another one on a host, with the processes of this machine in view."""
+        inner = f'hostname {host}; exec "$@"'
+        return ["ip", "netns", "exec", f"{PREFIX}-{host}", "unshare", "--uts", "bash", "-c", inner, "sh", *command]
+
+    def slurm(self, *command: str) -> str:
+        """Run a command of Slurm; return its output."""
+        done = subprocess.run(
+            self.on(CONTROLLER, *command), env=self.environment, capture_output=True, text=True, timeout=30, check=False
+        )
+        return done.stdout.strip()
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each node."""
+        lines = self.slurm("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
+        return dict(line.split() for line in lines if len(line.split()) == 2)
+
+    def jobs(self) -> list[str]:
+        """Return the jobs that have nodes or wait for them, as `id state`."""
+        return self.slurm("squeue", "--noheader", "--format=%i %T").splitlines()
+
+    def processes(self, *marks: str) -> list[str]:
+        """Return the command lines, of all nodes, that contain one of some texts."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdecimal() and (line := (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()):
+                    found += [f"{entry.name} {line}"] if any(mark in line for mark in marks) else []
+        return found
+
+    def stop(self) -> None:
+        """End every process, and delete the namespaces."""
+        for process in reversed(self._processes.values()):
+            process.send_signal(signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
+        for host in ("sw", CONTROLLER, *NODES):
+            subprocess.run(["ip", "netns", "del", f"{PREFIX}-{host}"], capture_output=True, check=False)
+            shutil.rmtree(f"/etc/netns/{PREFIX}-{host}", ignore_errors=True)
+
+    def _make_network(self) -> None:
+        """Connect all hosts by a switch that nothing else is connected to."""
+        self._ip("netns", "add", f"{PREFIX}-sw")
+        self._ip("-n", f"{PREFIX}-sw", "link", "add", "br0", "type", "bridge")
+        self._ip("-n", f"{PREFIX}-sw", "link", "set", "br0", "up")
+        addresses = {host: f"10.77.0.{number}" for number, host in enumerate((CONTROLLER, *NODES), start=1)}
+        names = "".join(f"{address} {host}\n" for host, address in addresses.items())
+        for host, address in addresses.items():
+            space = f"{PREFIX}-{host}"
+            self._ip("netns", "add", space)
+            self._ip("-n", f"{PREFIX}-sw", "link", "add", f"v-{host}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            self._ip("-n", f"{PREFIX}-sw", "link", "set", f"v-{host}", "master", "br0", "up")
+            self._ip("-n", space, "link", "set", "lo", "up")
+            self._ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            self._ip("-n", space, "link", "set", "eth0", "up")
+            files = Path("/etc/netns", space)
+            files.mkdir(parents=True)
+            (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            (files / "resolv.conf").write_text("")
+
+    def _ip(self, *arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    def _start(self, name: str, command: Sequence[str]) -> None:
+        log = (self.folder / f"{name}.out").open("ab")
+        self._processes[name] = subprocess.Popen(
+            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def _wait(self, what: str, is_true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + UP_S
+        while not is_true():
+            assert time.monotonic() < deadline, f"no {what} within {UP_S:g} s; read the logs in {self.folder}"
+            time.sleep(0.2)

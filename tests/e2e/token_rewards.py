@@ -1,0 +1,11 @@
+"""A reward of tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import titanrl
+
+
+def first(completion: str, entry: Mapping[str, Any], token_ids: Sequence[int]) -> titanrl.TokenRewards:
+    """Reward the first token."""
+    return titanrl.TokenRewards(tokens=[0.125, *[0.0] * (len(token_ids) - 1)])

@@ -1,0 +1,59 @@
+"""Modules that are built without random initial values."""
+
+import torch
+from torch import nn
+
+from titanrl.models.initial_values import WithoutDraws
+
+
+class Part(nn.Module):
+    """A module with drawn, constant and computed values, which `reset_parameters` sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = nn.Parameter(torch.empty(3, 4))
+        self.uniform = nn.Parameter(torch.empty(3, 4))
+        self.kaiming = nn.Parameter(torch.empty(3, 4))
+        self.truncated = nn.Parameter(torch.empty(3, 4))
+        self.gain = nn.Parameter(torch.empty(4))
+        self.noise: torch.Tensor
+        self.register_buffer("noise", torch.empty(4))
+        for name, parameter in self.named_parameters():
+            nn.init.constant_(parameter, 7.0 if name != "gain" else 1.0)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.drawn, std=0.02)
+        with torch.no_grad():
+            self.uniform.uniform_(-1e-3, 1e-3)
+        nn.init.kaiming_uniform_(self.kaiming)
+        nn.init.trunc_normal_(self.truncated)
+        nn.init.ones_(self.gain)
+        self.noise.normal_()
+
+
+def test_draws_of_parameters_become_zeros_and_leave_the_random_state() -> None:
+    part = Part()
+    before = torch.get_rng_state()
+    with WithoutDraws():
+        nn.init.normal_(part.drawn)
+        nn.init.kaiming_uniform_(part.kaiming)
+        nn.init.trunc_normal_(part.truncated)
+        with torch.no_grad():
+            part.uniform.uniform_(-1.0, 1.0, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    for parameter in (part.drawn, part.uniform, part.kaiming, part.truncated):
+        assert torch.equal(parameter, torch.zeros(3, 4))
+
+
+def test_constants_and_buffers_are_set_as_without_it() -> None:
+    part, plain = Part(), Part()
+    torch.manual_seed(1)
+    noise = torch.randn(4)
+    torch.manual_seed(1)
+    with WithoutDraws():
+        part.reset_parameters()
+    assert torch.equal(part.gain, torch.ones(4))
+    assert torch.equal(part.noise, noise)
+    plain.reset_parameters()
+    assert plain.drawn.std() > 0
+    assert len(plain.uniform.unique()) == 12

@@ -1,0 +1,23 @@
+"""The weight store as the controller uses it: every request has a name and a deadline, so that a hanging store is noticed."""
+
+from dataclasses import dataclass
+
+from titanrl.launch.supervision import Supervisor
+from titanrl.weights.store import WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedStore:
+    """Requests to the store, which fail if the run has failed."""
+
+    store: WeightStore
+    supervisor: Supervisor
+    timeout_s: float
+
+    async def put(self, key: str, value: object) -> None:
+        """Store an object under a key."""
+        await self.supervisor.ask("store.put", self.store.put(key, value), self.timeout_s)
+
+    async def delete(self, key: str) -> None:
+        """Delete a key."""
+        await self.supervisor.ask("store.delete", self.store.delete(key), self.timeout_s)

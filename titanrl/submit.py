@@ -1,0 +1,119 @@
+"""Run a configuration as one Slurm job: `titanrl submit`.
+
+The controller runs on the first node of the job, so the allocation ends with the run, however the run ends.
+"""
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanrl import terminal
+from titanrl.config import Config, ConfigError, dump_config
+from titanrl.config.errors import BrokenRule
+from titanrl.config.explain import explain_rule
+from titanrl.config.load import validate
+from titanrl.config.source import read_source
+from titanrl.device import resolve_device
+from titanrl.launch.progress import JOB_SCRIPT
+from titanrl.launch.run_lock import claim_new_run, claim_run
+from titanrl.launch.slurm_jobs import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
+from titanrl.preflight import preflight
+
+_BODY = """\
+cd {folder}
+export {inside}=1
+{command} & controller=$!
+ending=
+trap 'ending=1; kill -TERM $controller' {signal}
+trap : TERM INT  # the controller gets these signals itself
+wait $controller; code=$?
+while kill -0 $controller 2>/dev/null; do wait $controller; code=$?; done
+"""
+_REQUEUE = """\
+# A job that was cancelled is no longer running.
+if [ -n "$ending" ] && [ "$(squeue --noheader --jobs=$SLURM_JOB_ID --format=%T)" = RUNNING ]; then
+  scontrol requeue $SLURM_JOB_ID
+fi
+"""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -> None:
+    """Check the configuration, prepare the run directory, and submit the job."""
+    terminal.prepare()
+    arguments = parse(argv, prog=prog)
+    try:
+        source = read_source(arguments.resume / "config.yaml" if arguments.resume else arguments.config, arguments.overrides)
+        config = validate(source)
+        if config.hosts.kind != "slurm":
+            rule, fix = "titanrl submit needs hosts that Slurm starts", "set hosts.kind to slurm"
+            raise ConfigError(explain_rule(BrokenRule(values={"hosts.kind": config.hosts.kind}, rule=rule, fix=fix), source))
+        preflight(config, source, rollouts=config.sft is None)
+        if arguments.dry_run:
+            print(script(config, arguments.resume or config.run_dir), end="")
+            return
+        run_dir = prepare(config, arguments.resume)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    try:
+        job_id = asyncio.run(submit_job((run_dir / JOB_SCRIPT).read_text(encoding="utf-8")))
+    except SlurmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(f"Slurm job {job_id}; output in {run_dir}/logs/slurm_{job_id}.log")
+
+
+def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Run a configuration as one Slurm job, with the controller on its first node."
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", type=Path, help="YAML file of the run, or the name of a shipped configuration")
+    which.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the job's script, and submit nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
+    return parser.parse_args(argv)
+
+
+def prepare(config: Config, resume: Path | None) -> Path:
+    """Write configuration and script of the job into the run directory, a new one by default; return its path.
+
+    The job resumes the run whenever it starts, so that it continues after Slurm has put it back into the queue.
+
+    Raises:
+        ConfigError: Another process has the run.
+    """
+    lock = claim_new_run(config.run_dir) if resume is None else claim_run(resume)
+    run_dir = lock.path.resolve()
+    (run_dir / "logs").mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (run_dir / JOB_SCRIPT).write_text(script(config, run_dir), encoding="utf-8")
+    lock.release()
+    return run_dir
+
+
+def script(config: Config, run_dir: Path) -> str:
+    """Return the script of the job."""
+    hosts, run_dir = config.hosts, run_dir.resolve()
+    device = resolve_device("auto").kind if config.device == "auto" else config.device
+    num_hosts = hosts.trainer_hosts + (hosts.generator_hosts if config.num_generator_ranks else 0)
+    header = directives(config, num_hosts, run_dir / "logs" / "slurm_%j.log", device=device)
+    header.append(f"#SBATCH --signal=B:{NOTICE_SIGNAL}@{hosts.slurm.notice_s:.0f}")
+    header.append("#SBATCH --requeue" if hosts.slurm.requeue else "#SBATCH --no-requeue")
+    body = _BODY.format(
+        folder=shlex.quote(os.getcwd()),
+        inside=IN_ALLOCATION,
+        command=shlex.join([sys.executable, "-m", "titanrl.cli", config.program, "--resume", str(run_dir)]),
+        signal=NOTICE_SIGNAL,
+    )
+    ending = _REQUEUE if hosts.slurm.requeue else ""
+    return "\n".join(["#!/bin/bash", *header, body + ending + "exit $code", ""])
+
+
+if __name__ == "__main__":
+    main()
