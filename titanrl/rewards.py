@@ -36,7 +36,7 @@ class TokenRewards:
     @property
     def total(self) -> float:
         """Sum of all rewards."""
-        return math.fsum((*self.tokens, *(reward for _, reward in self.steps), self.whole))
+        return sum((*self.tokens, *(reward for _, reward in self.steps), self.whole))
 
     def moved(self, num_chars: int) -> "TokenRewards":
         """Return the rewards for a text with so many more characters at its start."""
