@@ -110,10 +110,13 @@ def test_hanging_request_ends_the_run_with_its_stacks(tmp_path: Path, name: str,
 
 def test_stopped_process_is_named_and_then_closes_in_order(tmp_path: Path) -> None:
     async def scenario(ward: Ward) -> None:
-        os.kill(ward.pid, signal.SIGSTOP)
-        with pytest.raises(StallError, match=r"patient rank 0 was stopped by a signal [\d.]+ s ago.* patient\.answer; stacks"):
+        async def ask_again_and_again() -> None:
             while True:  # it may answer until all of its threads have seen the signal
                 await asyncio.wait_for(ward.supervisor.ask("patient.answer", ward.patient.answer.call_one(), 600), 30)
+
+        os.kill(ward.pid, signal.SIGSTOP)
+        with pytest.raises(StallError, match=r"patient rank 0 was stopped by a signal [\d.]+ s ago.* patient\.answer; stacks"):
+            await ask_again_and_again()
         assert psutil.Process(ward.pid).status() == psutil.STATUS_STOPPED, "the report must not resume it"
 
     ward = with_ward(tmp_path, scenario)
