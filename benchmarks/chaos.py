@@ -21,7 +21,7 @@ from typing import Any
 
 import titanrl
 from benchmarks.machine import write_result
-from benchmarks.victims import KINDS, SIGNALS, Victim, events, is_recovery, victims
+from benchmarks.victims import SIGNALS, Victim, events, is_recovery, victims
 from titanrl.config import load_config
 from titanrl.metrics.run_directory import read_lines, read_metrics
 from titanrl.replay.saved import BufferState
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0, help="length of each run, from its first step on")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of victims")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of victims")
+    parser.add_argument("--kinds", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="kinds of victims")
     parser.add_argument("--folder", type=Path, help="folder in which to keep the files of both runs")
     parser.add_argument(
         "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"

@@ -10,7 +10,7 @@ from typing import Any
 
 from titanrl.metrics.run_directory import read_lines
 
-KINDS = ("generator", "rollout", "scoring", "trainer", "store")
+KINDS = ("generator", "rollout", "scoring", "trainer", "store", "evaluator")
 """Kinds of victims. A rollout worker's process also holds its storage shard."""
 SIGNALS: Mapping[str, int] = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV}
 """Faults that a process cannot avoid, by the names that results use."""

@@ -19,6 +19,8 @@ PARTS = {
     "scoring": "scoring process",
     "trainer": "trainer rank",
     "store": "store process",
+    "evaluator": "generator that evaluates in the background",
+    "environment": "environment process",
 }
 FAULTS = ("kill -9", "SIGSTOP", "segfault", "os._exit", "busy loop", "unpicklable exception", "out of memory")
 SIGNALS = ("kill -9", "SIGSTOP")
@@ -49,10 +51,25 @@ OWN_TRIGGERS = {
     ("store", "rollout"): "ReplayBuffer.commit",
     ("store", "pull"): "ReplayBuffer.release",
     ("store", "checkpoint"): "ReplayBuffer.save",
+    ("environment", "rollout"): "environment.step",
 }
-"""Endpoint by which each part itself works in a phase; `reward` is the reward function."""
-MAIN = {"generator": "rollout", "rollout": "rollout", "scoring": "rollout", "trainer": "forward/backward", "store": "rollout"}
+"""Endpoint by which each part itself works in a phase; `reward` is the reward function, `environment` the environment."""
+MAIN = {
+    "generator": "rollout",
+    "rollout": "rollout",
+    "scoring": "rollout",
+    "trainer": "forward/backward",
+    "store": "rollout",
+    "evaluator": "evaluation",
+    "environment": "rollout",
+}
 """Phase in which each part does most of its work."""
+WORKS_IN = {
+    "scoring": ("rollout", "evaluation"),
+    "evaluator": ("start", "evaluation"),
+    "environment": ("start", "rollout", "evaluation"),
+}
+"""Phases in which parts work that are idle in others."""
 PHASES = ("start", *TRIGGERS)
 MODES = ("sync", "async")
 
@@ -83,9 +100,17 @@ class Cell:
         """Return why the cell is not run; an empty text if it is."""
         if self.part == "scoring" and self.phase == "start":
             return "forked later"
-        if self.part == "scoring" and self.phase not in ("rollout", "evaluation"):
+        if self.part == "evaluator" and self.mode == "sync":
+            return "there is none"
+        if self.phase not in WORKS_IN.get(self.part, PHASES):
             return "idle"
         is_signal = self.fault in SIGNALS
+        if self.part == "evaluator" and not is_signal:
+            return "as a generator"
+        if self.part == "environment" and self.phase != MAIN[self.part]:
+            return "as rollout"
+        if self.part == "environment" and self.mode == "sync":
+            return "as async"
         if not is_signal and not self.is_own:
             return "no code of its own"
         is_main = self.phase == MAIN[self.part]

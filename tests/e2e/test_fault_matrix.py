@@ -39,6 +39,7 @@ COMMON = (
     "data.rewards={answer: reasoning_gym, fault: {function: fault_reward:score, weight: 0.0}}",
 )
 SETTINGS = {"sync": (), "async": ("max_staleness=1",)}
+ENVIRONMENT = "data.environment={function: fault_reward.environment:Task, num_processes: 8, step_timeout_s: 5}"
 HIT_LIMIT_S, OUTCOME_LIMIT_S, PROGRESS_LIMIT_S = 60.0, 120.0, 120.0
 """Longest waits for a fault to happen, for its outcome, and for the next step."""
 WITHIN = {"forward/backward": 0.03, "evaluation": 0.1, "rollout": 0.01}
@@ -106,7 +107,7 @@ class Matrix:
         victim = next(iter(sorted(self._candidates(cell), key=lambda victim: victim.part)), None)
         is_aimed = victim is not None and (not cell.is_own or cell.part == "scoring")
         siblings = set() if victim is None else victim.siblings()
-        can_delay = cell.fault not in ("busy loop", "unpicklable exception", "out of memory")
+        can_delay = cell.part != "environment" and cell.fault not in ("busy loop", "unpicklable exception", "out of memory")
         order = {
             "id": self._number,
             "point": cell.trigger,
@@ -120,7 +121,11 @@ class Matrix:
             outcome = {"outcome": "not hit", "noticed_s": None, "recovered_s": None, "text": ""}
         else:
             part = victim.part if victim is not None and is_aimed else Path(hit["log"]).stem.rpartition("_")[0]
-            outcome = self._outcome(cell, hit["time"], part, victim, siblings)
+            outcome = (
+                self._environment_outcome(hit["time"])
+                if cell.part == "environment"
+                else self._outcome(cell, hit["time"], part, victim, siblings)
+            )
         for name in ("command.json", "taken.json"):
             (self.folder / "fault_reward" / name).unlink(missing_ok=True)
         place = {"mode": cell.mode, "part": cell.part, "fault": cell.fault, "phase": cell.phase}
@@ -176,6 +181,20 @@ class Matrix:
         recovered_s = None if at is None else at - hit_at
         return {"outcome": outcome, "noticed_s": noticed_s, "recovered_s": recovered_s, "text": text}
 
+    def _environment_outcome(self, hit_at: float) -> dict[str, Any]:
+        """Wait for the step whose metrics count the failed episode, which started again."""
+
+        def counted() -> dict[str, Any] | None:
+            rows = read_metrics(self.run_dir / "metrics.jsonl")
+            return next((row for row in rows if row["time"] > hit_at and num_failures(row) > 0), None)
+
+        wait_for(lambda: self.has_ended or counted(), OUTCOME_LIMIT_S)
+        if self.has_ended:
+            return self._ended(hit_at, None)
+        if (row := counted()) is None:
+            return {"outcome": "hangs", "noticed_s": None, "recovered_s": None, "text": ""}
+        return {"outcome": "retried", "noticed_s": None, "recovered_s": row["time"] - hit_at, "text": ""}
+
     def _goes_on(self, hit_at: float) -> bool:
         """Return True if steps are taken long after a fault that ended nothing."""
         return self.progress() > hit_at + 8.0
@@ -200,6 +219,12 @@ class Matrix:
         return self.command.finish()
 
 
+def num_failures(row: Mapping[str, Any]) -> float:
+    """Return the episodes of a step whose environment failed."""
+    failed = row.get("episode/environment_error_frac", 0.0) + row.get("episode/timeout_frac", 0.0)
+    return float(failed * row.get("episode/count", 0.0))
+
+
 def write_rows(rows: list[dict[str, Any]]) -> None:
     """Add cells to the file of the matrix, in place of earlier ones."""
     if "FAULT_MATRIX" not in os.environ:
@@ -220,7 +245,13 @@ def selected(wanted: list[Cell]) -> list[Cell]:
 
 def surprises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the outcomes that should not be."""
-    expected = {"generator": {"replaced"}, "rollout": {"replaced"}, "scoring": {"replaced", "goes on"}}
+    expected = {
+        "generator": {"replaced"},
+        "rollout": {"replaced"},
+        "scoring": {"replaced", "goes on"},
+        "evaluator": {"replaced"},
+        "environment": {"retried"},
+    }
     always = {"busy loop", "unpicklable exception", "out of memory"}
     odd = []
     for row in rows:
@@ -240,7 +271,7 @@ def surprises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_faults_in_every_phase_cost_seconds_and_no_sample(
     start_run: Start, plain_run: Finished, tmp_path: Path, mode: str
 ) -> None:
-    if not (wanted := selected(cells(mode))):
+    if not (wanted := [cell for cell in selected(cells(mode)) if cell.part != "environment"]):
         pytest.skip("no such cells")
     matrix = Matrix(start_run, f"faults-{mode}", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS[mode]))
     matrix.start()
@@ -256,6 +287,26 @@ def test_faults_in_every_phase_cost_seconds_and_no_sample(
         figures = sample_figures(finished.run_dir, finished.steps[-1])
         assert (figures["samples_lost"], figures["samples_duplicated"]) == (0, 0), figures
     assert max(row["staleness/max"] for row in finished.steps) <= len(SETTINGS[mode])
+    assert surprises(matrix.rows) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_faults_of_environments_cost_an_episode(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+    if not (wanted := [cell for cell in selected(cells("async")) if cell.part == "environment"]):
+        pytest.skip("no such cells")
+    matrix = Matrix(start_run, "faults-environment", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS["async"], ENVIRONMENT))
+    matrix.start()
+    matrix.command.wait_for_step(5)
+    for cell in wanted:
+        matrix.hit(cell)
+        write_rows(matrix.rows)
+    finished = matrix.finish()
+    assert finished.code == 130, finished.output
+    failed = sum(map(num_failures, finished.steps))
+    assert failed == pytest.approx(len(wanted)), "each fault costs one episode, which starts again"
+    figures = sample_figures(finished.run_dir, finished.steps[-1])
+    assert (figures["samples_lost"], figures["samples_duplicated"]) == (0, 0), figures
     assert surprises(matrix.rows) == []
 
 

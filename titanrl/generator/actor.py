@@ -203,9 +203,9 @@ class Generator(Actor):
         reason = "the run restarts, and the weights are not published yet"
         self._rounds.reset(StoppedError(reason))
         if self._follower is None:
-            await self._loop.start_over(reason)
+            await self._loop.start_over(reason)  # ends the requests for which a pull may wait
         async with self._pulling:  # a pull that was requested earlier has ended
-            if self._follower is None:
+            if self._follower is None:  # that pull may have let requests continue
                 await self._loop.start_over(reason)
             if self._setup.reader is not None:
                 self._setup.reader.close()
