@@ -17,8 +17,13 @@ _KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-# All files are local; a library that queries a hub would wait for the network.
-_COMMON = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+_COMMON = {
+    "HF_HUB_OFFLINE": "1",  # all files are local; a library that queries a hub would wait for the network
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's import would start a thread, which a fork would lack
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @contextmanager

@@ -20,7 +20,8 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
     if roles.trainer:
         templates["trainer"] = (trainer_environment(config, device), partial(import_for_trainer, device))
     if roles.rollouts:
-        templates["rollout"] = (worker_environment(), import_for_worker)
+        is_gym = any(task.source == "reasoning_gym" for task in config.data.tasks.values())
+        templates["rollout"] = (worker_environment(), partial(import_for_worker, is_gym=is_gym))
     if roles.generators:
         load = partial(import_for_generator, config.generator, device)
         templates["generator"] = (generator_environment(config, device, 0), load)
@@ -30,23 +31,32 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
 def import_for_trainer(device: Device) -> None:
     """Import torchtitan and the learner."""
     _import_titan(device)
-    _import("trainer.agreement", "trainer.checkpoint", "trainer.collate", "trainer.datums", "trainer.hf", "trainer.learner")
-    _import("models.directory", "trainer.kept", "trainer.model")
+    importlib.import_module("torchtitan.trainer")
+    _import("data.mixture", "models.directory", "replay.batch", "replay.saved")
+    _import("trainer.agreement", "trainer.checkpoint", "trainer.collate", "trainer.datums", "trainer.hf", "trainer.kept")
+    _import("trainer.learner", "trainer.model")
 
 
 def import_for_generator(config: GeneratorConfig, device: Device) -> None:
     """Import vLLM, and torchtitan if the engine runs its model."""
     _import_titan(device)
-    _import("generator.engine", f"generator.{config.model_impl}")
+    _import("generator.compat", "generator.engine", f"generator.{config.model_impl}")
+    if config.model_impl == "titan":
+        importlib.import_module("torchtitan.trainer")
+    if device.kind == "cpu":
+        importlib.import_module("vllm.v1.worker.cpu_worker")
 
 
-def import_for_worker() -> None:
-    """Import tokenizer, environments and rewards."""
-    _import("data.tokenizer", "rollout.evaluating", "rollout.tasks")
+def import_for_worker(*, is_gym: bool) -> None:
+    """Import tokenizer, environments and rewards, and reasoning-gym if its tasks are trained on."""
+    _import("data.tokenizer", "models.directory", "replay.buffer", "replay.saved", "rollout.evaluating", "rollout.tasks")
+    if is_gym:
+        importlib.import_module("reasoning_gym")
 
 
 def import_for_store() -> None:
     """Import what torchstore imports, except Monarch."""
+    importlib.import_module("torch.distributed.checkpoint")
     importlib.import_module("torch.distributed.tensor")
     _import("replay.buffer", "replay.memory", "replay.saved")
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pydantic import BaseModel, ValidationError
+
 from titanrl.files import naming, replace_lines, replace_text, sync_file
 from titanrl.types import StepMetrics
 
@@ -63,7 +65,7 @@ class RunDirectory:
             self.events.unlink(missing_ok=True)
             self.advantages.unlink(missing_ok=True)
         else:
-            rules: dict[Path, Callable[[Mapping[str, Any]], bool | None]] = {
+            rules: dict[Path, Callable[[_Head], bool | None]] = {
                 self.metrics: partial(_is_below, "step", resume_step + 1, ()),
                 self.advantages: partial(_is_below, "step", resume_step + 1, ()),
                 self.rollouts: partial(_is_below, "index", resume_index, frozenset(resume_in_flight)),
@@ -162,9 +164,11 @@ class RunDirectory:
     def _keep_last_rollouts(self) -> None:
         """Drop the first lines of groups that were sampled again, because a process of the run has died."""
         if self.rollouts.exists():
-            last = {row.get("index"): number for number, row in enumerate(read_lines(self.rollouts))}
+            with self.rollouts.open("rb") as file:
+                heads = [head for head in map(_head, file) if head is not None]
+            last = {head.index: number for number, head in enumerate(heads)}
             numbers = itertools.count()
-            _keep_rows(self.rollouts, lambda row: last[row.get("index")] == next(numbers))
+            _keep_rows(self.rollouts, lambda head: last[head.index] == next(numbers))
 
     def close(self) -> None:
         """Close `metrics.jsonl`, after the rollout workers."""
@@ -232,50 +236,61 @@ def _check_holds_no_run(path: Path) -> None:
         )
 
 
-def _is_below(key: str, end: int, others: Collection[int], row: Mapping[str, Any]) -> bool | None:
+class _Head(BaseModel):
+    """The fields of a line that decide whether it is kept. The others, which are most of a line, are checked and skipped."""
+
+    index: Any = None
+    kind: Any = None
+    number: Any = None
+    step: Any = None
+    version: Any = None
+
+
+def _head(line: bytes) -> _Head | None:
+    """Decode the head of a line; return None for an incomplete line."""
+    try:
+        return _Head.model_validate_json(line)
+    except ValidationError:
+        return None
+
+
+def _is_below(key: str, end: int, others: Collection[int], head: _Head) -> bool | None:
     """Return True if the number under `key` is below `end` and none of the `others`, and None if there is no number."""
-    number = row.get(key)
+    number = getattr(head, key)
     return number < end and number not in others if isinstance(number, int) else None
 
 
-def _is_event_before(resume_step: int, resume_published: int, resume_rates: int, row: Mapping[str, Any]) -> bool | None:
+def _is_event_before(resume_step: int, resume_published: int, resume_rates: int, head: _Head) -> bool | None:
     """Return True for an event that a resume does not repeat, and None if it is none. Starts and faults are kept."""
-    match row:
-        case {"kind": "start" | "resume" | "restart"}:
+    match head:
+        case _Head(kind="start" | "resume" | "restart"):
             return True
-        case {"kind": "publication", "version": int(version)}:
+        case _Head(kind="publication", version=int(version)):
             return version < resume_published
-        case {"kind": "learning_rate", "number": int(number)}:  # can follow the checkpoint of its step
+        case _Head(kind="learning_rate", number=int(number)):  # can follow the checkpoint of its step
             return number <= resume_rates
-        case {"kind": str(), "step": int(step)}:
+        case _Head(kind=str(), step=int(step)):
             return step <= resume_step
-        case {"kind": str()}:
+        case _Head(kind=str()):
             return True
     return None
 
 
-def _keep_rows(path: Path, keeps: Callable[[Mapping[str, Any]], bool | None]) -> int:
+def _keep_rows(path: Path, keeps: Callable[[_Head], bool | None]) -> int:
     """Drop the lines of a file that are not to be kept, and those that cannot be read; count the latter.
 
-    The lines that stay are not changed. The file may be larger than memory.
+    The lines that stay are not changed, and without others the file is not written. It may be larger than memory.
     """
     if not path.exists():
         return 0
-    num_odd = 0
-
-    def kept() -> Iterator[str]:
-        nonlocal num_odd
+    with path.open("rb") as file:
+        marks = [False if not line.strip() else None if (head := _head(line)) is None else keeps(head) for line in file]
+        file.seek(max(file.tell() - 1, 0))
+        ends_in_mid_line = file.read() not in (b"", b"\n")
+    if ends_in_mid_line or not all(marks):
         with path.open("rb") as file:
-            for line in file:
-                row = _decode(line)
-                is_kept = None if row is None else keeps(row)
-                if is_kept is None:
-                    num_odd += bool(line.strip())
-                elif is_kept:
-                    yield line.decode().rstrip("\n") + "\n"
-
-    replace_lines(path, kept())
-    return num_odd
+            replace_lines(path, (line.decode().rstrip("\n") + "\n" for line in itertools.compress(file, marks)))
+    return marks.count(None)
 
 
 def _encode(obj: Mapping[str, Any]) -> str:
