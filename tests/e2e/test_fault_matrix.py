@@ -39,7 +39,7 @@ COMMON = (
     "data.rewards={answer: reasoning_gym, fault: {function: fault_reward:score, weight: 0.0}}",
 )
 SETTINGS = {"sync": (), "async": ("max_staleness=1",)}
-ENVIRONMENT = "data.environment={function: fault_reward.environment:Task, num_processes: 8, step_timeout_s: 5}"
+ENVIRONMENT = "data.environment={function: fault_reward.environment:Task, num_processes: 2, step_timeout_s: 5}"
 HIT_LIMIT_S, OUTCOME_LIMIT_S, PROGRESS_LIMIT_S = 60.0, 120.0, 120.0
 """Longest waits for a fault to happen, for its outcome, and for the next step."""
 WITHIN = {"forward/backward": 0.03, "evaluation": 0.1, "rollout": 0.01}

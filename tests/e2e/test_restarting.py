@@ -51,6 +51,26 @@ def test_all_processes_are_forks_of_templates(plain_run: Finished) -> None:
     assert not [name for name, text in logs.items() if "no forks" in text or "Traceback" in text]
 
 
+IMPORTED_ONCE = {
+    "datasets",
+    "reasoning_gym",
+    "torch",
+    "torch.distributed.checkpoint",
+    "torchtitan.trainer",
+    "vllm",
+    "vllm.v1.worker.cpu_worker",
+}
+"""Modules that take long to import, and that only templates import."""
+
+
+def imported_by_forks(run: Finished, log: str) -> set[str]:
+    """Return the modules that the processes of a role imported themselves, from the log of a run that records imports."""
+    lines = (run.run_dir / "logs" / f"{log}.log").read_text().splitlines()
+    modules = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert any(module.startswith("titanrl.") for module in modules), "imports are not recorded"
+    return modules
+
+
 def replaced(run: Finished) -> list[str]:
     """Return the parts that were replaced."""
     return [event["part"] for event in run.events() if event["kind"] == "respawn"]
@@ -58,11 +78,13 @@ def replaced(run: Finished) -> list[str]:
 
 def test_killed_generator_and_workers_change_nothing(start_run: Start, plain_run: Finished) -> None:
     kills = "generator_0:before_step:1 rollout_0:after_evaluation:0 rollout_1:before_step:3"
-    run = start_run("replaced", KILLER, "rollout.num_workers=2", KILL=kills).finish()
+    run = start_run("replaced", KILLER, "rollout.num_workers=2", KILL=kills, PYTHONPROFILEIMPORTTIME="1").finish()
     check_same(run, plain_run)
     assert sorted(replaced(run)) == ["generator_0", "rollout_0", "rollout_1"]
     assert restarts(run) == []
     assert run.output.count("replaced after") == 3
+    for log in ("generator_0_0", "rollout_0_0", "rollout_1_0", "store_0", "trainer_0"):
+        assert imported_by_forks(run, log) & IMPORTED_ONCE == set(), log
 
 
 @pytest.mark.slow
