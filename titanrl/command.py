@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -25,12 +27,15 @@ from titanrl.config.load import validate
 from titanrl.config.program import check_program
 from titanrl.config.source import read_source
 from titanrl.launch.environment import temporary_folder
+from titanrl.launch.launched import run_launched, tell_failure
 from titanrl.metrics.console import Console
 from titanrl.preflight import dry_run
 from titanrl.run import Run
 
 CLOSE_LIMIT_S = 25.0
 """Longest time from the end of the work to the end of every process, even if something hangs."""
+REPEAT_S = 2.0
+"""Seconds in which a second signal to a run on several machines is taken for the first one."""
 SAVE_LIMIT_S = 10.0
 """Longest time from an interrupt to the end of the checkpoint that `checkpoint.on_interrupt` asks for."""
 
@@ -40,14 +45,12 @@ def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "tit
     terminal.prepare()
     arguments = parse(argv, prog=prog, purpose=kind.purpose)
     try:
-        path = arguments.resume / "config.yaml" if arguments.resume else arguments.config
-        source = read_source(path, arguments.overrides)
-        config = validate(source)
-        check_program(config, kind.program, source)
+        config, source = read(kind, arguments)
         if arguments.dry_run:
             dry_run(config, source)
             sys.exit(0)
-        code = run(kind, config, arguments.resume, source)
+        start = partial(run, kind, config, arguments.resume, source)
+        code = run_launched(config, source, start) if config.hosts.kind == "launcher" else start()
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -64,6 +67,24 @@ def parse(argv: Sequence[str] | None, *, prog: str = "titanrl train", purpose: s
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
     return parser.parse_args(argv)
+
+
+def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source]:
+    """Return the configuration of the command line, and its source.
+
+    Raises:
+        ConfigError: It cannot be used. If a launcher has started this process, the others know.
+    """
+    source = None
+    try:
+        source = read_source(arguments.resume / "config.yaml" if arguments.resume else arguments.config, arguments.overrides)
+        config = validate(source)
+        check_program(config, kind.program, source)
+    except ConfigError as error:
+        if not arguments.dry_run:
+            tell_failure(source, str(error))
+        raise
+    return config, source
 
 
 def run(kind: type[Run], config: Config, resume: Path | None, source: Source) -> int:
@@ -142,14 +163,15 @@ class Interrupt:
         """Install the handlers. Signals of Python's own, not the loop's, are handled even while the loop is blocked."""
         self._task, self._training = task, training
         self._loop = asyncio.get_running_loop()
+        self._since = 0.0
         self.code = 128 + signal.SIGINT
         self.saves = False
         """True after an interrupt that waits for a checkpoint."""
         terminal.handle_ending(self._first)
 
     def _first(self, number: int, frame: FrameType | None) -> None:
-        self.code = 128 + number
-        terminal.handle_ending(self._second)
+        self.code, self._since = 128 + number, time.monotonic()
+        terminal.handle_ending(self._second, is_ending=True)
         self.saves = self._training.is_training and self._training.config.checkpoint.on_interrupt
         if self.saves:
             doing, offer = "interrupted; saving a checkpoint after the running step, then closing in order", ""
@@ -177,7 +199,9 @@ class Interrupt:
             self._training.console.warn(f"no checkpoint was saved, because {reason}; the last {steps} steps are in none")
 
     def _second(self, number: int, frame: FrameType | None) -> None:
-        os._exit(self.code)
+        # Schedulers and launchers signal all hosts, which pass it on, so that the first signal may come twice.
+        if not self._training.config.hosts.across_machines or time.monotonic() > self._since + REPEAT_S:
+            os._exit(self.code)
 
 
 def leave(code: int) -> NoReturn:

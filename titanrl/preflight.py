@@ -35,6 +35,7 @@ from titanrl.data import examples
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
 from titanrl.extensions import plugins_of
+from titanrl.launch.launchers import broken_by_launcher
 from titanrl.launch.slurm_rules import broken_by_slurm
 from titanrl.models.directory import model_shape, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
@@ -153,10 +154,11 @@ def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
         rule = f"the device must be usable on this machine, but it is not: {missing}"
         yield BrokenRule(values={"device": config.device}, rule=rule, fix="set device to auto or cpu")
     yield from broken_by_slurm(config)
+    yield from broken_by_launcher(config)
 
 
 def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
-    if config.hosts.kind == "slurm":
+    if config.hosts.across_machines:
         return
     sizes = derive(config, model_shape(config))
     num_processes, limit = sum(sizes.processes.values()), PROCESSES_PER_CORE * (os.cpu_count() or 1)

@@ -11,6 +11,8 @@ from typing import Any, TextIO
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command."""
 
+_is_ending = False
+
 
 def prepare() -> None:
     """Make the standard streams usable, whatever they are, and let signals end the process without a traceback."""
@@ -27,14 +29,25 @@ def end_quietly() -> None:
     handle_ending(_end)
 
 
-def handle_ending(handler: Callable[[int, FrameType | None], None]) -> None:
+def handle_ending(handler: Callable[[int, FrameType | None], None], *, is_ending: bool = False) -> None:
     """Install a handler for the signals that end a command. Under nohup SIGHUP stays ignored.
 
     SIGINT is handled even if it is ignored, as in a background job of a script, to which only `kill` sends it.
+
+    Args:
+        handler: Handler.
+        is_ending: The command ends already, and the handler is for a second signal.
     """
+    global _is_ending
+    _is_ending = is_ending
     for number in ENDING:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def is_ending() -> bool:
+    """Return True if a signal has ended this command, which closes in order."""
+    return _is_ending
 
 
 def lasting_stream(descriptor: int, on_failure: Callable[[OSError], None] = lambda error: None) -> TextIO:

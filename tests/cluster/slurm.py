@@ -102,9 +102,7 @@ class Cluster:
 
     def start_node(self, node: str) -> None:
         """Start a node: slurmd, in namespaces of its own for everything that a machine has of its own."""
-        inner = f"hostname {node}; mount -t tmpfs tmpfs /dev/shm; slurmd -D -f {self.folder}/slurm.conf -N {node}; true"
-        spaces = ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]
-        self._start(node, ["ip", "netns", "exec", f"{PREFIX}-{node}", *spaces, "bash", "-c", inner])
+        self._start(node, self.machine(node, "sh", "-c", f"slurmd -D -f {self.folder}/slurm.conf -N {node}; true"))
 
     def kill_node(self, node: str) -> None:
         """Let a machine lose its power: the kernel ends every process on it at once."""
@@ -122,6 +120,20 @@ class Cluster:
         """Return the command that runs another one on a host, with the processes of this machine in view."""
         inner = f'hostname {host}; exec "$@"'
         return ["ip", "netns", "exec", f"{PREFIX}-{host}", "unshare", "--uts", "bash", "-c", inner, "sh", *command]
+
+    def machine(self, node: str, *command: str, prepare: str = "true") -> list[str]:
+        """Return the command that runs another one on a machine of its own, with the network and the name of a node.
+
+        SIGKILL to it is a loss of power.
+
+        Args:
+            node: its name.
+            command: program and arguments.
+            prepare: shell command that changes the machine before.
+        """
+        spaces = ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]
+        inner = f'hostname {node}; mount -t tmpfs tmpfs /dev/shm; {prepare}; exec "$@"'
+        return ["ip", "netns", "exec", f"{PREFIX}-{node}", *spaces, "bash", "-c", inner, "sh", *command]
 
     def slurm(self, *command: str) -> str:
         """Run a command of Slurm; return its output."""

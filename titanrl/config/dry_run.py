@@ -99,7 +99,7 @@ def _placement_rows(config: Config, sizes: Sizes, device: DeviceKind, device_byt
         yield row.host, row.devices, row.role, str(row.processes), needed, available
     if device == "cpu" and sizes.memory is not None:
         total = cpu_bytes(config, sizes.memory, sizes.memory.trainer.cpu_total)
-        available = "" if config.hosts.kind == "slurm" else gigabytes(host_bytes())
+        available = "" if config.hosts.across_machines else gigabytes(host_bytes())
         roles = "all ranks and published weights" if config.num_generator_ranks else "all ranks"
         yield "", "cpu", roles, "", f"{gigabytes(total)} together", available
 

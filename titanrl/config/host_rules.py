@@ -13,10 +13,10 @@ def broken_by_hosts(
 ) -> Iterator[BrokenRule]:
     """Yield the rules that the placement of these ranks on hosts breaks."""
     ranks, replicas = parallelism.world_size, generator.replicas
-    if hosts.kind == "slurm" and weights.transport == "arena":
+    if hosts.across_machines and weights.transport == "arena":
         yield BrokenRule(
-            values={"weights.transport": "arena", "hosts.kind": "slurm"},
-            rule="an arena is shared memory of one host, and slurm starts each mesh on its own",
+            values={"weights.transport": "arena", "hosts.kind": hosts.kind},
+            rule=f"an arena is shared memory of one host, and {hosts.kind} starts each mesh on its own",
             fix="set weights.transport to auto",
         )
     if ranks % hosts.trainer_hosts:
@@ -39,12 +39,12 @@ def broken_by_hosts(
                 "hosts.generator_hosts": hosts.generator_hosts,
             },
             rule="local runs every mesh on this machine, so each mesh has one host",
-            fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm",
+            fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm or launcher",
         )
-    if hosts.kind == "slurm" and hosts.share_devices:
+    if hosts.across_machines and hosts.share_devices:
         yield BrokenRule(
             values={"hosts.share_devices": True, "hosts.kind": hosts.kind},
-            rule="slurm starts trainer and generators on different hosts, which cannot share devices",
+            rule=f"{hosts.kind} starts trainer and generators on different hosts, which cannot share devices",
             fix="remove hosts.share_devices",
         )
 
@@ -76,7 +76,7 @@ def device_shortage(
     roles = roles if trains else "generator rank"
     advice = "lower the degrees or the replicas"
     advice += ", or set evaluation.background to false" if evaluators else ""
-    if hosts.kind == "slurm":
+    if hosts.across_machines:
         needed = max(ranks // hosts.trainer_hosts, generators // hosts.generator_hosts + further)
     elif hosts.share_devices:
         needed = max(ranks, generators + further)

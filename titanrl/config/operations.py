@@ -49,8 +49,9 @@ class LoggingConfig(Section):
 class HostsConfig(Section):
     """Placement of the process meshes on hosts."""
 
-    kind: Literal["local", "process", "slurm"] = "local"
-    """`local`: this machine. `process`: several emulated hosts on this machine. `slurm`: nodes of a Slurm job."""
+    kind: Literal["local", "process", "slurm", "launcher"] = "local"
+    """`local`: this machine. `process`: several emulated hosts on this machine. `slurm`: nodes of a Slurm job. `launcher`:
+    hosts on each of which torchrun, srun, mpirun or a platform starts this command once."""
     trainer_hosts: Processes = 1
     """Number of hosts of the trainer mesh."""
     generator_hosts: Processes = 1
@@ -60,7 +61,12 @@ class HostsConfig(Section):
     share_devices: bool = False
     """Place generator ranks on the trainer's accelerators, starting with the first. Otherwise each rank has its own."""
     trusted_network: bool = False
-    """Allow hosts that listen on the network, as those of `slurm` do, without authentication. A program that can connect to
-    them can execute code as you (docs/security.md)."""
+    """Allow hosts that listen on the network, as those of `slurm` and `launcher` do, without authentication. A program that can
+    connect to them can execute code as you (docs/security.md)."""
     slurm: SlurmConfig = SlurmConfig()
     """Job that Slurm is asked for."""
+
+    @property
+    def across_machines(self) -> bool:
+        """True if trainers and generators have machines of their own, which reach each other over the network."""
+        return self.kind in ("slurm", "launcher")

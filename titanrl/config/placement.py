@@ -40,10 +40,10 @@ def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Pla
     ranks, generators = config.num_trainer_ranks, config.num_generator_ranks
     here = "this machine"
     trainer_host = generator_host = here
-    if hosts.kind == "slurm":
+    if hosts.across_machines:
         trainer_host, generator_host = f"trainer hosts ({hosts.trainer_hosts})", f"generator hosts ({hosts.generator_hosts})"
         ranks, generators = ranks // hosts.trainer_hosts, generators // hosts.generator_hosts
-    first = 0 if hosts.kind == "slurm" or hosts.share_devices else ranks
+    first = 0 if hosts.across_machines or hosts.share_devices else ranks
     if ranks:
         yield Placement(
             host=trainer_host,

@@ -237,7 +237,7 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
             fix=f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs",
         )
     needed = cpu_bytes(config, memory, memory.trainer.cpu_total)
-    if config.hosts.kind != "slurm" and needed > available:
+    if not config.hosts.across_machines and needed > available:
         has_generators = config.num_generator_ranks > 0
         replicas = {"generator.replicas": config.generator.replicas} if has_generators else {}
         roles, fewer = ("trainer and generators need", "fewer replicas, ") if has_generators else ("the trainer needs", "")

@@ -225,7 +225,7 @@ class Assembly:
             await rollouts.workers.spawn()
             shards = [part.actors.shard for part in rollouts.workers.parts]
         if trainer_procs is not None:
-            await around.fleet.join_process_group(trainer_procs, one_machine=config.hosts.kind != "slurm")
+            await around.fleet.join_process_group(trainer_procs, one_machine=not config.hosts.across_machines)
             setup = self._trainer_setup(store, shards, transports(config) if roles.generators else ())
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
         weights = WeightSync(
@@ -343,7 +343,7 @@ class Assembly:
 
     async def _engine(self, procs: ProcMesh, role: str, setup: GeneratorSetup) -> Replica:
         if setup.config.tp > 1:
-            await self.around.fleet.join_process_group(procs, one_machine=self.config.hosts.kind != "slurm")
+            await self.around.fleet.join_process_group(procs, one_machine=not self.config.hosts.across_machines)
         return Replica.of(procs.spawn(role, Generator, setup))
 
     async def spawn_teacher(self, parts: Parts, engine: GeneratorConfig, files: RunFiles) -> GeneratorMeshes:
@@ -442,4 +442,4 @@ def transports(config: Config) -> Sequence[TransportName]:
     """Return the transports to offer weights through; each generator takes the first that reaches it."""
     if config.weights.transport != "auto":
         return (config.weights.transport,)
-    return ("arena", "rdma") if config.hosts.kind == "slurm" else ("arena",)
+    return ("arena", "rdma") if config.hosts.across_machines else ("arena",)

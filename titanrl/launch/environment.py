@@ -52,7 +52,9 @@ def trainer_environment(config: Config, device: Device) -> dict[str, str]:
     """Return the variables of a trainer rank. All ranks of a host see the same devices; `LOCAL_RANK` selects one."""
     ranks_per_host = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
     # Generators of one thread each decode while the trainer trains, except in synchronous training.
-    decoding = config.generator.replicas * config.generator.tp if config.max_staleness and config.hosts.kind != "slurm" else 0
+    decoding = (
+        config.generator.replicas * config.generator.tp if config.max_staleness and not config.hosts.across_machines else 0
+    )
     threads = num_threads(ranks_per_host, num_taken=decoding) if device.kind == "cpu" else 1
     # OpenMP threads that spin while waiting make a step tens of times slower when another process uses a core.
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -84,7 +86,7 @@ def worker_environment() -> dict[str, str]:
 def generator_device(config: Config, replica: int) -> int:
     """Return the index of a replica's first device on its host: behind the trainer's devices if both share the host."""
     hosts, tp = config.hosts, config.generator.tp
-    if hosts.kind == "slurm":
+    if hosts.across_machines:
         return replica // hosts.generator_hosts * tp
     return replica * tp if hosts.share_devices else config.num_trainer_ranks + replica * tp
 

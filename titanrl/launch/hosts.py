@@ -1,4 +1,4 @@
-"""The hosts of a run: this machine, several emulated on it, or the nodes of a Slurm job."""
+"""The hosts of a run: this machine, several emulated on it, the nodes of a Slurm job, or the hosts of a launcher."""
 
 import os
 import signal
@@ -15,13 +15,16 @@ from monarch.actor import HostMesh, attach_to_workers
 from monarch.config import configure
 from monarch.job import ProcessJob
 
+from titanrl import terminal
 from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
-from titanrl.errors import FaultError
+from titanrl.errors import FaultError, TitanRLError
+from titanrl.launch.crew import Crew
+from titanrl.launch.launcher_hosts import LauncherHosts
 from titanrl.launch.leases import Say
+from titanrl.launch.rendezvous import LauncherError
 from titanrl.launch.slurm_host import PROGRAM
 from titanrl.launch.slurm_hosts import SlurmHosts
-from titanrl.launch.slurm_jobs import SlurmError
 from titanrl.launch.supervision import Supervisor
 from titanrl.private_sockets import private_folder, private_sockets
 
@@ -83,13 +86,17 @@ async def acquire_hosts(
 
     Raises:
         SlurmError: Slurm refused or ended the job.
+        LauncherError: A host of the launcher has ended, or this process has no launcher.
     """
     hosts, replicas = config.hosts, config.generator.replicas
     meshes = {"trainers": hosts.trainer_hosts}
     if config.num_generator_ranks:
         meshes["generators"] = hosts.generator_hosts
     if hosts.kind == "slurm":
-        return await _slurm_hosts(config, device, meshes, log_dir, supervisor, say, warn)
+        slurm = SlurmHosts(config, device, meshes, log_dir, say)
+        return await _network_hosts(config, device, slurm, supervisor, warn)
+    if hosts.kind == "launcher":
+        return await _network_hosts(config, device, _launcher_hosts(config, meshes, say), supervisor, warn)
     wait_for_stopped_processes()
     local = local_host()
     if hosts.kind == "local":
@@ -103,27 +110,37 @@ async def acquire_hosts(
     )
 
 
-async def _slurm_hosts(
-    config: Config, device: DeviceKind, meshes: dict[str, int], log_dir: Path, supervisor: Supervisor, say: Say, warn: Say
+def _launcher_hosts(config: Config, meshes: dict[str, int], say: Say) -> LauncherHosts:
+    if Crew.current is None:
+        raise LauncherError(
+            "hosts.kind: only the commands train, sft and distill run under a launcher (got launcher). "
+            "Set it to local, process or slurm."
+        )
+    return LauncherHosts(Crew.current, meshes, config.timeouts.start_s, say)
+
+
+async def _network_hosts(
+    config: Config, device: DeviceKind, network: SlurmHosts | LauncherHosts, supervisor: Supervisor, warn: Say
 ) -> Hosts:
-    slurm = SlurmHosts(config, device, meshes, log_dir, say)
-    slurm.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # a full host has no accelerators to spare
-    slurm.on_ending = partial(_end_with_job, supervisor, warn)
-    acquired = await slurm.start()
+    network.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # a full host has no accelerators to spare
+    network.on_ending = partial(_end_with_hosts, supervisor, config.hosts.kind, warn)
+    acquired = await network.start()
     return replace(
-        _placed(config, acquired, local_host(), slurm),
-        has_ended=lambda replica: slurm.has_ended("generators", replica % config.hosts.generator_hosts),
-        are_alive=slurm.are_alive,
+        _placed(config, acquired, local_host(), network),
+        has_ended=lambda replica: network.has_ended("generators", replica % config.hosts.generator_hosts),
+        are_alive=network.are_alive,
     )
 
 
-def _end_with_job(supervisor: Supervisor, warn: Say, cause: str) -> None:
+def _end_with_hosts(supervisor: Supervisor, kind: str, warn: Say, cause: str) -> None:
     """End the run as a signal does, so that it can save; a session in another program has no handler and fails."""
+    if terminal.is_ending():  # most schedulers signal this process, too, and a second signal would end it at once
+        return
     warn(cause)
     if callable(signal.getsignal(signal.SIGTERM)):
         signal.raise_signal(signal.SIGTERM)
     else:
-        supervisor.fail(SlurmError(f"hosts.slurm: {cause}"))
+        supervisor.fail(TitanRLError(f"hosts.{kind}: {cause}"))
 
 
 def wait_for_stopped_processes() -> None:

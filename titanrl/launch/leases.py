@@ -23,6 +23,13 @@ ENDING = b"ending\n"
 """Message of a host that Slurm has told to end."""
 
 
+class OnLine(Protocol):
+    """Receives a message of a host."""
+
+    def __call__(self, host: "Host", line: bytes) -> None:
+        """Handle the line, in the event loop."""
+
+
 class OnHost(Protocol):
     """Receives an event of a host."""
 
@@ -62,15 +69,16 @@ def keep_alive(connection: socket.socket, limit_s: int) -> None:
 class Leases:
     """The controller's side: accepts the hosts, and notices their ends."""
 
-    def __init__(self, num_hosts: int, on_lost: OnHost, on_ending: OnHost) -> None:
+    def __init__(self, num_hosts: int, on_lost: OnHost, on_ending: OnHost, on_line: OnLine = lambda host, line: None) -> None:
         """Listen to nothing yet.
 
         Args:
             num_hosts: number of hosts.
             on_lost: called when a host has ended, or cannot be reached.
             on_ending: called when the scheduler has told a host to end.
+            on_line: called with every other message.
         """
-        self._num_hosts, self._on_lost, self._on_ending = num_hosts, on_lost, on_ending
+        self._num_hosts, self._on_lost, self._on_ending, self._on_line = num_hosts, on_lost, on_ending, on_line
         self.token = secrets.token_hex(16)
         """Secret that the hosts present."""
         self.hosts: dict[int, Host] = {}
@@ -79,6 +87,8 @@ class Leases:
         """Ranks of those that have ended since."""
         self._all_held = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._holders: dict[int, asyncio.StreamWriter] = {}  # by rank
+        self._adopted: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._is_closed = False
 
@@ -89,8 +99,24 @@ class Leases:
             OSError: The name is not that of an interface.
         """
         family, _, _, _, address = (await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM))[0]
-        self._server = await asyncio.start_server(self._hold, str(address[0]), 0, family=family)
-        return f"{name}:{self._server.sockets[0].getsockname()[1]}"
+        listener = socket.create_server((str(address[0]), 0), family=family)
+        await self.serve(listener)
+        return f"{name}:{listener.getsockname()[1]}"
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept hosts on a listening socket, which these leases close."""
+        self._server = await asyncio.start_server(self._hold, sock=listener)
+
+    async def adopt(self, host: Host, connection: socket.socket) -> None:
+        """Continue the lease of a host, which other leases have accepted, on a copy of its connection."""
+        reader, writer = await asyncio.open_connection(sock=connection)
+        self._writers.add(writer)
+        self._adopted.append(asyncio.create_task(self._keep(host, reader, writer)))
+
+    def connection(self, rank: int) -> socket.socket:
+        """Return a copy of the connection of a host, which stays open when these leases end."""
+        copy: socket.socket = self._holders[rank].get_extra_info("socket").dup()
+        return copy
 
     async def all_held(self) -> None:
         """Wait until every host has connected."""
@@ -114,19 +140,22 @@ class Leases:
         self._writers.add(writer)
         try:
             host = await self._greeted(reader)
-            if host is None:
-                return
-            keep_alive(writer.get_extra_info("socket"), LOST_S)
-            self.hosts[host.rank] = host
-            if not self.missing:
-                self._all_held.set()
-            await self._until_end(reader, host)
-            if not self._is_closed:
-                self.lost.add(host.rank)
-                self._on_lost(host)
+            if host is not None:
+                await self._keep(host, reader, writer)
         finally:
             self._writers.discard(writer)
             writer.close()
+
+    async def _keep(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle the messages of a host until its lease ends."""
+        keep_alive(writer.get_extra_info("socket"), LOST_S)
+        self.hosts[host.rank], self._holders[host.rank] = host, writer
+        if not self.missing:
+            self._all_held.set()
+        await self._until_end(reader, host)
+        if not self._is_closed:
+            self.lost.add(host.rank)
+            self._on_lost(host)
 
     async def _greeted(self, reader: asyncio.StreamReader) -> Host | None:
         """Return the host that has connected; None if it is none of this allocation."""
@@ -144,8 +173,12 @@ class Leases:
     async def _until_end(self, reader: asyncio.StreamReader, host: Host) -> None:
         try:
             while line := await reader.readline():
-                if line == ENDING and not self._is_closed:
+                if self._is_closed:
+                    continue
+                if line == ENDING:
                     self._on_ending(host)
+                else:
+                    self._on_line(host, line)
         except (OSError, ValueError, asyncio.CancelledError):  # the connection was lost, a line has no end, or the loop ends
             return
 

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 PROCESS_FAILED = "the process this actor was running on failed"
 """Text of torchmonarch's fault report when a process has ended."""
+SILENT = "timeout waiting for message from proc mesh agent"
+"""Text of its report seconds later, which may come when the run has restarted without the process."""
 STOP_FAILED = "error stopping proc mesh"
 """Text of torchmonarch's report, 30 s later, when a mesh was stopped whose host had ended."""
 TICK_S = 1.0
@@ -85,8 +87,7 @@ class Supervisor:
             watchdog: learns deadlines and reports stalls; without it, requests have only the deadline of their caller.
         """
         self._loop = asyncio.get_running_loop()
-        self._on_event = on_event
-        self._watchdog = watchdog
+        self._on_event, self._watchdog = on_event, watchdog
         self._pidfds: dict[int, Process] = {}
         self._ends: dict[int, asyncio.Event] = {}  # by pidfd
         self._replaceable: dict[str, Replaceable] = {}  # by role
@@ -99,9 +100,8 @@ class Supervisor:
         self._reports: set[asyncio.Task[None]] = set()
         self._reporting = asyncio.Lock()
         self._reported: dict[tuple[Process, ...], Report] = {}
-        self._closing = False
+        self._closing, self._num_continued = False, 0
         self._doomed: set[int] = set()  # pidfds of processes whose end is no fault
-        self._num_continued = 0
         monarch.actor.unhandled_fault_hook = self._on_fault
         if threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGCONT, self._on_continue)
@@ -396,11 +396,12 @@ class Supervisor:
     def _on_fault(self, failure: Any) -> None:
         """Handle torchmonarch's fault report, which it delivers on a thread of its own.
 
-        It reports the end of a process after ten seconds, so the process may have belonged to an earlier run. The pidfds report
-        those of this run on this machine. Each process also has actors of torchmonarch itself, which belong to no role.
+        It reports an end after ten seconds, so the process may have belonged to an earlier run. The pidfds report those of this
+        run on this machine. Each process also has actors of torchmonarch itself, which belong to no role.
         """
         report, role = " ".join(failure.report().split()), str(failure.mesh_name).rpartition("-")[0]
         is_seen = PROCESS_FAILED in report and (not self._remote or role in _OF_EVERY_PROCESS)
+        is_seen |= SILENT in report and all(process.role != role for process in self._remote.values())
         if not (self._closing or is_seen or STOP_FAILED in report):
             self._loop.call_soon_threadsafe(self._note_end, role, f"{failure.mesh_name} failed: {_one_line(report)}")
 
@@ -420,9 +421,8 @@ class Supervisor:
             self._failure.set_result(error)
 
     def _record_stall(self, stall: Stall, file: str | None) -> None:
-        ranks = [process.name for process in stall.suspects]
-        seconds = round(stall.seconds, 3)
-        self.record("stall", actor=stall.actor, endpoint=stall.endpoint, ranks=ranks, seconds=seconds, file=file)
+        fields = {"actor": stall.actor, "endpoint": stall.endpoint, "ranks": [process.name for process in stall.suspects]}
+        self.record("stall", **fields, seconds=round(stall.seconds, 3), file=file)
 
     def record(self, kind: str, **fields: Any) -> None:
         """Record an event."""

@@ -1,0 +1,155 @@
+"""Runs that a launcher starts: two processes on this machine. `tests/cluster/test_launcher.py` has hosts of their own."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import REPO, SMALL, Finished, shared_folder
+from titanrl.metrics.run_directory import read_lines, read_metrics
+
+LAUNCHER = ("hosts.kind=launcher", "hosts.trusted_network=true", "device=cpu")
+PLATFORM = "platform"
+"""Launcher that only sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that the exit codes are those of the commands."""
+
+
+class Launched:
+    """A run of two processes."""
+
+    def __init__(self, run_dir: Path, launcher: str, arguments: list[str]) -> None:
+        self.run_dir = run_dir
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        program = ["-m", "titanrl.grpo", *arguments]
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        if launcher == "torchrun":
+            options = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
+            self.processes = [self._start([*torchrun, f"--node-rank={rank}", *program]) for rank in range(2)]
+        elif launcher == "mpirun":
+            mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+            self.processes = [self._start([*mpirun, *program])]
+        else:
+            self.processes = [self._start([sys.executable, *program], **environment, RANK=str(rank)) for rank in range(2)]
+        self.descendants: set[psutil.Process] = set()
+
+    def _start(self, command: list[str], **environment: str) -> "subprocess.Popen[str]":
+        log = (self.run_dir.parent / f"{self.run_dir.name}.log").open("a")
+        return subprocess.Popen(
+            command, cwd=REPO, env=os.environ | environment, stdout=log, stderr=log, text=True, start_new_session=True
+        )
+
+    def output(self) -> str:
+        return (self.run_dir.parent / f"{self.run_dir.name}.log").read_text()
+
+    def steps(self) -> list[dict[str, Any]]:
+        metrics = self.run_dir / "metrics.jsonl"
+        return [row for row in read_metrics(metrics) if "reward/mean" in row] if metrics.exists() else []
+
+    def wait_for(self, what: str, is_true: Callable[[], bool], timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_true():
+            assert all(process.poll() is None for process in self.processes), f"ended before {what}: {self.output()}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s: {self.output()}"
+            time.sleep(0.1)
+        for process in self.processes:
+            self.descendants |= {psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)}
+
+    def codes(self, timeout_s: float = 240) -> list[int]:
+        for process in self.processes:
+            process.wait(timeout_s)
+        return [process.returncode for process in self.processes]
+
+    def leftovers(self, timeout_s: float = 10) -> list[str]:
+        _, alive = psutil.wait_procs(self.descendants, timeout=timeout_s)
+        return [str(process) for process in alive]
+
+
+Launch = Callable[..., Launched]
+
+
+@pytest.fixture
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    folder, started = shared_folder(tmp_path_factory), list[Launched]()
+
+    def start(name: str, launcher: str, *overrides: str) -> Launched:
+        (folder / "runs").mkdir(exist_ok=True)
+        places = [f"name={name}", f"output_dir={folder / 'runs'}", f"cache_dir={folder / 'cache'}"]
+        arguments = ["--config", "configs/quickstart.yaml", *SMALL, *LAUNCHER, *places, *overrides]
+        started.append(Launched(folder / "runs" / name, launcher, arguments))
+        return started[-1]
+
+    yield start
+    for run in started:
+        for process in run.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float, float]]:
+    return [(row["step"], row["reward/mean"], row["loss/total"], row["grad/norm"]) for row in rows]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_launched_run_equals_one_machine(launch: Launch, plain_run: Finished, launcher: str) -> None:
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun (apt-get install openmpi-bin)")
+    run = launch(f"by_{launcher}", launcher)
+    assert set(run.codes()) == {0}, run.output()
+    assert curve(run.steps()) == curve(plain_run.steps)
+
+
+def test_missing_model_ends_both_processes_with_2(launch: Launch, tmp_path: Path) -> None:
+    run = launch("no_model", PLATFORM, "warm_start=null", f"model.path={tmp_path}/none")
+    assert run.codes(60) == [2, 2]
+    assert f"{tmp_path}/none" in run.output()
+    assert "Traceback" not in run.output()
+
+
+@pytest.mark.parametrize(("rank", "number", "code"), [(0, signal.SIGINT, 130), (1, signal.SIGTERM, 143)])
+def test_signal_to_either_process_closes_the_run_in_order(launch: Launch, rank: int, number: int, code: int) -> None:
+    run = launch(f"signal_{number}", PLATFORM, "num_steps=5000", "checkpoint.on_interrupt=true")
+    run.wait_for("step 1", lambda: len(run.steps()) > 0)
+    os.killpg(run.processes[rank].pid, number)
+    assert run.codes(60) == [code, code], run.output()
+    assert "saved step" in run.output()
+    assert run.leftovers() == []
+
+
+def test_killed_controller_leaves_nothing(launch: Launch) -> None:
+    run = launch("killed_0", PLATFORM, "num_steps=5000")
+    run.wait_for("step 1", lambda: len(run.steps()) > 0)
+    run.processes[0].kill()
+    assert run.processes[1].wait(10) == 1
+    assert run.leftovers() == []
+
+
+def test_run_restarts_on_the_same_hosts(launch: Launch) -> None:
+    run = launch("restarts", PLATFORM, "num_steps=6", "checkpoint.every_steps=1", "faults.max_respawns=3")
+    run.wait_for("step 2", lambda: any(row["step"] >= 2 for row in run.steps()))
+    trainer = int((run.run_dir / "logs" / "trainer_0.pid").read_text().split()[0])
+    os.kill(trainer, signal.SIGKILL)
+    assert run.codes() == [0, 0], run.output()
+    assert [event["part"] for event in read_lines(run.run_dir / "events.jsonl") if event["kind"] == "restart"] == ["trainer"]
+    assert [row["step"] for row in run.steps()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_lost_host_ends_the_run(launch: Launch) -> None:
+    run = launch("lost", PLATFORM, "num_steps=5000", "faults.max_respawns=0")
+    run.wait_for("step 1", lambda: len(run.steps()) > 0)
+    at = time.monotonic()
+    run.processes[1].kill()
+    assert run.processes[0].wait(30) == 1
+    assert time.monotonic() - at < 25
+    assert "host" in run.output()
+    assert run.leftovers() == []
