@@ -16,7 +16,10 @@ COMMANDS = {
     "evaluate": ("titanrl.evaluate", "evaluate a model on the evaluation sets of a configuration"),
     "chat": ("titanrl.chat", "talk to a trained policy"),
     "configs": ("titanrl.config.shipped", "list the configurations that come with TitanRL, or copy one"),
-    "doctor": ("titanrl.doctor", "check this machine and its packages, or install the packages that a run needs"),
+    "doctor": (
+        "titanrl.doctor",
+        "check this machine or the hosts of a configuration, or install the packages that a run needs",
+    ),
 }
 """Module and help of each subcommand. The module has `main(argv: Sequence[str] | None, *, prog: str) -> None`, which ends with
 `SystemExit` if the exit code is not 0."""

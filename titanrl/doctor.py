@@ -1,4 +1,4 @@
-"""Check that this machine can run TitanRL: `titanrl doctor`."""
+"""Check that this machine, or the hosts of a configuration, can run TitanRL: `titanrl doctor`."""
 
 import argparse
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Literal
 from titanrl import __version__
 from titanrl.config.choices import DeviceKind
 from titanrl.config.sizes import gigabytes, host_bytes
-from titanrl.device import missing_for, resolve_device
+from titanrl.device import DEVICES, missing_for, resolve_device
 from titanrl.packages import install, packages
 from titanrl.sandbox.confine import landlock_abi, missing_features
 
@@ -42,14 +42,29 @@ class Finding:
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.doctor") -> None:
     """Print the report; exit with 1 if a run cannot start."""
-    parser = argparse.ArgumentParser(prog=prog, description="Check this machine and the installed packages.")
-    parser.add_argument(
-        "device", nargs="?", choices=("auto", "cpu", "cuda", "npu"), default="auto", help="device of the runs (default: auto)"
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Check this machine and the installed packages, or the hosts of a configuration."
     )
+    parser.add_argument(
+        "values",
+        nargs="*",
+        metavar="DEVICE | key.path=value",
+        help="device of the runs: auto, cpu, cuda or npu (default: auto); with --config, values that replace those of the file",
+    )
+    parser.add_argument("--config", type=Path, help="configuration whose hosts are acquired and examined")
     parser.add_argument("--install", action="store_true", help="first install the pinned packages of the device with pip")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args(argv)
-    device: DeviceKind = resolve_device("auto").kind if arguments.device == "auto" else arguments.device
+    arguments = parser.parse_intermixed_args(argv)  # values may be on both sides of an option
+    if arguments.config is not None:
+        if arguments.install:
+            parser.error("--install and --config exclude each other")
+        from titanrl.launch.host_doctor import diagnose
+
+        sys.exit(diagnose(arguments.config, arguments.values, as_json=arguments.json))
+    name = " ".join(arguments.values) or "auto"
+    if name != "auto" and name not in DEVICES:
+        parser.error(f"invalid device (got {name!r}). Choose from auto, cpu, cuda and npu")
+    device = resolve_device("auto").kind if name == "auto" else next(kind for kind in DEVICES if kind == name)
     if arguments.install:
         if code := install(device):
             sys.exit(code)

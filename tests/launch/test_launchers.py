@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from titanrl.config.errors import BrokenRules
+from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import load_config
 from titanrl.config.schema import Config
 from titanrl.launch.launchers import (
@@ -139,6 +139,12 @@ def test_plain_shell_is_refused() -> None:
 
 def test_several_processes_on_a_host_do_on_cpu() -> None:
     assert list(broken_by_world(configured(), world(2, local_size=2))) == []
+
+
+@pytest.mark.parametrize("override", ["weights.transport=arena", "hosts.share_devices=true"])
+def test_hosts_share_neither_memory_nor_devices(override: str) -> None:
+    with pytest.raises(ConfigError, match="launcher starts"):
+        configured(override)
 
 
 def test_network_must_be_trusted() -> None:

@@ -15,10 +15,11 @@ import time
 from typing import Self
 
 from titanrl.config.errors import ConfigError
-from titanrl.launch.launcher_host import ADDRESS, END, FAILED, TOKEN
+from titanrl.launch.launcher_host import END, FAILED
 from titanrl.launch.launchers import World, own_address
 from titanrl.launch.leases import Host, Leases
 from titanrl.launch.rendezvous import Controller, LauncherError, publish
+from titanrl.launch.slurm_host import CONTROLLER, TOKEN
 
 END_S = 10.0
 """Longest wait for the other processes to end, or to come in order to learn that there is no run."""
@@ -68,7 +69,7 @@ class Crew:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Tell the other processes the exit code `code`, and wait until they have ended."""
+        """Send the exit code `code` to the other processes, and wait until they have ended."""
         Crew.current = None
         self.end(self.code)
 
@@ -80,7 +81,7 @@ class Crew:
             LauncherError: One has ended, or has not come in time.
         """
         command = [sys.executable, "-m", "titanrl.launch.launcher_host"]
-        environment = os.environ | {ADDRESS: self.controller.address, TOKEN: self.controller.token}
+        environment = os.environ | {CONTROLLER: self.controller.address, TOKEN: self.controller.token}
         self._own_host = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
         asyncio.run(self._gather(timeout_s))
         if problems := [f"{self._name(rank)}: {text}" for rank, text in sorted(self._told.items()) if text]:
@@ -92,7 +93,7 @@ class Crew:
             self.connections[rank][1].sendall(f"{line}\n".encode())
 
     def end(self, code: int) -> None:
-        """Tell every other process the exit code, and wait until they have ended.
+        """Send the exit code to every other process, and wait until they have ended.
 
         Those that have not connected yet are waited for, too, unless they had their time.
         """

@@ -15,13 +15,9 @@ from titanrl.launch.environment import temporary_folder
 from titanrl.launch.launchers import is_loopback
 from titanrl.launch.leases import ENDING, Host, hold_lease
 from titanrl.launch.rendezvous import Controller
-from titanrl.launch.slurm_host import PROGRAM
+from titanrl.launch.slurm_host import CONTROLLER, PROGRAM, TOKEN
 from titanrl.temporary import TemporaryFolder
 
-ADDRESS = "TITANRL_CONTROLLER"
-"""Variable with the address of the controller, for the host that runs beside it."""
-TOKEN = "TITANRL_TOKEN"
-"""Variable with the secret of the leases."""
 READY = b"ready\n"
 """Message of a host that can start."""
 FAILED = b"failed "
@@ -33,7 +29,7 @@ address."""
 
 def main() -> None:
     """Serve beside the controller, as the host of rank 0."""
-    controller = Controller(os.environ.pop(ADDRESS), os.environ.pop(TOKEN))
+    controller = Controller(os.environ.pop(CONTROLLER), os.environ.pop(TOKEN))
     sys.exit(serve(controller, rank=0))
 
 

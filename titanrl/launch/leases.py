@@ -113,6 +113,10 @@ class Leases:
         self._writers.add(writer)
         self._adopted.append(asyncio.create_task(self._keep(host, reader, writer)))
 
+    def tell(self, rank: int, line: bytes) -> None:
+        """Send a message to a host that holds its lease."""
+        self._holders[rank].write(line)
+
     def connection(self, rank: int) -> socket.socket:
         """Return a copy of the connection of a host, which stays open when these leases end."""
         copy: socket.socket = self._holders[rank].get_extra_info("socket").dup()

@@ -1,4 +1,4 @@
-"""How the processes of a launcher find rank 0: through a store of torch, at the address that the launcher gives to all of them.
+"""Rendezvous of the processes of a launcher: a store of torch, at the address that the launcher gives to all, names rank 0.
 
 With torchrun the store is that of its agent, which holds the port already.
 """
@@ -38,7 +38,7 @@ class Controller:
 
 
 def publish(world: World, controller: Controller, own_address: str, timeout_s: float) -> "TCPStore":
-    """Tell the other processes where rank 0 is; return the store, which must live until all have connected.
+    """Publish the address of rank 0; return the store, which must live until all have connected.
 
     Raises:
         LauncherError: The port is taken, or the launcher's store does not answer.

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 from monarch.actor import HostMesh, attach_to_workers, enable_transport
@@ -45,7 +45,17 @@ OnLost = Callable[[str, str], None]
 class SlurmHosts:
     """Hosts of a job of their own, or of the allocation in which the controller runs (`titanrl submit`)."""
 
-    def __init__(self, config: Config, device: DeviceKind, meshes: dict[str, int], log_dir: Path, say: Say) -> None:
+    def __init__(
+        self,
+        config: Config,
+        device: DeviceKind,
+        meshes: dict[str, int],
+        log_dir: Path,
+        say: Say,
+        *,
+        leases: Leases | None = None,
+        program: str = "titanrl.launch.slurm_host",
+    ) -> None:
         """Request nothing yet.
 
         Args:
@@ -54,9 +64,12 @@ class SlurmHosts:
             meshes: number of hosts by the name of their mesh.
             log_dir: folder of the job's output.
             say: tells the user what the start waits for.
+            leases: those of the hosts; by default the run notices with them that a host ends.
+            program: module that runs on each host.
         """
         self._config, self._device, self._meshes, self._log_dir, self._say = config, device, meshes, log_dir, say
-        self._leases = Leases(sum(meshes.values()), self._on_lost, self._on_ending)
+        self._leases = leases or Leases(sum(meshes.values()), self._on_lost, self._on_ending)
+        self._step_command = step_command(config, program)
         self._job_id = ""
         self._is_inside = os.environ.get(IN_ALLOCATION) == "1"
         self._step: asyncio.subprocess.Process | None = None
@@ -79,18 +92,29 @@ class SlurmHosts:
             enable_transport("tcp")  # before the first use of Monarch: by default, hosts cannot connect to this process
             # torchmonarch's own report of a dead host then comes with ours, not a minute later, when its parts are replaced.
             configure(get_proc_state_max_idle=f"{LOST_S}s", get_actor_state_max_idle=f"{LOST_S}s")
-            name = socket.gethostname()
-            variables = {CONTROLLER: await self._leases.open(name), TOKEN: self._leases.token, IDENTITIES: " ".join(identities)}
-            if self._is_inside:
-                await self._start_step(variables)
-            else:
-                await self._submit(count, variables)
-            await self._wait()
+            await self.acquire({IDENTITIES: " ".join(identities)})
             with private_sockets():
                 return self._attach(identities)
         except BaseException:  # an interrupt, too: no allocation may outlive a failed start
             self.kill()
             raise
+
+    async def acquire(self, variables: Mapping[str, str]) -> None:
+        """Request the hosts, and wait until their programs hold their leases. The caller kills them if this fails.
+
+        Args:
+            variables: for the programs.
+
+        Raises:
+            SlurmError: Slurm refused or ended the job, or the hosts do not start.
+        """
+        address = await self._leases.open(socket.gethostname())
+        variables = {CONTROLLER: address, TOKEN: self._leases.token, **variables}
+        if self._is_inside:
+            await self._start_step(variables)
+        else:
+            await self._submit(sum(self._meshes.values()), variables)
+        await self._wait()
 
     def _attach(self, identities: list[str]) -> dict[str, HostMesh]:
         count = len(identities)
@@ -125,25 +149,25 @@ class SlurmHosts:
         """Return True if every host holds its lease."""
         return bool(self._job_id) and not self._leases.lost
 
-    async def _submit(self, count: int, variables: dict[str, str]) -> None:
+    async def _submit(self, count: int, variables: Mapping[str, str]) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         header = directives(self._config, count, self._log_dir / "slurm_%j.log", device=self._device)
         # If this is cancelled, the job may be in the queue already, so its id is needed before.
-        submitting = asyncio.ensure_future(submit_job(hosts_script(header, step_command(self._config), variables)))
+        submitting = asyncio.ensure_future(submit_job(hosts_script(header, self._step_command, variables)))
         try:
             self._job_id = await asyncio.shield(submitting)
         except asyncio.CancelledError:
             self._job_id = await submitting
             raise
 
-    async def _start_step(self, variables: dict[str, str]) -> None:
+    async def _start_step(self, variables: Mapping[str, str]) -> None:
         """Start the hosts in the allocation that this process is in."""
         self._job_id = os.environ["SLURM_JOB_ID"]
         with (self._log_dir / "slurm_hosts.log").open("ab") as log:
-            environment = clean_environment() | variables
+            environment = clean_environment() | dict(variables)
             environment.pop(IN_ALLOCATION)
             self._step = await asyncio.create_subprocess_exec(
-                *step_command(self._config), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                *self._step_command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment
             )
 
     async def _wait(self) -> None:

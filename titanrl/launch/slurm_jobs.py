@@ -159,10 +159,10 @@ def directives(config: Config, num_hosts: int, output: Path, *, device: DeviceKi
     return [f"#SBATCH {text}" for text in [*texts, *["--exclusive"] * slurm.exclusive, *slurm.options]]
 
 
-def step_command(config: Config) -> list[str]:
-    """Return the command that starts the program of each node. A node that fails does not end the others."""
+def step_command(config: Config, program: str = "titanrl.launch.slurm_host") -> list[str]:
+    """Return the command that starts a program, a module, on each node. A node that fails does not end the others."""
     options = ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none", "--mpi=none"]
-    return ["srun", *options, sys.executable, "-m", "titanrl.launch.slurm_host", str(config.hosts.slurm.port)]
+    return ["srun", *options, sys.executable, "-m", program, str(config.hosts.slurm.port)]
 
 
 def hosts_script(header: Sequence[str], command: Sequence[str], variables: Mapping[str, str]) -> str:

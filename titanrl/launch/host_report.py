@@ -1,0 +1,189 @@
+"""What `titanrl doctor --config` asks of a host: versions, devices, memory and files, as this host sees them.
+
+Nothing here imports torch or Monarch: another version of them on one host is what is looked for.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from titanrl.config.choices import DeviceKind
+from titanrl.config.sizes import host_bytes
+from titanrl.device import missing_for
+from titanrl.packages import installed_version, packages
+
+MISSING = "missing"
+"""State of a path that does not exist on a host."""
+_CGROUPS = ("/sys/fs/cgroup", "/sys/fs/cgroup/memory")
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+_MAX_FILES = 10_000
+"""Files of a folder whose names and sizes are compared."""
+_DIGESTED = (".json", ".jinja", ".txt", ".model", ".yaml")
+"""Small files of a model whose contents are compared, too."""
+_MAX_DIGESTED_BYTES = 20_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the hosts of a run are asked.
+
+    Example: `Question(device="cpu", folders={"model.path": "/models/a"}, token_file="/runs/.doctor", token="6f1c")`
+    """
+
+    device: DeviceKind
+    """Kind of device of the run."""
+    folders: Mapping[str, str]
+    """Files and folders that every host must see, by configuration key."""
+    token_file: str
+    """File that the controller has written into the folder of the runs."""
+    token: str
+    """Its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """State of one host."""
+
+    name: str
+    """Name that the host gives itself."""
+    versions: Mapping[str, str]
+    """Versions of Python and of the packages; those that are not installed are missing."""
+    device_problem: str | None
+    """Missing prerequisite of the device."""
+    devices: Sequence[str]
+    """Names of the accelerators; empty on CPU."""
+    cores: int
+    """CPU cores that this process may use."""
+    memory: int
+    """Bytes of memory that a run may use: that of the machine, or the lowest limit on this process."""
+    limited_by: str
+    """The limit, if it is lower than the memory of the machine."""
+    shared_memory: int | None
+    """Free bytes of `/dev/shm`; None if it cannot be written."""
+    files: Mapping[str, str]
+    """Digest, `missing` or an error, by configuration key."""
+    shares_runs: bool
+    """True if this host sees the file that the controller has written into the folder of the runs."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the report in a line of JSON."""
+        return cls(**json.loads(text))
+
+    def dump(self) -> str:
+        """Return the report as a line of JSON."""
+        return json.dumps(asdict(self))
+
+
+def parse_question(fields: Mapping[str, Any]) -> Question:
+    """Return the question in the fields of a message."""
+    return Question(**fields)
+
+
+def report(question: Question) -> HostReport:
+    """Look at this host."""
+    memory, limited_by = memory_limit()
+    folder = Path("/dev/shm")
+    return HostReport(
+        name=socket.gethostname(),
+        versions=versions(question.device),
+        device_problem=missing_for(question.device),
+        devices=accelerators(question.device),
+        cores=len(os.sched_getaffinity(0)),
+        memory=memory,
+        limited_by=limited_by,
+        shared_memory=shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None,
+        files={key: digest_of(Path(path)) for key, path in question.folders.items()},
+        shares_runs=_content(Path(question.token_file)) == question.token,
+    )
+
+
+def versions(device: DeviceKind) -> dict[str, str]:
+    """Return the versions of Python, TitanRL and the packages of a kind of device. Those of TitanRL's files have a digest."""
+    names = [package.name for package in packages(device)]
+    found = {name: version for name in names if (version := installed_version(name)) is not None}
+    code = _digest_of_files(Path(__file__).parents[1], "*.py", contents=True)
+    own = f"{installed_version('titanrl') or 'not installed'} (code {code[:8]})"
+    return {"python": platform.python_version(), "titanrl": own} | found
+
+
+def accelerators(device: DeviceKind) -> list[str]:
+    """Return the names of the accelerators of this host."""
+    if device == "npu":
+        return sorted(entry.name for entry in Path("/dev").glob("davinci[0-9]*"))
+    if device != "cuda" or shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return [] if found.returncode else found.stdout.strip().splitlines()
+
+
+def memory_limit() -> tuple[int, str]:
+    """Return the bytes that the processes of this host may use, and what limits them; empty if it is the machine."""
+    limits = {host_bytes(): ""}
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        limits[soft] = "ulimit -v, of each process"
+    for line in (_content(Path("/proc/self/cgroup")) or "").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds in ("", "memory"):
+            limits |= _cgroup_limits(path)
+    lowest = min(limits)
+    return lowest, limits[lowest]
+
+
+def _cgroup_limits(path: str) -> dict[int, str]:
+    """Return the limits of a cgroup and of those that it is in. A container sees its own as the root."""
+    found = {}
+    parts = Path(path.lstrip("/"))
+    for root in _CGROUPS:
+        for folder in (parts, *parts.parents):
+            for name in _LIMITS:
+                text = (_content(Path(root, folder, name)) or "").strip()
+                if text.isdecimal():
+                    found[int(text)] = "the memory limit of its cgroup"
+    return found
+
+
+def digest_of(path: Path) -> str:
+    """Return a digest of a file or folder, `missing`, or the error of reading it."""
+    try:
+        if path.is_file():
+            return _digest(f"{path.stat().st_size}".encode())
+        if not path.is_dir():
+            return MISSING
+        return _digest_of_files(path, "*", contents=False)
+    except OSError as error:
+        return f"{error.strerror}"
+
+
+def _digest_of_files(folder: Path, pattern: str, *, contents: bool) -> str:
+    """Return a digest of names and sizes, and of the contents of all files or of small ones that say what a model is."""
+    found = hashlib.sha256()
+    files = sorted(file for file in folder.rglob(pattern) if file.is_file())[:_MAX_FILES]
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.relative_to(folder)} {size}\n".encode())
+        if contents or (file.suffix in _DIGESTED and size < _MAX_DIGESTED_BYTES):
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _content(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
