@@ -116,11 +116,14 @@ def test_missing_model_ends_both_processes_with_2(launch: Launch, tmp_path: Path
     assert "Traceback" not in run.output()
 
 
-@pytest.mark.parametrize(("rank", "number", "code"), [(0, signal.SIGINT, 130), (1, signal.SIGTERM, 143)])
-def test_signal_to_either_process_closes_the_run_in_order(launch: Launch, rank: int, number: int, code: int) -> None:
-    run = launch(f"signal_{number}", PLATFORM, "num_steps=5000", "checkpoint.on_interrupt=true")
+@pytest.mark.parametrize(
+    ("ranks", "number", "code"), [((0,), signal.SIGINT, 130), ((1,), signal.SIGTERM, 143), ((1, 0), 15, 143)]
+)
+def test_signal_to_any_process_closes_the_run_in_order(launch: Launch, ranks: tuple[int, ...], number: int, code: int) -> None:
+    run = launch(f"signal_{number}_{len(ranks)}", PLATFORM, "num_steps=5000", "checkpoint.on_interrupt=true")
     run.wait_for("step 1", lambda: len(run.steps()) > 0)
-    os.killpg(run.processes[rank].pid, number)
+    for rank in ranks:
+        os.killpg(run.processes[rank].pid, number)
     assert run.codes(60) == [code, code], run.output()
     assert "saved step" in run.output()
     assert run.leftovers() == []

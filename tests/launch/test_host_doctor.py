@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,33 +90,48 @@ def test_launcher_without_processes_exits_with_2(tmp_path: Path) -> None:
     assert "torchrun, srun or mpirun" in done.stderr
 
 
-def test_other_version_of_torch_on_one_rank_is_found(tmp_path: Path) -> None:
-    fake = tmp_path / "fake" / "torch-1.0.0.dist-info"
-    fake.mkdir(parents=True)
-    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+def launched(
+    tmp_path: Path, overrides: Mapping[int, list[str]], paths: Mapping[int, list[Path]]
+) -> tuple[list[int], list[str]]:
+    """Run the command as two processes of a launcher; return their exit codes and outputs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     options = ["device=cpu", "hosts.kind=launcher", "hosts.trusted_network=true", f"output_dir={tmp_path}/runs"]
     command = [sys.executable, "-m", "titanrl.cli", "doctor", "--config", "quickstart", *options]
-    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=REPO,
-            env=os.environ
-            | variables
-            | {"RANK": str(rank), "PYTHONPATH": f"{fake.parent}{os.pathsep}{path}" if rank else path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    ranks = []
+    for rank in range(2):
+        path = os.pathsep.join(map(str, [*paths.get(rank, []), REPO, *filter(None, [os.environ.get("PYTHONPATH")])]))
+        ranks.append(
+            subprocess.Popen(
+                [*command, *overrides.get(rank, [])],
+                cwd=REPO,
+                env=os.environ | variables | {"RANK": str(rank), "PYTHONPATH": path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
-        for rank in range(2)
-    ]
     outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1], outputs
+    return [rank.returncode for rank in ranks], outputs
+
+
+def test_other_version_of_torch_on_one_rank_is_found(tmp_path: Path) -> None:
+    fake = tmp_path / "fake" / "torch-1.0.0.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    codes, outputs = launched(tmp_path, {}, {1: [fake.parent]})
+    assert codes == [1, 1], outputs
     name = socket.gethostname()
     assert f"{name}:1: torch 1.0.0, but {name}:0 has 2." in outputs[0]
     assert "Not ready." in outputs[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wrong_configuration_of_one_rank_ends_both_with_2(tmp_path: Path, rank: int) -> None:
+    codes, outputs = launched(tmp_path, {rank: ["num_steps=no"]}, {})
+    assert codes == [2, 2], outputs
+    assert "num_steps" in outputs[rank]
+    assert "Traceback" not in "".join(outputs)
 
 
 def test_folders_are_compared_by_names_sizes_and_settings(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ class Crew:
         asyncio.run(self._gather(timeout_s))
         if problems := [f"{self._name(rank)}: {text}" for rank, text in sorted(self._told.items()) if text]:
             raise ConfigError(*problems)
+        self._has_waited = True  # a host that is missing later has ended
 
     def send(self, rank: int, line: str) -> None:
         """Send a message to a host. A host that has ended is no failure."""

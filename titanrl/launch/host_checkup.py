@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from titanrl.config.choices import DeviceKind
+from titanrl.config.errors import ConfigError
 from titanrl.config.schema import Config
 from titanrl.config.sizes import Sizes
 from titanrl.errors import TitanRLError
 from titanrl.launch.host_probe import RANK, connect, rounds
 from titanrl.launch.host_report import HostReport, Question
 from titanrl.launch.host_verdicts import Examined, Link, Needs, Problem, needs_of, problems
+from titanrl.launch.launcher_host import END, FAILED
 from titanrl.launch.launchers import World, own_address
 from titanrl.launch.leases import Host, Leases, Say
 from titanrl.launch.rendezvous import Controller, publish
@@ -47,6 +49,7 @@ class Probes:
         """Wait for nothing yet."""
         self.leases = Leases(num_hosts, self._on_lost, self._on_lost, self._on_line)
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._problems: dict[int, str] = {}  # of hosts whose launcher has started them with a wrong configuration
 
     @property
     def hosts(self) -> list[Host]:
@@ -74,8 +77,11 @@ class Probes:
 
         Raises:
             CheckupError: It has ended, or does not answer.
+            ConfigError: Its configuration is wrong.
         """
         answer = self._answers[rank] = asyncio.get_running_loop().create_future()
+        if rank in self._problems:
+            raise ConfigError(self._problems[rank])
         if rank in self.leases.lost:
             self._on_lost(self.leases.hosts[rank])
         self.leases.tell(rank, json.dumps({"ask": question, **fields}).encode() + b"\n")
@@ -93,12 +99,17 @@ class Probes:
         """Let the probes end with an exit code."""
         for host in self.hosts:
             if host.rank not in self.leases.lost:
-                self.leases.tell(host.rank, json.dumps({"ask": "end", "code": code}).encode() + b"\n")
+                self.leases.tell(host.rank, f"{END} {code}\n".encode())
 
     def _on_line(self, host: Host, line: bytes) -> None:
         answer = self._answers.pop(host.rank, None)
+        if line.startswith(FAILED):
+            self._problems[host.rank] = f"{host.node} (rank {host.rank}): {line.removeprefix(FAILED).decode().strip()}"
         if answer is not None and not answer.done():
-            answer.set_result(json.loads(line))
+            if host.rank in self._problems:
+                answer.set_exception(ConfigError(self._problems[host.rank]))
+            else:
+                answer.set_result(json.loads(line))
 
     def _on_lost(self, host: Host) -> None:
         answer = self._answers.pop(host.rank, None)
@@ -142,11 +153,20 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
     folder.mkdir(parents=True)
     (folder / "token").write_text(token, encoding="utf-8")
     question = Question(device=device, folders=_folders(config), token_file=str(folder / "token"), token=token)
-    async with _started(config, device, world, len(needs), folder, say) as probes:
-        checkup = await _ask(config, probes, question, needs)
-        probes.end(checkup.code)
-    shutil.rmtree(folder)  # after an error, it has the output of the hosts
-    return checkup
+    keeps_folder = config.hosts.kind == "slurm"  # after an error, it has the output of the hosts
+    try:
+        async with _started(config, device, world, len(needs), folder, say) as probes:
+            try:
+                checkup = await _ask(config, probes, question, needs)
+            except ConfigError:
+                probes.end(2)
+                raise
+            probes.end(checkup.code)
+            keeps_folder = False
+        return checkup
+    finally:
+        if not keeps_folder:
+            shutil.rmtree(folder)
 
 
 async def _ask(config: Config, probes: Probes, question: Question, needs: Sequence[Needs]) -> Checkup:
@@ -200,6 +220,10 @@ async def _started(
             slurm.kill()
         return
     address = "127.0.0.1" if world is None else own_address(world)
+    if world is not None and not address:
+        raise CheckupError(
+            f"MASTER_ADDR: must be the host of rank 0 (got {world.address!r}, which is unknown here). Correct it."
+        )
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     await probes.leases.serve(listener)
     controller = Controller(f"{address}:{listener.getsockname()[1]}", probes.leases.token)
@@ -208,6 +232,9 @@ async def _started(
     try:
         await probes.connected(start_s)
         yield probes
+    except BaseException:
+        probes.leases.close()  # the probes wait for nothing more
+        raise
     finally:
         for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -23,6 +23,7 @@ from titanrl.errors import TitanRLError
 from titanrl.launch.host_checkup import Checkup, examine
 from titanrl.launch.host_probe import serve
 from titanrl.launch.host_verdicts import Examined, Link
+from titanrl.launch.launched import tell_failure
 from titanrl.launch.launchers import World, broken_by_launcher, broken_by_world, drop_variables, world_of
 from titanrl.launch.rendezvous import find
 from titanrl.launch.slurm_jobs import IN_ALLOCATION
@@ -41,20 +42,25 @@ def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
         overrides: values that replace those of the file.
         as_json: print JSON instead of tables.
     """
+    source = None
     try:
         source = read_source(path, overrides)
         config = validate(source)
-        world = _world(config, source)
     except ConfigError as error:
         print(error, file=sys.stderr)
+        tell_failure(source, str(error))
         return 2
     try:
+        world = _world(config, source)
         if world is not None and world.rank:
             return serve(find(world, config.timeouts.start_s), world.rank)
         device = resolve_device("auto").kind if config.device == "auto" else config.device
         if "SLURM_JOB_ID" in os.environ:  # in an allocation, whose nodes are those to examine
             os.environ[IN_ALLOCATION] = "1"
         checkup = asyncio.run(examine(config, derive(config, model_shape(config)), device, world, _say))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     except (TitanRLError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

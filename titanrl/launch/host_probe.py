@@ -1,6 +1,6 @@
 """Program that `titanrl doctor --config` starts on each host: answers questions about the host, and tries connections.
 
-Messages are lines of JSON on the connection of the host's lease.
+Messages are lines of JSON on the connection of the host's lease, except the last one.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanrl.launch.host_report import parse_question, report
+from titanrl.launch.launcher_host import END
 from titanrl.launch.leases import Host, hold_lease
 from titanrl.launch.rendezvous import Controller
 from titanrl.launch.slurm_host import CONTROLLER, TOKEN
@@ -53,10 +54,10 @@ async def _serve(controller: Controller, host: Host) -> int:
     own, servers = str(writer.get_extra_info("sockname")[0]), list[asyncio.Server]()
     try:
         while line := await reader.readline():
+            if line.startswith(END.encode()):
+                return int(line.split()[1])
             message = json.loads(line)
             question = message.pop("ask")
-            if question == "end":
-                return int(message["code"])
             if question == "report":
                 answer: Any = (await asyncio.to_thread(report, parse_question(message))).dump()
             elif question == "listen":
