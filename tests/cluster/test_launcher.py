@@ -156,9 +156,18 @@ def test_dead_host_is_named(cluster: Cluster, launch: Launch, fault: str) -> Non
 
 
 @pytest.mark.cluster
-def test_killed_first_host_leaves_nothing(cluster: Cluster, launch: Launch) -> None:
-    run = launch("first_killed", "num_steps=5000")
+@pytest.mark.parametrize("fault", ["killed", "unplugged"])
+def test_loss_of_the_first_host_ends_the_others(cluster: Cluster, launch: Launch, fault: str) -> None:
+    run = launch(f"first_{fault}", "num_steps=5000")
     run.wait_for_step(1)
-    run.process.kill()
-    assert run.processes[1].wait(90) != 0  # the connection of a machine without power takes CONTROLLER_LOST_S to end
+    try:
+        if fault == "killed":
+            run.process.kill()
+        else:
+            cluster.pull_cable("n1")
+        assert run.processes[1].wait(90) != 0  # without a sign of life, after 60 s
+    finally:
+        cluster.plug_in("n1")
+    if fault == "unplugged":
+        assert run.process.wait(90) != 0
     assert_nothing_left(cluster, run)

@@ -127,7 +127,7 @@ def test_number_of_processes_is_that_of_the_hosts() -> None:
     assert num_hosts(config) == 3
     assert list(broken_by_world(config, world(3))) == []
     (broken,) = broken_by_world(config, world(2))
-    assert dict(broken.values) == {"hosts.trainer_hosts": 2, "hosts.generator_hosts": 1, "world size": 2}
+    assert dict(broken.values) == {"hosts.trainer_hosts": 2, "hosts.generator_hosts": 1}
     assert "3 in all, and it has started 2" in broken.rule
 
 

@@ -83,7 +83,7 @@ def _world(config: Config, source: Source) -> World | None:
             world = world_of(os.environ)
             broken += broken_by_world(config, world)
         except BrokenRules as error:
-            broken += error.broken
+            raise ConfigError(*map(str, error.broken)) from None
     if broken:
         raise ConfigError(*(explain_rule(rule, source) for rule in broken))
     if world is not None:

@@ -32,7 +32,7 @@ def run_launched(config: Config, source: Source, controller: Callable[[], int]) 
     try:
         world = world_of(os.environ)
     except BrokenRules as error:
-        raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
+        raise ConfigError(*map(str, error.broken)) from None  # variables have no place in the configuration
     broken = list(broken_by_world(config, world))
     if broken or world is None:
         raise ConfigError(*(explain_rule(rule, source) for rule in broken))

@@ -157,15 +157,16 @@ def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]
     generators = {"hosts.generator_hosts": hosts.generator_hosts} if config.num_generator_ranks else {}
     if world.size != needed:
         yield BrokenRule(
-            values={"hosts.trainer_hosts": hosts.trainer_hosts, **generators, "world size": world.size},
+            values={"hosts.trainer_hosts": hosts.trainer_hosts, **generators},
             rule=f"the launcher must start one process for each trainer host and each generator host, {needed} in all, "
             f"and it has started {world.size}",
             fix=f"start {needed}, or change the numbers of hosts",
         )
     if world.local_size > 1 and config.device != "cpu" and resolve_device("auto").kind != "cpu":
         yield BrokenRule(
-            values={"hosts.kind": "launcher", "processes on this host": world.local_size},
-            rule="a run needs one process on each host, which uses all of its accelerators",
+            values={"hosts.kind": "launcher"},
+            rule="a run needs one process on each host, which uses all of its accelerators, and the launcher has started "
+            f"{world.local_size} on this one",
             fix="start one on each, for example with `torchrun --nproc-per-node 1` or `srun --ntasks-per-node 1`",
         )
 
