@@ -119,14 +119,14 @@ class Probes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """What was found on the hosts of a run."""
+    """Findings on the hosts of a run."""
 
     hosts: Sequence[Examined]
     """Hosts, by rank."""
     links: Sequence[Link]
     """Connections between them."""
     problems: Sequence[Problem]
-    """What is wrong."""
+    """Problems, errors first."""
 
     @property
     def code(self) -> int:
@@ -135,7 +135,7 @@ class Checkup:
 
 
 async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World | None, say: Say) -> Checkup:
-    """Examine the hosts of a configuration, on which a launcher has started this command, or this function starts probes.
+    """Check the hosts of a configuration, on which a launcher has started this command, or this function starts probes.
 
     Args:
         config: the run.

@@ -35,7 +35,7 @@ MAX_LINKS = 12
 
 
 def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Examine the hosts of a configuration, and print what was found; return the exit code.
+    """Check the hosts of a configuration, and print the findings; return the exit code.
 
     Args:
         path: configuration.

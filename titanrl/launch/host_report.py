@@ -1,6 +1,6 @@
-"""What `titanrl doctor --config` asks of a host: versions, devices, memory and files, as this host sees them.
+"""Report of a host for `titanrl doctor --config`: versions, devices, memory and files, as this host sees them.
 
-Nothing here imports torch or Monarch: another version of them on one host is what is looked for.
+Nothing here imports torch or Monarch, whose versions may differ between hosts.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _MAX_DIGESTED_BYTES = 20_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the hosts of a run are asked.
+    """Question to the hosts of a run.
 
     Example: `Question(device="cpu", folders={"model.path": "/models/a"}, token_file="/runs/.doctor", token="6f1c")`
     """

@@ -15,13 +15,13 @@ from titanrl.launch.host_report import MISSING, HostReport
 CLOCK_S = 1.0
 """Difference of clocks from which it is reported."""
 SLOW = 5
-"""How many times slower than the median a connection is when it is reported."""
+"""Factor below the median at which the bandwidth of a connection is reported."""
 _WITH_CONTROLLER = ("controller", "rollout", "sandbox", "buffer", "store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What the roles of a run need on one host.
+    """Needs of a run's roles on one host.
 
     Example: `Needs(roles="generators", memory=1_900_000_000, shared_memory=0, devices=8)`
     """
@@ -61,7 +61,7 @@ class Examined:
     report: HostReport
     """State of the host."""
     needs: Needs
-    """What the run needs there."""
+    """Needs of the run there."""
     clock_s: float
     """Seconds by which its clock is ahead of the controller's."""
     taken: Mapping[str, str]
@@ -75,9 +75,9 @@ class Problem:
     host: str
     """Host."""
     what: str
-    """What is wrong."""
+    """Fault, as a sentence without its end."""
     fix: str
-    """How to fix it."""
+    """Way to mend it, as a sentence without its end."""
     level: Literal["error", "warning"] = "error"
     """A run can start in spite of a warning."""
 
