@@ -341,8 +341,9 @@ class Bench:
     async def _expect(self, version: int) -> None:
         """Do nothing; the reader serves no requests."""
 
-    async def _pull(self, commit: Commit) -> None:
+    async def _pull(self, commit: Commit) -> int:
         await self.readers.pull.call(commit)
+        return 0
 
 
 async def replies(call: Any) -> list[Any]:

@@ -75,11 +75,12 @@ class LatePulls:
         self.released = asyncio.Condition()
         pull, release = GeneratorMeshes.pull_weights, BufferClient.release
 
-        async def late_pull(client: GeneratorMeshes, replica: int, commit: Commit) -> None:
+        async def late_pull(client: GeneratorMeshes, replica: int, commit: Commit) -> int:
             if replica == 1:
                 await asyncio.wait_for(self.wait_for_slots(commit.version), 60)
-            await pull(client, replica, commit)
+            received = await pull(client, replica, commit)
             self.num_pulled[replica] += 1
+            return received
 
         async def noted_release(client: BufferClient, handles: Table, priorities: object) -> None:
             assert self.num_pulled[0] == self.num_released + 2, "slots were freed before any replica had pulled"

@@ -1,15 +1,20 @@
 """Writers and readers in separate processes, and an in-memory store for tests without torchstore."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from titanrl.actors import Actor, endpoint
+from titanrl.actors import Actor, current_rank, endpoint
 from titanrl.config.choices import TransportName
-from titanrl.weights.manifest import Commit, WeightManifest
+from titanrl.host import HOST_FOLDER
+from titanrl.weights.fanout import HostTransport
+from titanrl.weights.layout import PartOf
+from titanrl.weights.manifest import Commit, RdmaHandle, WeightManifest, WeightMismatchError, overwritten
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import WeightStore
@@ -92,3 +97,72 @@ class Reader(Actor):
         fetched.clear()
         assert (await self._reader.fetch(second)).payloads[0].data.data_ptr() in buffers
         return targets
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Result of a pull by a rank."""
+
+    tensor: torch.Tensor
+    """Weights of the rank."""
+    num_received: int
+    """Bytes that the rank has received for its host."""
+    error: str = ""
+    """Message of a pull that was refused."""
+
+
+class HostReader(Actor):
+    """A generator rank that holds a half of the rows of one tensor."""
+
+    def __init__(self, reader: WeightReader, shape: tuple[int, int]) -> None:
+        self._reader = reader
+        half = shape[0] // 2
+        rows = torch.zeros(half, shape[1], dtype=torch.bfloat16)
+        self._part = PartOf(rows, shape, (current_rank().rank % 2 * half, 0))
+
+    @endpoint
+    async def pull(self, commit: Commit) -> Pulled:
+        error = ""
+        try:
+            (await self._reader.fetch(commit)).copy_into({"w": self._part})
+        except WeightMismatchError as refused:
+            error = str(refused)
+        return Pulled(self._part.local, self._reader.take_received(), error)
+
+
+class Wire:
+    """A network for `HostTransport`: sends its process id to a socket and reads the bytes from it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.num_received = 0
+
+    async def read(self, manifest: WeightManifest, handle: RdmaHandle, buffer: torch.Tensor) -> None:
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        writer.write(f"{os.getpid()} {manifest.version}\n".encode())
+        for place in range(manifest.num_bytes):
+            try:
+                (byte,) = await reader.readexactly(1)
+            except asyncio.IncompleteReadError:
+                raise overwritten(manifest, 0, manifest.sequence) from None
+            buffer[place] = byte
+            self.num_received += 1
+        writer.close()
+
+
+def read_from_wire(pipe: Connection, folder: str, transport: HostTransport) -> None:
+    """Fetch each manifest that arrives; reply with its bytes, or with the error, and with the number of bytes received here."""
+    os.environ[HOST_FOLDER] = folder
+
+    async def run() -> None:
+        while (manifest := await asyncio.to_thread(pipe.recv)) is not None:
+            try:
+                payload = await transport.fetch(manifest, manifest.handles[0])
+                payload.check(manifest)
+                reply = bytes(payload.data.tolist())
+            except WeightMismatchError as error:
+                reply = str(error)
+            pipe.send((reply, transport.num_received))
+        transport.close()
+
+    asyncio.run(run())

@@ -16,7 +16,7 @@ class World:
     def __init__(self, num_replicas: int = 1) -> None:
         self.log: list[str] = []
         self.values: dict[str, Any] = {}
-        self.pulls: list[Callable[[Commit], Coroutine[Any, Any, None]]] = [self.pull] * num_replicas
+        self.pulls: list[Callable[[Commit], Coroutine[Any, Any, int]]] = [self.pull] * num_replicas
         self.sync = WeightSync(
             "run",
             self,  # type: ignore[arg-type]
@@ -42,8 +42,9 @@ class World:
     async def expect(self, version: int) -> None:
         self.log.append(f"expect {version}")
 
-    async def pull(self, commit: Commit) -> None:
+    async def pull(self, commit: Commit) -> int:
         self.log.append(f"pull {commit.version}")
+        return 3
 
     async def free(self) -> None:
         self.log.append("free")
@@ -64,6 +65,18 @@ def test_version_is_pushed_pulled_freed_and_recorded_in_order() -> None:
         assert world.log == ["push 1", "pull 1", "free", "put run/COMMITS"]
         assert world.committed == [1]
         assert world.sync.take_metrics()["sync/bytes"] == 4
+
+    asyncio.run(scenario())
+
+
+def test_received_bytes_of_all_pulls_are_added_once() -> None:
+    async def scenario() -> None:
+        world = World(num_replicas=2)
+        await world.publish(1)
+        assert world.sync.take_metrics()["sync/network_bytes"] == 6
+        await world.sync.catch_up(0)
+        await world.publish(2)
+        assert world.sync.take_metrics()["sync/network_bytes"] == 9, "the replacement of replica 0 received bytes, too"
 
     asyncio.run(scenario())
 
@@ -95,9 +108,10 @@ def test_slots_are_freed_while_a_slow_replica_still_pulls() -> None:
     async def scenario() -> None:
         world, go_on = World(num_replicas=2), asyncio.Event()
 
-        async def slow(commit: Commit) -> None:
+        async def slow(commit: Commit) -> int:
             await go_on.wait()
             world.log.append("slow pull ends")
+            return 0
 
         world.pulls[1] = slow
         world.sync.publish(1, then=world.free)
@@ -140,8 +154,9 @@ def test_cancelled_wait_does_not_cancel_the_publication() -> None:
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()
 
-        async def slow(commit: Commit) -> None:
+        async def slow(commit: Commit) -> int:
             await go_on.wait()
+            return 0
 
         world.pulls[0] = slow
         world.sync.publish(1, then=world.free)
@@ -169,9 +184,10 @@ def test_push_waits_only_for_readers_of_the_version_it_overwrites() -> None:
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()
 
-        async def drain_first(commit: Commit) -> None:
+        async def drain_first(commit: Commit) -> int:
             await go_on.wait()
             world.log.append(f"pull {commit.version}")
+            return 0
 
         world.pulls[0] = drain_first
         for version in (1, 2):
@@ -196,7 +212,7 @@ def test_failed_publication_ends_other_waits() -> None:
     async def scenario() -> None:
         world = World()
 
-        async def fail(commit: Commit) -> None:
+        async def fail(commit: Commit) -> int:
             raise RuntimeError("the generator is gone")
 
         async def later() -> str:
@@ -219,7 +235,7 @@ def test_every_waiter_gets_the_error_of_a_publication() -> None:
     async def scenario() -> None:
         world = World()
 
-        async def fail(commit: Commit) -> None:
+        async def fail(commit: Commit) -> int:
             raise RuntimeError("the generator is gone")
 
         world.pulls[0] = fail
@@ -235,9 +251,10 @@ def test_further_reader_delays_only_the_push_that_overwrites_its_version() -> No
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()
 
-        async def slow(commit: Commit) -> None:
+        async def slow(commit: Commit) -> int:
             await go_on.wait()
             world.log.append(f"further pull {commit.version}")
+            return 5
 
         await world.publish(1)
         pulling = asyncio.create_task(world.sync.pull_held(1, slow))

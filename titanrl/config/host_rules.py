@@ -13,7 +13,7 @@ def broken_by_hosts(
 ) -> Iterator[BrokenRule]:
     """Yield the rules that the placement of these ranks on hosts breaks."""
     ranks, replicas = parallelism.world_size, generator.replicas
-    if hosts.across_machines and weights.transport == "arena":
+    if hosts.kind != "local" and weights.transport == "arena":
         yield BrokenRule(
             values={"weights.transport": "arena", "hosts.kind": hosts.kind},
             rule=f"an arena is shared memory of one host, and {hosts.kind} starts each mesh on its own",

@@ -165,11 +165,14 @@ class Generator(Actor):
             self._up_to_date.clear()
 
     @concurrent_endpoint
-    async def pull_weights(self, commit: Commit) -> None:
+    async def pull_weights(self, commit: Commit) -> int:
         """Load a committed version between two decoding steps; `on_update` decides what happens to running requests.
 
         Pulls run one after another, in the order in which they were requested. If a pull fails, the generator refuses
         requests until a later pull succeeds.
+
+        Returns:
+            Bytes that this rank has received since the last pull, other than through shared memory.
 
         Raises:
             WeightMismatchError: The version is gone, or does not match this model.
@@ -189,9 +192,10 @@ class Generator(Actor):
             fill, fetched = await self._fetch(commit)
             if self._follower is not None:
                 await asyncio.wrap_future(self._follower.swap(fill))
-                return
+                return self._take_received()
             try:
                 await self._loop.call(update, when_drained=fetched and on_update == "drain")
+                return self._take_received()
             finally:
                 self._pulled = max(self._pulled, commit.version)
                 if self._pulled >= self._expected:
@@ -270,6 +274,10 @@ class Generator(Actor):
         except Exception as error:  # of any kind: the engine must not serve older weights
             return partial(_raise, error), False
         return lambda model: fetched.copy_into(self._weight_targets(model)), True
+
+    def _take_received(self) -> int:
+        assert self._setup.reader is not None, "a frozen model pulls no weights"
+        return self._setup.reader.take_received()
 
     def _weight_targets(self, model: "torch.nn.Module") -> "Targets":
         """Return the model's tensors by the trainer's names; always the same mapping, so that the reader keeps its plan."""

@@ -442,4 +442,4 @@ def transports(config: Config) -> Sequence[TransportName]:
     """Return the transports to offer weights through; each generator takes the first that reaches it."""
     if config.weights.transport != "auto":
         return (config.weights.transport,)
-    return ("arena", "rdma") if config.hosts.across_machines else ("arena",)
+    return ("arena",) if config.hosts.kind == "local" else ("arena", "rdma")

@@ -129,8 +129,8 @@ class GeneratorMeshes:
             "expect_weights", lambda replica: replica.leader.expect_weights.call_one(version), self.timeouts.sync_s
         )
 
-    async def pull_weights(self, replica: int, commit: Commit) -> None:
-        """Load a committed version on all ranks of one replica.
+    async def pull_weights(self, replica: int, commit: Commit) -> int:
+        """Load a committed version on all ranks of one replica; return the bytes that they received over the network.
 
         A replica that is being replaced does not delay the publication: it pulls the newest version before it serves.
         """
@@ -138,8 +138,11 @@ class GeneratorMeshes:
         self._newest = max(self._newest, commit.version)
         if part.is_started:
             with contextlib.suppress(PartDiedError):
-                await part.ask(f"{part.role}.pull_weights", lambda actors: actors.mesh.pull_weights.call(commit), timeout_s)
+                call = partial(_pull_weights, commit=commit)
+                received = sum(num_bytes for _, num_bytes in await part.ask(f"{part.role}.pull_weights", call, timeout_s))
                 self._pulled[replica] = commit.version
+                return received
+        return 0
 
     def take_stats(self) -> "asyncio.Task[GenerationStats]":
         """Request the work of all replicas since the last call; what a replica did before it died is not in it."""
@@ -176,6 +179,10 @@ class GeneratorMeshes:
 
     async def _tell(self, replica: int, actor: Any | None) -> None:
         await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))
+
+
+async def _pull_weights(replica: Replica, commit: Commit) -> list[tuple[object, int]]:
+    return list((await replica.mesh.pull_weights.call(commit)).items())
 
 
 def _start_over(replica: Replica, reader: "WeightReader | None") -> Awaitable[object]:

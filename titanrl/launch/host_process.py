@@ -8,6 +8,7 @@ import sys
 
 from monarch.actor import run_worker_loop_forever
 
+from titanrl.host import HOST_FOLDER
 from titanrl.launch.first_steps import PARENT
 from titanrl.private_sockets import private_sockets
 from titanrl.sandbox.confine import end_with_parent
@@ -18,5 +19,6 @@ def main() -> None:
     address, parent = sys.argv[1:]
     end_with_parent(int(parent))
     os.environ[PARENT] = str(os.getpid())  # inherited by the processes of this host
-    with private_sockets():
+    with private_sockets() as folder:
+        os.environ[HOST_FOLDER] = str(folder)
         run_worker_loop_forever(address=address, ca="trust_all_connections")

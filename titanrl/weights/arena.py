@@ -7,7 +7,6 @@ compares it with the manifest's before and after its copy, and so detects that t
 """
 
 import fcntl
-import functools
 import mmap
 import os
 import struct
@@ -15,11 +14,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from titanrl.host import host_id, process_start
 from titanrl.weights.manifest import ArenaHandle, WeightMismatchError
 
 _HEADER_BYTES = mmap.PAGESIZE
@@ -78,6 +77,10 @@ class Arena:
         _SEQUENCE.pack_into(self._map, 0, sequence)
 
 
+class OwnerEndedError(WeightMismatchError):
+    """The process that owns an arena has ended, or runs as another user."""
+
+
 class MappedArena:
     """A read-only mapping of an arena that another process of this host writes."""
 
@@ -85,7 +88,8 @@ class MappedArena:
         """Map an arena.
 
         Raises:
-            WeightMismatchError: the owner has ended, runs as another user, or is on another host.
+            OwnerEndedError: the owner has ended, or runs as another user.
+            WeightMismatchError: the owner is on another host.
         """
         if handle.host != host_id():
             raise WeightMismatchError("the weights are in an arena of another host. Set weights.transport to auto")
@@ -108,7 +112,7 @@ def _open_arena(handle: ArenaHandle) -> int:
     """Open the owner's descriptor of an arena.
 
     Raises:
-        WeightMismatchError: the owner has ended, or runs as another user.
+        OwnerEndedError: the owner has ended, or runs as another user.
     """
     try:
         if process_start(str(handle.pid)) != handle.started:
@@ -118,21 +122,10 @@ def _open_arena(handle: ArenaHandle) -> int:
         reason = "is gone"
     except PermissionError:  # the descriptors of a process that is ending belong to root
         reason = "is gone or runs as another user"
-    raise WeightMismatchError(f"process {handle.pid}, which published the weights, {reason}")
+    raise OwnerEndedError(f"process {handle.pid}, which published the weights, {reason}")
 
 
 def sequence_in(header: Any) -> int:
     """Return the sequence number in the bytes of a header."""
     (sequence,) = _SEQUENCE.unpack_from(header, 0)
     return int(sequence)
-
-
-@functools.cache
-def host_id() -> str:
-    """Return an id shared by the processes that can open each other's descriptors: boot id and process namespace."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-def process_start(pid: str) -> int:
-    """Return the start of a process in clock ticks since boot."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -171,11 +171,11 @@ class WeightManifest:
     """Handles of the bytes, one per transport, the preferred one first."""
 
 
-def overwritten(manifest: WeightManifest, found: int) -> WeightMismatchError:
-    """Build the error of a reader whose version was overwritten."""
+def overwritten(manifest: WeightManifest, found: int, expected: int) -> WeightMismatchError:
+    """Build the error of a reader whose version was overwritten: its arena has another sequence number than expected."""
     return WeightMismatchError(
         f"version {manifest.version} of rank {manifest.rank} was overwritten while it was read "
-        f"(sequence {found}, published as {manifest.sequence})"
+        f"(sequence {found}, published as {expected})"
     )
 
 

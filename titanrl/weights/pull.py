@@ -1,14 +1,17 @@
 """Reading of published weights by a generator rank."""
 
 import asyncio
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from titanrl.config.choices import Verify
+from titanrl.weights.arena import MappedArena
 from titanrl.weights.copying import Copies, copy_in, pin, unpin
 from titanrl.weights.digest import digest
+from titanrl.weights.fanout import HostTransport
 from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
 from titanrl.weights.manifest import (
     VERSIONS_HELD,
@@ -22,7 +25,7 @@ from titanrl.weights.manifest import (
 from titanrl.weights.slice_copies import SliceCopy, Target, plan_copies
 from titanrl.weights.state import TensorFingerprint
 from titanrl.weights.store import WeightStore
-from titanrl.weights.transport import Payload, Transport, make_transports
+from titanrl.weights.transport import ArenaTransport, Payload, RdmaTransport, Source, StoreTransport
 
 Targets = Mapping[str, torch.Tensor | PartOf]
 """Tensors to fill, by the trainer's names."""
@@ -72,9 +75,10 @@ class WeightReader:
             verify: `off` ignores published digests; any other value checks them.
         """
         self._run, self._store, self._verify = run, store, verify
-        self._transports: list[Transport] = make_transports(("arena", "rdma", "store"), run, 0, store)
+        self._sources: list[Source] = [ArenaTransport(), HostTransport(), RdmaTransport(), StoreTransport(run, 0, store)]
+        self._num_reported = 0
         self._layouts: dict[str, ByteLayout] = {}
-        self._pinned: dict[int, torch.device] = {}
+        self._pinned: dict[int, weakref.finalize[..., MappedArena]] = {}
         self.plan: CopyPlan | None = None
 
     async def committed(self, version: int) -> Commit:
@@ -106,6 +110,12 @@ class WeightReader:
         payloads = await asyncio.gather(*(self._payload(manifest) for manifest in commit.manifests))
         return FetchedWeights(self, commit, layouts, payloads)
 
+    def take_received(self) -> int:
+        """Return the bytes that this process has received other than through shared memory since the last call."""
+        total = sum(source.num_received for source in self._sources)
+        received, self._num_reported = total - self._num_reported, total
+        return received
+
     def plan_for(self, layouts: Sequence[ByteLayout], targets: Targets) -> CopyPlan:
         """Return the plan for these layouts and targets, which is kept until one of them changes."""
         if self.plan is None or not self.plan.fits([layout.layout_id for layout in layouts], targets):
@@ -131,15 +141,19 @@ class WeightReader:
 
     def pin(self, payload: Payload, device: torch.device) -> None:
         """Pin a mapping once, which makes copies from it to a device fast."""
-        if payload.mapped is not None and payload.data.data_ptr() not in self._pinned:
-            self._pinned[payload.data.data_ptr()] = device
+        address = payload.data.data_ptr()
+        if payload.mapped is not None and (address not in self._pinned or not self._pinned[address].alive):
             pin(payload.data, device, read_only=True)
+            self._pinned[address] = weakref.finalize(payload.mapped, unpin, address, device)
 
     def close(self) -> None:
         """Release the pinned mappings; these end with the reader, which must not be used any more."""
-        for address, device in self._pinned.items():
-            unpin(address, device)
+        for release in self._pinned.values():
+            release()
         self._pinned.clear()
+        for source in self._sources:
+            if isinstance(source, HostTransport):
+                source.close()
 
     async def _layout(self, layout_id: str) -> ByteLayout:
         """Return a layout, read from the store the first time."""
@@ -153,9 +167,9 @@ class WeightReader:
     async def _payload(self, manifest: WeightManifest) -> Payload:
         """Fetch a rank's bytes through the first offered transport that reaches this process."""
         for handle in manifest.handles:
-            for transport in self._transports:
-                if transport.reaches(handle):
-                    payload = await transport.fetch(manifest, handle)
+            for source in self._sources:
+                if source.reaches(handle):
+                    payload = await source.fetch(manifest, handle)
                     payload.check(manifest)
                     return payload
         raise WeightMismatchError(

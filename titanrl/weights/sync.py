@@ -12,8 +12,8 @@ from titanrl.weights.manifest import VERSIONS_HELD, Commit, StoreHandle, WeightM
 
 T = TypeVar("T")
 
-Pull = Callable[[Commit], Awaitable[None]]
-"""Pull of a version by one generator replica."""
+Pull = Callable[[Commit], Awaitable[int]]
+"""Pull of a version by one generator replica; returns the bytes that it received other than through shared memory."""
 
 
 class Leases:
@@ -112,6 +112,7 @@ class WeightSync:
         self._failed = asyncio.Event()
         self._held: list[Commit] = []
         self._metrics: dict[str, float] = {}
+        self._num_received = 0
         self.versions: list[int] = []
         """All versions published so far, the running publications included."""
 
@@ -165,7 +166,8 @@ class WeightSync:
                 self._raise_failure()
             commit = next((commit for commit in self._held if commit.version == version), None)
             if commit is not None:
-                await pull(commit)
+                received = await pull(commit)  # in a statement of its own: others add theirs meanwhile
+                self._num_received += received
         return commit is not None
 
     def take_metrics(self) -> Mapping[str, float]:
@@ -198,7 +200,8 @@ class WeightSync:
     async def _pull(self, replica: int, commit: Commit) -> None:
         """Pull a version into a replica, after earlier versions."""
         async with self._leases.lease(commit.version), self._pull_locks[replica]:
-            await self._pulls[replica](commit)
+            received = await self._pulls[replica](commit)
+            self._num_received += received
 
     async def _free_slots(self, pushed: _Pushed, then: Callable[[], Awaitable[None]]) -> None:
         """Run `then` as soon as no new request can be served with an older version, and after that of earlier versions."""
@@ -221,10 +224,12 @@ class WeightSync:
             return
         await asyncio.gather(*pushed.pulls)
         pulled = time.perf_counter()
+        received, self._num_received = self._num_received, 0
         self._metrics = {
             "sync/push_s": pushed.ended - pushed.started,
             "sync/pull_s": pulled - pushed.ended,
             "sync/bytes": float(pushed.commit.num_bytes),
+            "sync/network_bytes": float(received),
             "sync/gb_per_s": pushed.commit.num_bytes / (pulled - pushed.started) / 1e9,
         }
 

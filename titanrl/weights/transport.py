@@ -3,7 +3,7 @@
 | | reader | cost |
 |---|---|---|
 | `arena` | on the writer's host | none: the reader maps the writer's memory |
-| `rdma` | anywhere | one hop: InfiniBand or EFA where Monarch finds ibverbs, else TCP |
+| `rdma` | anywhere | one hop: InfiniBand or EFA where Monarch finds ibverbs, else TCP; once per host (`fanout.py`) |
 | `store` | anywhere | two hops through torchstore's process |
 """
 
@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from titanrl.config.choices import TransportName
-from titanrl.weights.arena import Arena, MappedArena, host_id, sequence_in
+from titanrl.host import host_id
+from titanrl.weights.arena import Arena, MappedArena, sequence_in
 from titanrl.weights.manifest import (
     ArenaHandle,
     RdmaHandle,
@@ -40,7 +41,9 @@ class Payload:
     data: torch.Tensor
     """The bytes."""
     mapped: MappedArena | None = None
-    """Arena of the writer that holds the bytes and may overwrite them; None if this process holds them."""
+    """Arena of another process that holds the bytes and may overwrite them; None if this process holds them."""
+    sequence: int | None = None
+    """Sequence number of that arena while it holds the bytes; None if it is the writer's, whose manifest has the number."""
 
     def check(self, manifest: WeightManifest) -> None:
         """Check that the bytes are still those of the manifest.
@@ -48,15 +51,19 @@ class Payload:
         Raises:
             WeightMismatchError: the writer has overwritten the bytes.
         """
-        if self.mapped is not None and self.mapped.sequence != manifest.sequence:
-            raise overwritten(manifest, self.mapped.sequence)
+        if self.mapped is None:
+            return
+        expected, found = manifest.sequence if self.sequence is None else self.sequence, self.mapped.sequence
+        if found != expected:
+            raise overwritten(manifest, found, expected)
 
 
-class Transport(Protocol):
-    """A way for bytes from a writer to a reader. The writer calls `offer`; the reader calls `reaches` and `fetch`."""
+class Source(Protocol):
+    """A way by which a reader gets bytes."""
 
-    async def offer(self, version: int, arena: Arena) -> TransportHandle:
-        """Make the contents of an arena available and return a handle, which travels with the manifest."""
+    @property
+    def num_received(self) -> int:
+        """Bytes that this process has received other than through shared memory."""
 
     def reaches(self, handle: TransportHandle) -> bool:
         """Return whether this transport can fetch a handle's bytes in this process."""
@@ -69,8 +76,17 @@ class Transport(Protocol):
         """
 
 
+class Transport(Source, Protocol):
+    """A way for bytes from a writer to a reader."""
+
+    async def offer(self, version: int, arena: Arena) -> TransportHandle:
+        """Make the contents of an arena available and return a handle, which travels with the manifest."""
+
+
 class ArenaTransport:
     """Shared memory of one host. Mappings are kept, because their first page faults cost more than all later copies."""
+
+    num_received = 0
 
     def __init__(self) -> None:
         """Start without mappings."""
@@ -99,6 +115,8 @@ class RdmaTransport:
         """Start without registered arenas and receive buffers."""
         self._registered: dict[int, RdmaHandle] = {}
         self._unused: defaultdict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+        self.num_received = 0
+        """Bytes that this process has read."""
 
     async def offer(self, version: int, arena: Arena) -> RdmaHandle:
         """Register the arena, unless it is registered already."""
@@ -116,22 +134,31 @@ class RdmaTransport:
     async def fetch(self, manifest: WeightManifest, handle: RdmaHandle) -> Payload:
         """Read the bytes into a buffer of this process, and check their sequence number before and after."""
         size = handle.data.size()
-        timeout_s = _SHORTEST_TIMEOUT_S + int(size / _SLOWEST_BYTES_PER_S)
-        await self._check(manifest, handle)
         unused = self._unused[manifest.rank, size]
         buffer = unused.pop() if unused else torch.empty(size, dtype=torch.uint8)
         payload = Payload(buffer[: handle.num_bytes])
         weakref.finalize(payload, unused.append, buffer)
-        await handle.data.read_into(buffer, timeout=timeout_s)
-        await self._check(manifest, handle)
+        await self.read(manifest, handle, buffer)
         return payload
+
+    async def read(self, manifest: WeightManifest, handle: RdmaHandle, buffer: torch.Tensor) -> None:
+        """Read the bytes into a buffer of the registered size.
+
+        Raises:
+            WeightMismatchError: the writer has overwritten the bytes.
+        """
+        size = handle.data.size()
+        await self._check(manifest, handle)
+        await handle.data.read_into(buffer, timeout=_SHORTEST_TIMEOUT_S + int(size / _SLOWEST_BYTES_PER_S))
+        await self._check(manifest, handle)
+        self.num_received += size
 
     async def _check(self, manifest: WeightManifest, handle: RdmaHandle) -> None:
         header = torch.empty(handle.header.size(), dtype=torch.uint8)
         await handle.header.read_into(header, timeout=_SHORTEST_TIMEOUT_S)
         found = sequence_in(header.numpy())
         if found != manifest.sequence:
-            raise overwritten(manifest, found)
+            raise overwritten(manifest, found, manifest.sequence)
 
 
 class StoreTransport:
@@ -140,6 +167,8 @@ class StoreTransport:
     def __init__(self, run: str, rank: int, store: WeightStore) -> None:
         """Offer under the name of a run; readers may pass any rank."""
         self._run, self._rank, self._store = run, rank, store
+        self.num_received = 0
+        """Bytes that this process has fetched."""
 
     async def offer(self, version: int, arena: Arena) -> StoreHandle:
         """Copy the bytes into the store."""
@@ -158,6 +187,7 @@ class StoreTransport:
         except KeyError:
             raise WeightMismatchError(f"{handle.key} is not in the store, because the version was deleted") from None
         assert isinstance(data, torch.Tensor), type(data)
+        self.num_received += data.numel()
         return Payload(data)
 
 
