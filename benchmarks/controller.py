@@ -121,9 +121,10 @@ class StubGenerator(Actor):
             answers.send(([(place, [self._completion(request) for request in groups[place]]) for place in places], load))
 
     @endpoint
-    async def pull_weights(self, commit: Commit) -> None:
+    async def pull_weights(self, commit: Commit) -> int:
         """Mark later completions with the version."""
         self._versions = np.full(1 << 16, commit.version)
+        return 0
 
     @concurrent_endpoint
     async def expect_weights(self, version: int) -> None:

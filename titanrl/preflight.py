@@ -36,6 +36,7 @@ from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
 from titanrl.extensions import plugins_of
 from titanrl.launch.launchers import broken_by_launcher
+from titanrl.launch.core_rules import broken_by_cores
 from titanrl.launch.slurm_rules import broken_by_slurm
 from titanrl.models.directory import model_shape, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
@@ -155,6 +156,7 @@ def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
         yield BrokenRule(values={"device": config.device}, rule=rule, fix="set device to auto or cpu")
     yield from broken_by_slurm(config)
     yield from broken_by_launcher(config)
+    yield from broken_by_cores(config)
 
 
 def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:

@@ -16,6 +16,7 @@ from titanrl.config import Config, ConfigError, dump_config
 from titanrl.config.errors import BrokenRule
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
+from titanrl.config.places import host_counts
 from titanrl.config.source import read_source
 from titanrl.device import resolve_device
 from titanrl.launch.progress import JOB_SCRIPT
@@ -101,7 +102,7 @@ def script(config: Config, run_dir: Path) -> str:
     """Return the script of the job."""
     hosts, run_dir = config.hosts, run_dir.resolve()
     device = resolve_device("auto").kind if config.device == "auto" else config.device
-    num_hosts = hosts.trainer_hosts + (hosts.generator_hosts if config.num_generator_ranks else 0)
+    num_hosts = sum(host_counts(config).values())
     header = directives(config, num_hosts, run_dir / "logs" / "slurm_%j.log", device=device)
     header.append(f"#SBATCH --signal=B:{NOTICE_SIGNAL}@{hosts.slurm.notice_s:.0f}")
     header.append("#SBATCH --requeue" if hosts.slurm.requeue else "#SBATCH --no-requeue")

@@ -101,7 +101,7 @@ def test_batch_whose_tokens_are_lost_is_sampled_again(start_run: Start, plain_ru
 @pytest.mark.parametrize(
     ("num_hosts", "kill", "replacements", "num_restarts"),
     [
-        (2, "host-generators-1:before_step:2", ["generator_1"], 0),
+        (2, "host-generators-1:before_step:2", ["generator_1", "rollout_1"], 0),
         (1, "host-generators-0:before_step:2", [], 1),
         (1, "host-trainers-0:before_step:3", [], 1),
     ],

@@ -12,10 +12,20 @@ from rich.text import Text
 from titanrl.config.choices import DeviceKind
 from titanrl.config.errors import inline
 from titanrl.config.explain import explain_rule
-from titanrl.config.placement import placements
+from titanrl.config.placement import host_name, placements
 from titanrl.config.schema import Config
 from titanrl.config.shapes import ModelShape
-from titanrl.config.sizes import DEVICE_BYTES, Memory, Sizes, TrainerMemory, cpu_bytes, derive, gigabytes, host_bytes
+from titanrl.config.sizes import (
+    DEVICE_BYTES,
+    Memory,
+    Sizes,
+    TrainerMemory,
+    cpu_bytes,
+    derive,
+    gigabytes,
+    host_bytes,
+    received_bytes,
+)
 from titanrl.config.source import Source
 
 
@@ -97,6 +107,8 @@ def _placement_rows(config: Config, sizes: Sizes, device: DeviceKind, device_byt
         if device != "cpu" and row.role == "generator rank" and needed:
             needed += " + KV cache"
         yield row.host, row.devices, row.role, str(row.processes), needed, available
+    if sizes.memory is not None and (received := received_bytes(config, sizes.memory)):
+        yield host_name(config, "generators"), "", "received weights", "", f"{gigabytes(received)} shared", ""
     if device == "cpu" and sizes.memory is not None:
         total = cpu_bytes(config, sizes.memory, sizes.memory.trainer.cpu_total)
         available = "" if config.hosts.across_machines else gigabytes(host_bytes())

@@ -5,11 +5,16 @@ from collections.abc import Iterator
 from titanrl.config.choices import DeviceName
 from titanrl.config.errors import BrokenRule
 from titanrl.config.operations import HostsConfig
+from titanrl.config.roles import PlacementConfig
 from titanrl.config.sections import GeneratorConfig, ParallelismConfig, TrainerConfig, WeightsConfig, largest_divisor
 
 
 def broken_by_hosts(
-    hosts: HostsConfig, parallelism: ParallelismConfig, generator: GeneratorConfig, weights: WeightsConfig
+    hosts: HostsConfig,
+    placement: PlacementConfig,
+    parallelism: ParallelismConfig,
+    generator: GeneratorConfig,
+    weights: WeightsConfig,
 ) -> Iterator[BrokenRule]:
     """Yield the rules that the placement of these ranks on hosts breaks."""
     ranks, replicas = parallelism.world_size, generator.replicas
@@ -25,11 +30,12 @@ def broken_by_hosts(
             rule=f"trainer_hosts must divide the {ranks} trainer ranks",
             fix=f"set hosts.trainer_hosts to {largest_divisor(ranks, hosts.trainer_hosts)}",
         )
-    if replicas % hosts.generator_hosts:
+    if replicas % hosts.generator_hosts and placement.replicas_per_host is None:
         yield BrokenRule(
             values={"hosts.generator_hosts": hosts.generator_hosts, "generator.replicas": replicas},
             rule="generator_hosts must divide the number of replicas",
-            fix=f"set hosts.generator_hosts to {largest_divisor(replicas, hosts.generator_hosts)}",
+            fix=f"set hosts.generator_hosts to {largest_divisor(replicas, hosts.generator_hosts)}, or "
+            "placement.replicas_per_host",
         )
     if hosts.kind == "local" and (hosts.trainer_hosts, hosts.generator_hosts) != (1, 1):
         yield BrokenRule(
@@ -41,16 +47,17 @@ def broken_by_hosts(
             rule="local runs every mesh on this machine, so each mesh has one host",
             fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm or launcher",
         )
-    if hosts.across_machines and hosts.share_devices:
+    if hosts.across_machines and hosts.share_devices and placement.generator == "generators":
         yield BrokenRule(
             values={"hosts.share_devices": True, "hosts.kind": hosts.kind},
             rule=f"{hosts.kind} starts trainer and generators on different hosts, which cannot share devices",
-            fix="remove hosts.share_devices",
+            fix="remove hosts.share_devices, or set placement.generator to trainers",
         )
 
 
 def device_shortage(
     hosts: HostsConfig,
+    placement: PlacementConfig,
     parallelism: ParallelismConfig,
     generator: GeneratorConfig,
     generators: int,
@@ -63,6 +70,7 @@ def device_shortage(
 
     Args:
         hosts: Hosts.
+        placement: Hosts of each role.
         parallelism: Degrees of the trainer.
         generator: Generator replicas.
         generators: Number of generator ranks that start; 0 for a fine-tuning.
@@ -77,7 +85,10 @@ def device_shortage(
     advice = "lower the degrees or the replicas"
     advice += ", or set evaluation.background to false" if evaluators else ""
     if hosts.across_machines:
-        needed = max(ranks // hosts.trainer_hosts, generators // hosts.generator_hosts + further)
+        counts = placement.replicas_per_host or (generator.replicas // hosts.generator_hosts,)
+        on_trainer, on_generator = ranks // hosts.trainer_hosts, (max(counts) * generator.tp if generators else 0) + further
+        is_sum = placement.generator == "trainers" and not hosts.share_devices
+        needed = on_trainer + on_generator if is_sum else max(on_trainer, on_generator)
     elif hosts.share_devices:
         needed = max(ranks, generators + further)
     else:  # emulated hosts (`process`) are one machine too, and see the same accelerators

@@ -69,4 +69,4 @@ class HostsConfig(Section):
     @property
     def across_machines(self) -> bool:
         """True if trainers and generators have machines of their own, which reach each other over the network."""
-        return self.kind in ("slurm", "launcher")
+        return self.kind not in ("local", "process")

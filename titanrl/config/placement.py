@@ -1,11 +1,15 @@
 """Placement of the processes of a run on hosts and devices, with the memory that each process needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titanrl.config.choices import DeviceKind
+from titanrl.config.places import most_replicas, replica_hosts, rollout_group, store_group, worker_hosts
+from titanrl.config.roles import HostGroup
 from titanrl.config.schema import Config
 from titanrl.config.sizes import LIBRARY_BYTES, Sizes
+
+HERE = "this machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +22,7 @@ class Placement:
     host: str
     """Host, or kind and number of hosts."""
     devices: str
-    """Indices of the accelerators, `cpu`, or empty if the role uses no device."""
+    """Indices of the accelerators, `cpu`, chosen CPU cores, or empty if the role uses no device."""
     role: str
     """Role of the processes."""
     processes: int
@@ -28,51 +32,104 @@ class Placement:
 
 
 def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
-    """Yield the placement of every role, on the hosts that `hosts.kind` selects."""
-    libraries = LIBRARY_BYTES if device == "cpu" else dict.fromkeys(LIBRARY_BYTES, 0)
+    """Yield the placement of every role, on the hosts that `hosts.kind` and `placement` select."""
+    yield from _rank_placements(config, sizes, device)
+    cores, libraries = config.placement.cpus, _libraries(device)
+    workers = list(_counts(config, rollout_group(config), worker_hosts(config)))
+    for role in ("rollout", "sandbox", "buffer", "store", "controller"):
+        number = sizes.processes.get(role)
+        if number is None:
+            continue
+        if role in ("rollout", "sandbox") and "rollout" in sizes.processes:
+            per_worker, choice = number // config.rollout.num_workers, cores.rollout
+            hosts = [(host, count * per_worker) for host, count in workers]
+        elif role in ("buffer", "store"):
+            hosts, choice = [(_first_host(config, store_group(config)), number)], cores.store
+        else:
+            hosts, choice = [(HERE, number)], None
+        for host, count in hosts:
+            bytes_each = libraries[role] or None
+            yield Placement(host=host, devices=_cores(choice), role=role, processes=count, num_bytes=bytes_each)
+
+
+def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
+    """Yield the placement of the ranks that use devices."""
+    libraries, hosts, cores = _libraries(device), config.hosts, config.placement.cpus
     trainer_bytes = generator_bytes = None
     if sizes.memory is not None:
         trainer = sizes.memory.trainer
         trainer_bytes = libraries["trainer"] + (trainer.cpu_total if device == "cpu" else trainer.total)
         cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
         generator_bytes = libraries["generator"] + sizes.memory.generator_rank_weights + cache
-    hosts = config.hosts
     ranks, generators = config.num_trainer_ranks, config.num_generator_ranks
-    here = "this machine"
-    trainer_host = generator_host = here
-    if hosts.across_machines:
-        trainer_host, generator_host = f"trainer hosts ({hosts.trainer_hosts})", f"generator hosts ({hosts.generator_hosts})"
-        ranks, generators = ranks // hosts.trainer_hosts, generators // hosts.generator_hosts
-    first = 0 if hosts.across_machines or hosts.share_devices else ranks
+    most = most_replicas(config) * config.generator.tp if generators else 0
+    per_host = ranks // hosts.trainer_hosts
+    on_ranks = per_host if config.placement.generator == "trainers" else 0
+    # On one machine, hosts that are emulated see the same devices.
+    first = 0 if hosts.share_devices else on_ranks if hosts.across_machines else ranks
+    behind = first + (most if hosts.across_machines else generators)
     if ranks:
-        yield Placement(
-            host=trainer_host,
-            devices=_devices(device, 0, ranks),
-            role="trainer rank",
-            processes=ranks,
-            num_bytes=trainer_bytes,
-        )
-    if generators:
-        yield Placement(
-            host=generator_host,
-            devices=_devices(device, first, generators),
-            role="generator rank",
-            processes=generators,
-            num_bytes=generator_bytes,
-        )
-    if teachers := sizes.processes.get("teacher", 0):
-        devices = _devices(device, first + generators, teachers)
-        yield Placement(host=generator_host, devices=devices, role="teacher rank", processes=teachers, num_bytes=None)
-    if evaluators := sizes.processes.get("evaluator", 0):
-        devices = _devices(device, first + generators, evaluators)
-        yield Placement(host=generator_host, devices=devices, role="evaluator rank", processes=evaluators, num_bytes=None)
-    for role in ("rollout", "sandbox", "buffer", "store", "controller"):
-        if role in sizes.processes:
-            num_bytes = libraries[role] or None
-            yield Placement(host=here, devices="", role=role, processes=sizes.processes[role], num_bytes=num_bytes)
+        host, shown = host_name(config, "trainers"), per_host if hosts.across_machines else ranks
+        devices = _devices(device, 0, shown) + _cores(cores.trainer, " ")
+        yield Placement(host=host, devices=devices, role="trainer rank", processes=per_host, num_bytes=trainer_bytes)
+    for host, count in _counts(config, "generators", replica_hosts(config)) if generators else ():
+        number = count * config.generator.tp
+        devices = _devices(device, first, number if hosts.across_machines else generators) + _cores(cores.generator, " ")
+        yield Placement(host=host, devices=devices, role="generator rank", processes=number, num_bytes=generator_bytes)
+    for role in ("teacher", "evaluator"):
+        if number := sizes.processes.get(role, 0):
+            devices, host = _devices(device, behind, number), _first_host(config, "generators")
+            yield Placement(host=host, devices=devices, role=f"{role} rank", processes=number, num_bytes=None)
+
+
+def _counts(config: Config, group: HostGroup, hosts: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield hosts and the number of processes on each: all hosts of a group together if they have the same."""
+    counts = [hosts.count(host) for host in range(max(hosts) + 1)]
+    total = {"controller": 1, "trainers": config.hosts.trainer_hosts, "generators": config.hosts.generator_hosts}[group]
+    if config.hosts.kind == "local" or group == "controller":
+        yield HERE, len(hosts)
+    elif len(set(counts)) == 1 and len(counts) == total:
+        yield host_name(config, group), counts[0]
+    else:
+        for number, count in enumerate(counts):
+            yield _host(config, group, number), count
+
+
+def host_name(config: Config, group: HostGroup) -> str:
+    """Return the name of all hosts of a group."""
+    hosts = config.hosts
+    if hosts.kind == "local" or group == "controller":
+        return HERE
+    if group == "trainers":
+        return f"trainer hosts ({hosts.trainer_hosts})"
+    if config.placement.generator == "generators":
+        return f"generator hosts ({hosts.generator_hosts})"
+    if hosts.generator_hosts == hosts.trainer_hosts:
+        return f"trainer hosts ({hosts.trainer_hosts})"
+    return f"trainer hosts (first {hosts.generator_hosts} of {hosts.trainer_hosts})"
+
+
+def _host(config: Config, group: HostGroup, number: int) -> str:
+    """Return the name of a host of a group."""
+    if config.hosts.kind == "local" or group == "controller":
+        return HERE
+    return f"{'generator' if group == config.placement.generator == 'generators' else 'trainer'} host {number}"
+
+
+def _first_host(config: Config, group: HostGroup) -> str:
+    """Return the name of the first host of a group."""
+    return _host(config, group, 0)
+
+
+def _libraries(device: DeviceKind) -> dict[str, int]:
+    return dict(LIBRARY_BYTES) if device == "cpu" else dict.fromkeys(LIBRARY_BYTES, 0)
 
 
 def _devices(device: DeviceKind, first: int, count: int) -> str:
     if device == "cpu":
         return "cpu"
     return f"{device} {first}" if count == 1 else f"{device} {first}-{first + count - 1}"
+
+
+def _cores(choice: str | None, before: str = "") -> str:
+    return "" if choice is None else f"{before}cores {choice}"

@@ -35,6 +35,7 @@ from titanrl.config.mixture import (
 from titanrl.config.operations import CheckpointConfig, HostsConfig, LoggingConfig, TimeoutsConfig
 from titanrl.config.registry import LossTraits
 from titanrl.config.replay import ReplayConfig, broken_by_replay
+from titanrl.config.roles import PlacementConfig, broken_by_placement
 from titanrl.config.section import FilePath, OrImportPath, Section, Steps
 from titanrl.config.sections import (
     GeneratorConfig,
@@ -107,7 +108,9 @@ class Config(Section):
     hooks: Annotated[tuple[Annotated[str, OrImportPath()], ...], Field(strict=False)] = ()
     """Import paths of hooks: your own actions around steps, evaluations and checkpoints (docs/howto/hooks.md)."""
     hosts: HostsConfig = HostsConfig()
-    """Placement on hosts."""
+    """Hosts."""
+    placement: PlacementConfig = PlacementConfig()
+    """Hosts and CPU cores of each role."""
     sft: SFTConfig | None = None
     """Supervised fine-tuning; a configuration with this section is for `titanrl sft`."""
     distill: DistillConfig | None = None
@@ -126,7 +129,8 @@ class Config(Section):
         yield from self._broken_by_warm_start()
         yield from self._broken_by_environment()
         yield from broken_by_dump(self.rollout, self.replay, self.data, train=self.train, program=self.program)
-        yield from broken_by_hosts(self.hosts, self.trainer.parallelism, self.generator, self.weights)
+        yield from broken_by_hosts(self.hosts, self.placement, self.trainer.parallelism, self.generator, self.weights)
+        yield from broken_by_placement(self.placement, self.hosts, self.generator.replicas, self.rollout.num_workers)
         yield from self._broken_by_sft()
         yield from self._broken_by_distillation()
         yield from broken_by_evaluation(
@@ -328,7 +332,9 @@ class Config(Section):
         """Yield the rule broken by a host with too few accelerators; meaningless on CPU."""
         num_teachers = 0 if self.distill is None else self.distill.teacher.tp
         ranks = (self.num_generator_ranks, num_teachers, self.num_evaluator_ranks)
-        yield from device_shortage(self.hosts, self.trainer.parallelism, self.generator, *ranks, trains=self.train)
+        yield from device_shortage(
+            self.hosts, self.placement, self.trainer.parallelism, self.generator, *ranks, trains=self.train
+        )
 
     def with_loss_traits(self, traits: LossTraits) -> Self:
         """Return a copy that has the declared traits of a loss of the user.

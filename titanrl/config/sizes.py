@@ -260,9 +260,20 @@ def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
     libraries = sum(number * LIBRARY_BYTES[role] for role, number in _processes(config).items())
     if not config.num_generator_ranks:
         return libraries + config.num_trainer_ranks * trainer_rank_bytes
-    published = 2 * memory.replica_weights  # two versions in shared memory, over all ranks
+    received = received_bytes(config, memory) * config.hosts.generator_hosts
+    published = 2 * memory.replica_weights + received  # two versions in shared memory, over all ranks
     generators = generator.num_ranks * memory.generator_rank_weights + generator.replicas * generator.kv_cache_bytes
     return libraries + config.num_trainer_ranks * trainer_rank_bytes + published + generators
+
+
+def received_bytes(config: Config, memory: Memory) -> int:
+    """Return the bytes of two versions of the weights that a generator host receives from other hosts into shared memory."""
+    hosts = config.hosts
+    if hosts.kind == "local" or not (config.train and config.num_generator_ranks):
+        return 0
+    if config.placement.generator == "generators":
+        return 2 * memory.replica_weights
+    return 2 * memory.replica_weights * (hosts.trainer_hosts - 1) // hosts.trainer_hosts
 
 
 def host_bytes() -> int:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import HostMesh, ProcMesh
+from monarch.actor import ProcMesh
 
 from titanrl.config.choices import TransportName
 from titanrl.config.schema import Config
@@ -18,10 +18,13 @@ from titanrl.device import Device
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch import packages
 from titanrl.launch.environment import (
+    generator_cores,
     generator_device,
     generator_environment,
+    role_cores,
     trainer_environment,
     visible,
+    worker_cores,
     worker_environment,
 )
 from titanrl.launch.fleet import Fleet
@@ -32,12 +35,12 @@ from titanrl.launch.parts import Part, Surroundings
 from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
+from titanrl.launch.settings import replay_settings, transports
 from titanrl.launch.stalls import Watchdog
 from titanrl.launch.supervision import OnEvent, Supervisor
 from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import open_model
 from titanrl.replay.actors import ReplayBuffer, StorageShard
-from titanrl.replay.memory import ReplaySettings
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.manifest import WeightManifest
@@ -210,7 +213,8 @@ class Assembly:
             around.fleet.prepare(kind, environment, load)
         imports = ("titanrl.weights.store", "titanrl.replay.actors")
         template = await around.fleet.template("store")
-        store_procs = around.fleet.spawn("store", self.hosts.local, 1, worker_environment(), imports, template)
+        cores = role_cores(config.placement.cpus.store, 0, 1)
+        store_procs = around.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
         trainer_procs = await self._trainer_processes() if roles.trainer else None
         replicas = range(config.generator.replicas if roles.generators else 0)
         store = await spawn_store(store_procs)
@@ -225,7 +229,9 @@ class Assembly:
             await rollouts.workers.spawn()
             shards = [part.actors.shard for part in rollouts.workers.parts]
         if trainer_procs is not None:
-            await around.fleet.join_process_group(trainer_procs, one_machine=not config.hosts.across_machines)
+            await around.fleet.join_process_group(
+                trainer_procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
+            )
             setup = self._trainer_setup(store, shards, transports(config) if roles.generators else ())
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
         weights = WeightSync(
@@ -262,31 +268,29 @@ class Assembly:
             await evaluator.spawn()
         return generators, evaluator
 
-    async def _generator_processes(self, role: str, replica: int, tp: int) -> ProcMesh:
-        """Spawn the processes of a generator replica, one per tensor-parallel rank."""
-        environment = generator_environment(self.config, self.device, replica)
-        return await self._engine_processes(role, self.hosts.of_generator(replica), tp, environment)
+    async def _engine_processes(self, role: str, replica: int, tp: int, environment: dict[str, str]) -> ProcMesh:
+        """Spawn the processes of an engine, one per tensor-parallel rank, on the host of a replica."""
+        imports, host = ("titanrl.weights.pull", "titanrl.generator.actor"), self.hosts.of_generator(replica)
+        template, cores = await self.around.fleet.template("generator"), generator_cores(self.config, replica)
+        return self.around.fleet.spawn(role, host, tp, environment, imports, template, cores)
 
-    async def _engine_processes(self, role: str, host: HostMesh, tp: int, environment: dict[str, str]) -> ProcMesh:
-        imports = ("titanrl.weights.pull", "titanrl.generator.actor")
-        template = await self.around.fleet.template("generator")
-        return self.around.fleet.spawn(role, host, tp, environment, imports, template)
-
-    async def _worker_process(self, role: str) -> ProcMesh:
-        template = await self.around.fleet.template("rollout")
-        return self.around.fleet.spawn(role, self.hosts.local, 1, worker_environment(), ("titanrl.rollout.actor",), template)
+    async def _worker_process(self, role: str, number: int) -> ProcMesh:
+        template, imports = await self.around.fleet.template("rollout"), ("titanrl.rollout.actor",)
+        cores = worker_cores(self.config, number)
+        return self.around.fleet.spawn(role, self.hosts.of_worker(number), 1, worker_environment(), imports, template, cores)
 
     async def _trainer_processes(self) -> ProcMesh:
         config, hosts = self.config, self.hosts
         num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
         environment = trainer_environment(config, self.device)
         imports, template = ("titanrl.trainer.actor",), await self.around.fleet.template("trainer")
-        return self.around.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template)
+        cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
+        return self.around.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template, cores)
 
     def _rollouts(self, store_procs: ProcMesh, trainer: TrainerMesh, generators: GeneratorMeshes, first_index: int) -> Rollouts:
         """Spawn the buffer; return the clients of the workers, which are not spawned yet, and of the buffer."""
         config, rollout = self.config, self.config.rollout
-        settings = _replay_settings(config)
+        settings = replay_settings(config)
         window = 1 if rollout.replay is not None else config.window_groups
         sampling = (config.num_slots, window, rollout.dynamic_sampling, first_index)
         prompts = partial(make_mixture, config, self.files.plugins)
@@ -307,7 +311,7 @@ class Assembly:
     async def _spawn_worker(self, number: int, buffer: Any, generators: GeneratorMeshes, part: Part) -> Worker:
         """Spawn the process of a rollout worker, and in it the worker and its storage shard."""
         config, files = self.config, self.files
-        procs = await self._worker_process(part.role)
+        procs = await self._worker_process(part.role, number)
         shard = procs.spawn("shard", StorageShard, number, buffer, config.replay.shard_memory_bytes, files.run_dir)
         setup = WorkerSetup(
             number=number,
@@ -327,7 +331,8 @@ class Assembly:
     async def spawn_generator(self, replica: int, part: Part) -> Replica:
         """Spawn the processes of a generator replica, and their actors."""
         config = self.config
-        procs = await self._generator_processes(part.role, replica, config.generator.tp)
+        environment = generator_environment(config, self.device, replica)
+        procs = await self._engine_processes(part.role, replica, config.generator.tp, environment)
         return await self._engine(
             procs, part.role, generator_setup(config, self.device, self.files, config.model.family, self._reader)
         )
@@ -337,13 +342,16 @@ class Assembly:
         config, tp = self.config, self.config.generator.tp
         first = generator_device(config, config.generator.replicas)
         environment = generator_environment(config, self.device, 0) | visible(self.device, range(first, first + tp))
-        procs = await self._engine_processes(part.role, self.hosts.of_generator(0), tp, environment)
+        procs = await self._engine_processes(part.role, 0, tp, environment)
         setup = generator_setup(config, self.device, self.files, config.model.family, self._reader)
         return await self._engine(procs, part.role, setup)
 
     async def _engine(self, procs: ProcMesh, role: str, setup: GeneratorSetup) -> Replica:
         if setup.config.tp > 1:
-            await self.around.fleet.join_process_group(procs, one_machine=not self.config.hosts.across_machines)
+            config = self.config
+            await self.around.fleet.join_process_group(
+                procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
+            )
         return Replica.of(procs.spawn(role, Generator, setup))
 
     async def spawn_teacher(self, parts: Parts, engine: GeneratorConfig, files: RunFiles) -> GeneratorMeshes:
@@ -362,7 +370,7 @@ class Assembly:
         setup = generator_setup(config, self.device, files, None, None)
 
         async def spawn(part: Part) -> Replica:
-            procs = await self._engine_processes(part.role, self.hosts.of_generator(0), engine.tp, environment)
+            procs = await self._engine_processes(part.role, 0, engine.tp, environment)
             return await self._engine(procs, part.role, setup)
 
         teacher = GeneratorMeshes({name: spawn}, self.around, config.timeouts)
@@ -403,21 +411,6 @@ async def _push_nothing(version: int) -> Sequence[WeightManifest]:
     return ()
 
 
-def _replay_settings(config: Config) -> ReplaySettings | None:
-    replay = config.replay
-    if not replay.fraction:
-        return None
-    return ReplaySettings(
-        capacity=replay.capacity,
-        num_replayed=replay.num_replayed(config.rollout.groups_per_step),
-        alpha=replay.alpha,
-        max_uses=replay.max_uses,
-        max_age=replay.max_age,
-        by_recency=replay.priority == "recency",
-        seed=config.seed,
-    )
-
-
 def generator_setup(
     config: Config, device: Device, files: RunFiles, family: str | None, reader: WeightReader | None
 ) -> GeneratorSetup:
@@ -436,10 +429,3 @@ def generator_setup(
         reader=reader,
         family=family,
     )
-
-
-def transports(config: Config) -> Sequence[TransportName]:
-    """Return the transports to offer weights through; each generator takes the first that reaches it."""
-    if config.weights.transport != "auto":
-        return (config.weights.transport,)
-    return ("arena",) if config.hosts.kind == "local" else ("arena", "rdma")

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titanrl.config.places import replica_hosts, replica_slot, worker_hosts
 from titanrl.config.schema import Config
 from titanrl.device import Device, num_threads
+from titanrl.launch.cores import Cores
 from titanrl.temporary import TemporaryFolder
 
 # Without these, glibc maps and unmaps short-lived tensors each time: about a thousand page faults in a tiny step.
@@ -87,8 +89,28 @@ def generator_device(config: Config, replica: int) -> int:
     """Return the index of a replica's first device on its host: behind the trainer's devices if both share the host."""
     hosts, tp = config.hosts, config.generator.tp
     if hosts.across_machines:
-        return replica // hosts.generator_hosts * tp
+        is_behind = config.placement.generator == "trainers" and not hosts.share_devices
+        return (config.num_trainer_ranks // hosts.trainer_hosts if is_behind else 0) + replica_slot(config, replica) * tp
     return replica * tp if hosts.share_devices else config.num_trainer_ranks + replica * tp
+
+
+def role_cores(choice: str | None, first: int, count: int) -> Cores | None:
+    """Return the CPU cores of processes of a role, or None if they are not bound."""
+    return None if choice is None else Cores(choice, first, count)
+
+
+def generator_cores(config: Config, replica: int) -> Cores | None:
+    """Return the CPU cores of the ranks of a replica, and of engines beside it."""
+    tp, replicas = config.generator.tp, replica_hosts(config)
+    return role_cores(
+        config.placement.cpus.generator, replica_slot(config, replica) * tp, replicas.count(replicas[replica]) * tp
+    )
+
+
+def worker_cores(config: Config, worker: int) -> Cores | None:
+    """Return the CPU cores of a rollout worker."""
+    hosts = worker_hosts(config)
+    return role_cores(config.placement.cpus.rollout, hosts[:worker].count(hosts[worker]), hosts.count(hosts[worker]))
 
 
 def visible(device: Device, indices: Iterable[int]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import signal
 import socket
 from typing import NoReturn
 
+from titanrl.launch.cores import CORES, bind
 from titanrl.launch.forking import Order, receive_number, send_order
 from titanrl.sandbox.confine import allow_tracing, end_with_parent
 
@@ -42,7 +43,10 @@ def main() -> None:
 
 
 def run(name: str, births: str) -> None:
-    """Announce this process, and become Monarch's program."""
+    """Bind this process to its cores, announce it, and become Monarch's program."""
+    cores = os.environ.pop(CORES, None)
+    if cores is not None:
+        bind(cores)
     announce(name, births)
     runpy.run_module(MONARCH, run_name="__main__", alter_sys=True)
 

@@ -14,6 +14,7 @@ from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 from monarch.spmd import setup_torch_elastic_env_async
 
 from titanrl.actors import ProcessVariables, set_up_process
+from titanrl.launch.cores import CORES, Cores
 from titanrl.launch.first_steps import BIRTHS, NAME, PARENT, TEMPLATE
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.template import Template
@@ -26,10 +27,10 @@ _PROGRAM = "from titanrl.launch.first_steps import main; main()"
 RETIRE_S = 5.0
 """Seconds that the processes of a part have to stop before its replacement starts."""
 _LOOPBACK = "127.0.0.1"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK_VARIABLES = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 starts no store of its own, which would listen on all interfaces
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
+    **dict.fromkeys(_INTERFACE_VARIABLES, "lo"),
 }
 
 
@@ -81,6 +82,7 @@ class Fleet:
         environment: Mapping[str, str],
         imports: Sequence[str],
         template: str | None = None,
+        cores: Cores | None = None,
     ) -> ProcMesh:
         """Start processes on each host of a mesh, in the background.
 
@@ -91,6 +93,7 @@ class Fleet:
             environment: variables set before the interpreter starts.
             imports: modules of the actors to be spawned there; see `set_up_process`.
             template: socket of the template to fork (`template`); without it, the processes import everything themselves.
+            cores: CPU cores of these processes on their host; None binds nothing.
         """
         for stale in self._log_dir.glob(f"{role}_*.pid"):  # left by a killed run in this directory
             stale.unlink()
@@ -101,17 +104,28 @@ class Fleet:
         mesh = host.spawn_procs(
             per_host={"procs": num_procs},
             bootstrap=partial(set_up_process, role, self._log_dir, imports, [os.path.abspath(entry) for entry in sys.path]),
-            bootstrap_command=lambda point: command.with_env({NAME: f"{role}_{point.rank}"}),
+            bootstrap_command=lambda point: command.with_env(
+                {NAME: f"{role}_{point.rank}", **({} if cores is None else {CORES: cores.text(point.rank % num_procs)})}
+            ),
             name=role,
         )
         self._meshes[role] = mesh
         self._watches[role] = asyncio.create_task(self._watch_remote(role, mesh))
         return mesh
 
-    async def join_process_group(self, procs: ProcMesh, *, one_machine: bool) -> None:
-        """Set the variables by which torch.distributed ranks find each other; on one machine they use loopback only."""
+    async def join_process_group(self, procs: ProcMesh, *, one_machine: bool, interface: str | None = None) -> None:
+        """Set the variables by which torch.distributed ranks find each other; on one machine they use loopback only.
+
+        Args:
+            procs: the ranks.
+            one_machine: True if all of them are on this machine.
+            interface: network interface between hosts; None lets each library choose.
+        """
         if not one_machine:
             await setup_torch_elastic_env_async(procs)
+            if interface is not None:
+                names: Any = procs.spawn("interface", ProcessVariables)
+                await names.set.call(dict.fromkeys(_INTERFACE_VARIABLES, interface))
             return
         store = _loopback_store()
         self._stores[id(procs)] = store

@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from monarch.job import ProcessJob
 
 from titanrl import terminal
 from titanrl.config.choices import DeviceKind
+from titanrl.config.places import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.crew import Crew
@@ -38,20 +39,30 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Host meshes by role."""
+    """Hosts of the roles."""
 
-    trainer: HostMesh
-    """Hosts of the trainer ranks."""
-    generators: tuple[HostMesh, ...]
-    """One host for each generator replica; replicas share hosts evenly. Empty for a fine-tuning that has its own allocation."""
+    config: Config
+    """The run, which says which role goes where."""
     local: HostMesh
-    """The controller's host, which also runs buffer, store and rollout workers."""
+    """The controller's host."""
     job: Job | None
     """The allocation; None on this machine alone."""
-    has_ended: Callable[[int], bool] = lambda replica: False
-    """Function of a replica's number that returns True if the host of the replica is known to have ended."""
+    meshes: Mapping[str, HostMesh] = field(default_factory=dict)
+    """Meshes of hosts by name (`trainers`, `generators`); empty if the controller's host is the only one."""
+    has_ended: Callable[[str, int], bool] = lambda mesh, number: False
+    """Function of the name of a mesh and the number of a host that returns True if that host is known to have ended."""
     are_alive: Callable[[], bool] = lambda: True
     """Function that returns True if every host is known to be alive."""
+
+    @property
+    def trainer(self) -> HostMesh:
+        """Hosts of the trainer ranks."""
+        return self.meshes.get("trainers", self.local)
+
+    @property
+    def store(self) -> HostMesh:
+        """Host of the buffer and the weight store."""
+        return self._first_alive([store_place(self.config)], "store")
 
     def of_generator(self, replica: int) -> HostMesh:
         """Return the host for the processes of a replica: its own, or that of the next replica if it has ended.
@@ -59,11 +70,27 @@ class Hosts:
         Raises:
             FaultError: All generator hosts have ended.
         """
-        num_replicas = len(self.generators)
-        for other in ((replica + step) % num_replicas for step in range(num_replicas)):
-            if not self.has_ended(other):
-                return self.generators[other]
-        raise FaultError("all generator hosts have ended", f"generator_{replica}")
+        return self._first_alive(self._replica_places(replica), f"generator_{replica}")
+
+    def of_worker(self, worker: int) -> HostMesh:
+        """Return the host for the process of a rollout worker: its own, or that of a replica if it has ended.
+
+        Raises:
+            FaultError: All of these hosts have ended.
+        """
+        return self._first_alive([worker_place(self.config, worker), *self._replica_places(worker)], f"rollout_{worker}")
+
+    def _replica_places(self, first: int) -> list[HostPlace]:
+        count = self.config.generator.replicas if self.config.num_generator_ranks else 0
+        return [replica_place(self.config, (first + step) % count) for step in range(count)]
+
+    def _first_alive(self, places: Sequence[HostPlace | None], role: str) -> HostMesh:
+        for place in places:
+            if place is None or not self.meshes:
+                return self.local
+            if not self.has_ended(*place):
+                return self.meshes[place[0]].slice(hosts=place[1])
+        raise FaultError("all hosts of this role have ended", role)
 
     def close(self) -> None:
         """Release the allocation. torchmonarch's host processes outlive the controller unless they are killed."""
@@ -88,10 +115,7 @@ async def acquire_hosts(
         SlurmError: Slurm refused or ended the job.
         LauncherError: A host of the launcher has ended, or this process has no launcher.
     """
-    hosts, replicas = config.hosts, config.generator.replicas
-    meshes = {"trainers": hosts.trainer_hosts}
-    if config.num_generator_ranks:
-        meshes["generators"] = hosts.generator_hosts
+    hosts, meshes = config.hosts, host_counts(config)
     if hosts.kind == "slurm":
         slurm = SlurmHosts(config, device, meshes, log_dir, say)
         return await _network_hosts(config, device, slurm, supervisor, warn)
@@ -100,14 +124,10 @@ async def acquire_hosts(
     wait_for_stopped_processes()
     local = local_host()
     if hosts.kind == "local":
-        return Hosts(local, (local,) * replicas, local, None)
+        return Hosts(config, local, None)
     emulated = EmulatedHosts(meshes)
-    placed = _placed(config, emulated.start(), local, emulated)
-    return replace(
-        placed,
-        has_ended=lambda replica: emulated.has_ended("generators", replica % hosts.generator_hosts),
-        are_alive=emulated.are_alive,
-    )
+    acquired = emulated.start()
+    return Hosts(config, local, emulated, acquired, has_ended=emulated.has_ended, are_alive=emulated.are_alive)
 
 
 def _launcher_hosts(config: Config, meshes: dict[str, int], say: Say) -> LauncherHosts:
@@ -125,11 +145,7 @@ async def _network_hosts(
     network.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # a full host has no accelerators to spare
     network.on_ending = partial(_end_with_hosts, supervisor, config.hosts.kind, warn)
     acquired = await network.start()
-    return replace(
-        _placed(config, acquired, local_host(), network),
-        has_ended=lambda replica: network.has_ended("generators", replica % config.hosts.generator_hosts),
-        are_alive=network.are_alive,
-    )
+    return Hosts(config, local_host(), network, acquired, has_ended=network.has_ended, are_alive=network.are_alive)
 
 
 def _end_with_hosts(supervisor: Supervisor, kind: str, warn: Say, cause: str) -> None:
@@ -152,15 +168,6 @@ def wait_for_stopped_processes() -> None:
     """
     patience = {"supervision_watchdog_timeout": "30d", "message_delivery_timeout": "30d", "get_actor_state_max_idle": "30d"}
     configure(mesh_orphan_timeout="30d", **patience)
-
-
-def _placed(config: Config, acquired: dict[str, HostMesh], local: HostMesh, job: Job) -> Hosts:
-    """Spread the replicas over the generator hosts."""
-    one_each: tuple[HostMesh, ...] = ()
-    if config.num_generator_ranks:
-        generators, count = acquired["generators"], config.hosts.generator_hosts
-        one_each = tuple(generators.slice(hosts=replica % count) for replica in range(config.generator.replicas))
-    return Hosts(acquired["trainers"], one_each, local, job)
 
 
 def local_host() -> HostMesh:

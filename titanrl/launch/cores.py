@@ -1,0 +1,70 @@
+"""CPU cores of a process: chosen from the configuration, and bound when the process starts, before any library has threads."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CORES = "TITANRL_CORES"
+"""Variable with the cores of a new process, from `Cores.text`; unset if it is not bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Choice of the cores of equal processes on one host.
+
+    Example: `Cores(choice="split", first=2, count=4)` for the third and the fourth of four processes
+    """
+
+    choice: str
+    """`split`, `numa`, or numbers of cores."""
+    first: int
+    """Number of the first of these processes among those of the role on the host."""
+    count: int
+    """Number of processes of the role on the host."""
+
+    def text(self, number: int) -> str:
+        """Return the value of the variable for one of these processes."""
+        return f"{self.choice} {self.first + number} {self.count}"
+
+
+def numbers(text: str) -> set[int]:
+    """Return the numbers in a list of Linux, such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def chosen_cores(text: str, usable: Sequence[int], nodes: Sequence[set[int]]) -> set[int]:
+    """Return the cores of a process; empty if the host has none of them.
+
+    Args:
+        text: value of the variable.
+        usable: cores that the process may use, in order.
+        nodes: cores of each NUMA node.
+    """
+    choice, *place = text.split()
+    index, count = map(int, place)
+    if choice == "split":
+        share = len(usable) / count
+        first = min(int(index * share), len(usable) - 1)
+        return set(usable[first : max(first + 1, int((index + 1) * share))])
+    if choice == "numa":
+        own = [node & set(usable) for node in nodes if node & set(usable)]
+        return own[index * len(own) // count] if own else set()
+    return numbers(choice) & set(usable)
+
+
+def numa_nodes() -> list[set[int]]:
+    """Return the cores of each NUMA node of this machine; empty if the kernel does not say."""
+    files = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:]))
+    return [numbers(file.read_text()) for file in files]
+
+
+def bind(text: str) -> None:
+    """Bind this process, and every thread and process that it starts, to its cores; leave it as it is if there are none."""
+    cores = chosen_cores(text, sorted(os.sched_getaffinity(0)), numa_nodes())
+    if cores:
+        os.sched_setaffinity(0, cores)
