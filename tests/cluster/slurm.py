@@ -6,12 +6,14 @@ Several slurmd on one host name do not do, because every host of a run listens o
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from tests.cluster import network
+from tests.cluster.network import PATH, Network
 
 NODES = ("n1", "n2", "n3")
 CONTROLLER = "ctl"
@@ -52,19 +54,7 @@ PartitionName=cpu Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str:
     """Return why the cluster cannot be started on this machine; empty if it can."""
-    if os.geteuid():
-        return "needs root, for network namespaces"
-    if absent := [command for command in COMMANDS if shutil.which(command, path=PATH) is None]:
-        return f"needs {', '.join(absent)} (apt-get install slurm-wlm munge iproute2)"
-    probe = f"{PREFIX}-probe"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
-    if made.returncode:
-        return f"needs the right to make network namespaces ({made.stderr.strip()})"
-    subprocess.run(["ip", "netns", "del", probe], check=False)
-    return ""
-
-
-PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    return network.missing(*COMMANDS, packages="slurm-wlm munge iproute2")
 
 
 class Cluster:
@@ -74,6 +64,7 @@ class Cluster:
         """Start nothing yet; `folder` is for state, logs and the sockets of munge."""
         self.folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by node, or name of the service
+        self._network = Network(PREFIX)
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
 
     def start(self) -> None:
@@ -110,16 +101,19 @@ class Cluster:
 
     def pull_cable(self, node: str) -> None:
         """Take a node off the network; its processes go on."""
-        self._ip("-n", f"{PREFIX}-sw", "link", "set", f"v-{node}", "down")
+        self._network.pull_cable(node)
 
     def plug_in(self, node: str) -> None:
         """Put a node back on the network."""
-        self._ip("-n", f"{PREFIX}-sw", "link", "set", f"v-{node}", "up")
+        self._network.plug_in(node)
 
     def on(self, host: str, *command: str) -> list[str]:
         """Return the command that runs another one on a host, with the processes of this machine in view."""
-        inner = f'hostname {host}; exec "$@"'
-        return ["ip", "netns", "exec", f"{PREFIX}-{host}", "unshare", "--uts", "bash", "-c", inner, "sh", *command]
+        return self._network.on(host, *command)
+
+    def machine(self, node: str, *command: str, prepare: str = "true") -> list[str]:
+        """Return the command that runs another one on a machine of its own, with the network and the name of a node."""
+        return self._network.machine(node, *command, prepare=prepare)
 
     def machine(self, node: str, *command: str, prepare: str = "true") -> list[str]:
         """Return the command that runs another one on a machine of its own, with the network and the name of a node.
@@ -166,32 +160,13 @@ class Cluster:
             process.send_signal(signal.SIGKILL)
         for process in self._processes.values():
             process.wait()
-        for host in ("sw", CONTROLLER, *NODES):
-            subprocess.run(["ip", "netns", "del", f"{PREFIX}-{host}"], capture_output=True, check=False)
-            shutil.rmtree(f"/etc/netns/{PREFIX}-{host}", ignore_errors=True)
+        self._network.stop()
 
     def _make_network(self) -> None:
-        """Connect all hosts by a switch that nothing else is connected to."""
-        self._ip("netns", "add", f"{PREFIX}-sw")
-        self._ip("-n", f"{PREFIX}-sw", "link", "add", "br0", "type", "bridge")
-        self._ip("-n", f"{PREFIX}-sw", "link", "set", "br0", "up")
         addresses = {host: f"10.77.0.{number}" for number, host in enumerate((CONTROLLER, *NODES), start=1)}
-        names = "".join(f"{address} {host}\n" for host, address in addresses.items())
+        self._network.start()
         for host, address in addresses.items():
-            space = f"{PREFIX}-{host}"
-            self._ip("netns", "add", space)
-            self._ip("-n", f"{PREFIX}-sw", "link", "add", f"v-{host}", "type", "veth", "peer", "name", "eth0", "netns", space)
-            self._ip("-n", f"{PREFIX}-sw", "link", "set", f"v-{host}", "master", "br0", "up")
-            self._ip("-n", space, "link", "set", "lo", "up")
-            self._ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
-            self._ip("-n", space, "link", "set", "eth0", "up")
-            files = Path("/etc/netns", space)
-            files.mkdir(parents=True)
-            (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-            (files / "resolv.conf").write_text("")
-
-    def _ip(self, *arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+            self._network.add(host, address, addresses)
 
     def _start(self, name: str, command: Sequence[str]) -> None:
         log = (self.folder / f"{name}.out").open("ab")
