@@ -44,7 +44,7 @@ test-slow: $(DEV) ## the slow tests
 test-faults: $(DEV) ## every kind of fault of every process in every phase, about half an hour; writes runs/bench/fault_matrix.json
 	FAULT_MATRIX=runs/bench/fault_matrix.json $(BIN)/python -m pytest -m slow tests/e2e/test_fault_matrix.py $(ARGS)
 
-test-cluster: $(DEV) ## runs on a Slurm cluster of three nodes in network namespaces; needs root and Slurm, else it says what is missing
+test-cluster: $(DEV) ## runs on clusters of Slurm and Kubernetes in network namespaces; needs root and Slurm, else it says what is missing
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 lint: $(DEV) ## ruff, mypy, import layers, prose

@@ -13,6 +13,7 @@ COMMANDS = {
     "sft": ("titanrl.sft", "fine-tune a model on examples, or continue such a run"),
     "distill": ("titanrl.distill", "distill a teacher into a policy, on samples of the policy"),
     "submit": ("titanrl.submit", "run a configuration as one Slurm job, with the controller on its first node"),
+    "manifest": ("titanrl.manifest", "print the objects of a run on Kubernetes, for kubectl apply"),
     "evaluate": ("titanrl.evaluate", "evaluate a model on the evaluation sets of a configuration"),
     "chat": ("titanrl.chat", "talk to a trained policy"),
     "configs": ("titanrl.config.shipped", "list the configurations that come with TitanRL, or copy one"),

@@ -36,6 +36,7 @@ from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
 from titanrl.extensions import plugins_of
 from titanrl.launch.core_rules import broken_by_cores
+from titanrl.launch.kubernetes_rules import broken_by_kubernetes
 from titanrl.launch.launchers import broken_by_launcher
 from titanrl.launch.slurm_rules import broken_by_slurm
 from titanrl.models.directory import model_shape, read_model, recipe_model
@@ -149,7 +150,7 @@ def dry_run(config: Config, source: Source | None = None) -> None:
 
 
 def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
-    is_elsewhere = config.hosts.kind == "slurm"  # the controller needs no device
+    is_elsewhere = config.hosts.across_machines  # the controller needs no device
     missing = None if config.device == "auto" or is_elsewhere else missing_for(config.device)
     if missing is not None:
         rule = f"the device must be usable on this machine, but it is not: {missing}"
@@ -157,6 +158,7 @@ def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
     yield from broken_by_slurm(config)
     yield from broken_by_launcher(config)
     yield from broken_by_cores(config)
+    yield from broken_by_kubernetes(config)
 
 
 def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:

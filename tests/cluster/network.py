@@ -95,6 +95,14 @@ class Network:
         inner = f'hostname {host}; mount -t tmpfs tmpfs /dev/shm; {prepare}; exec "$@"'
         return ["ip", "netns", "exec", self.space(host), *spaces, "bash", "-c", inner, "sh", *command]
 
+    def processes(self) -> list[str]:
+        """Return the ids of the processes on all hosts."""
+        pids = []
+        for host in self._hosts:
+            done = subprocess.run(["ip", "netns", "pids", self.space(host)], capture_output=True, text=True, check=True)
+            pids += done.stdout.split()
+        return pids
+
     def stop(self) -> None:
         """Delete the namespaces."""
         for host in ("sw", *self._hosts):

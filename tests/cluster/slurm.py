@@ -115,20 +115,6 @@ class Cluster:
         """Return the command that runs another one on a machine of its own, with the network and the name of a node."""
         return self._network.machine(node, *command, prepare=prepare)
 
-    def machine(self, node: str, *command: str, prepare: str = "true") -> list[str]:
-        """Return the command that runs another one on a machine of its own, with the network and the name of a node.
-
-        SIGKILL to it is a loss of power.
-
-        Args:
-            node: its name.
-            command: program and arguments.
-            prepare: shell command that changes the machine before.
-        """
-        spaces = ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]
-        inner = f'hostname {node}; mount -t tmpfs tmpfs /dev/shm; {prepare}; exec "$@"'
-        return ["ip", "netns", "exec", f"{PREFIX}-{node}", *spaces, "bash", "-c", inner, "sh", *command]
-
     def slurm(self, *command: str) -> str:
         """Run a command of Slurm; return its output."""
         done = subprocess.run(

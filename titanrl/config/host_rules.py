@@ -45,7 +45,7 @@ def broken_by_hosts(
                 "hosts.generator_hosts": hosts.generator_hosts,
             },
             rule="local runs every mesh on this machine, so each mesh has one host",
-            fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm or launcher",
+            fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm, kubernetes or launcher",
         )
     if hosts.across_machines and hosts.share_devices and placement.generator == "generators":
         yield BrokenRule(

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from titanrl.config.choices import ConsoleMode
+from titanrl.config.kubernetes import KubernetesConfig
 from titanrl.config.registry import TRACKERS
 from titanrl.config.section import CountOrZero, OrImportPath, Processes, Seconds, Section, StepsOrZero
 from titanrl.config.slurm import SlurmConfig
@@ -49,9 +50,10 @@ class LoggingConfig(Section):
 class HostsConfig(Section):
     """Placement of the process meshes on hosts."""
 
-    kind: Literal["local", "process", "slurm", "launcher"] = "local"
-    """`local`: this machine. `process`: several emulated hosts on this machine. `slurm`: nodes of a Slurm job. `launcher`:
-    hosts on each of which torchrun, srun, mpirun or a platform starts this command once."""
+    kind: Literal["local", "process", "slurm", "kubernetes", "launcher"] = "local"
+    """`local`: this machine. `process`: several emulated hosts on this machine. `slurm`: nodes of a Slurm job.
+    `kubernetes`: pods of a Kubernetes cluster. `launcher`: hosts on each of which torchrun, srun, mpirun or a platform starts
+    this command once."""
     trainer_hosts: Processes = 1
     """Number of hosts of the trainer mesh."""
     generator_hosts: Processes = 1
@@ -61,10 +63,12 @@ class HostsConfig(Section):
     share_devices: bool = False
     """Place generator ranks on the trainer's accelerators, starting with the first. Otherwise each rank has its own."""
     trusted_network: bool = False
-    """Allow hosts that listen on the network, as those of `slurm` and `launcher` do, without authentication. A program that can
-    connect to them can execute code as you (docs/security.md)."""
+    """Allow hosts that listen on the network, as those of a cluster do, without authentication. A program that can connect to
+    them can execute code as you (docs/security.md)."""
     slurm: SlurmConfig = SlurmConfig()
     """Job that Slurm is asked for."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    """Pods that Kubernetes is asked for."""
 
     @property
     def across_machines(self) -> bool:

@@ -175,9 +175,9 @@ async def assemble(
         assembly = kept.assembly
     else:
         supervisor, logs = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), files.run_dir / "logs"
-        hosts = await acquire_hosts(config, device.kind, logs, supervisor, say=say, warn=warn)
+        hosts, kind = await acquire_hosts(config, device.kind, logs, supervisor, say=say, warn=warn), config.hosts.kind
         around = Surroundings(
-            fleet=Fleet(logs, supervisor, own_children=config.hosts.kind == "local"),
+            fleet=Fleet(logs, supervisor, own_children=kind == "local", have_names=kind != "kubernetes"),
             supervisor=supervisor,
             respawns=respawns or Respawns(config.faults),
             warn=warn,

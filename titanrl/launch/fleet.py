@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 from monarch.spmd import setup_torch_elastic_env_async
+from monarch.tools.network import AddrType
 
 from titanrl.actors import ProcessVariables, set_up_process
 from titanrl.launch.cores import CORES, Cores
@@ -37,16 +38,18 @@ _LOOPBACK_VARIABLES = {
 class Fleet:
     """All process meshes of a run."""
 
-    def __init__(self, log_dir: Path, supervisor: Supervisor, *, own_children: bool = True) -> None:
+    def __init__(self, log_dir: Path, supervisor: Supervisor, *, own_children: bool = True, have_names: bool = True) -> None:
         """Start without processes.
 
         Args:
             log_dir: folder of the processes' logs and pid files.
             supervisor: watches the processes.
             own_children: False if other hosts start some of the processes. Those of this process end with it.
+            have_names: False if hosts cannot look up each other's names, as pods of Kubernetes.
         """
         self._log_dir = log_dir
         self._supervisor = supervisor
+        self._address = None if have_names else AddrType.IPv4
         self._parent = {PARENT: str(os.getpid())} if own_children else {}
         self._meshes: dict[str, ProcMesh] = {}  # by role
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -122,7 +125,7 @@ class Fleet:
             interface: network interface between hosts; None lets each library choose.
         """
         if not one_machine:
-            await setup_torch_elastic_env_async(procs)
+            await setup_torch_elastic_env_async(procs, use_ipaddr=self._address)
             if interface is not None:
                 names: Any = procs.spawn("interface", ProcessVariables)
                 await names.set.call(dict.fromkeys(_INTERFACE_VARIABLES, interface))

@@ -1,4 +1,4 @@
-"""The hosts of a run: this machine, several emulated on it, the nodes of a Slurm job, or the hosts of a launcher."""
+"""The hosts of a run: this machine, several emulated on it, those of Slurm or a launcher, or pods of Kubernetes."""
 
 import os
 import signal
@@ -21,6 +21,7 @@ from titanrl.config.places import HostPlace, host_counts, replica_place, store_p
 from titanrl.config.schema import Config
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.crew import Crew
+from titanrl.launch.kubernetes_hosts import KubernetesHosts
 from titanrl.launch.launcher_hosts import LauncherHosts
 from titanrl.launch.leases import Say
 from titanrl.launch.rendezvous import LauncherError
@@ -114,6 +115,7 @@ async def acquire_hosts(
     Raises:
         SlurmError: Slurm refused or ended the job.
         LauncherError: A host of the launcher has ended, or this process has no launcher.
+        KubernetesError: The cluster refused, or pods do not start.
     """
     hosts, meshes = config.hosts, host_counts(config)
     if hosts.kind == "slurm":
@@ -121,6 +123,8 @@ async def acquire_hosts(
         return await _network_hosts(config, device, slurm, supervisor, warn)
     if hosts.kind == "launcher":
         return await _network_hosts(config, device, _launcher_hosts(config, meshes, say), supervisor, warn)
+    if hosts.kind == "kubernetes":
+        return await _network_hosts(config, device, KubernetesHosts(config, device, meshes, say), supervisor, warn)
     wait_for_stopped_processes()
     local = local_host()
     if hosts.kind == "local":
@@ -134,16 +138,17 @@ def _launcher_hosts(config: Config, meshes: dict[str, int], say: Say) -> Launche
     if Crew.current is None:
         raise LauncherError(
             "hosts.kind: only the commands train, sft and distill run under a launcher (got launcher). "
-            "Set it to local, process or slurm."
+            "Set it to local, process, slurm or kubernetes."
         )
     return LauncherHosts(Crew.current, meshes, config.timeouts.start_s, say)
 
 
 async def _network_hosts(
-    config: Config, device: DeviceKind, network: SlurmHosts | LauncherHosts, supervisor: Supervisor, warn: Say
+    config: Config, device: DeviceKind, network: SlurmHosts | LauncherHosts | KubernetesHosts, supervisor: Supervisor, warn: Say
 ) -> Hosts:
     network.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # a full host has no accelerators to spare
-    network.on_ending = partial(_end_with_hosts, supervisor, config.hosts.kind, warn)
+    if not isinstance(network, KubernetesHosts):
+        network.on_ending = partial(_end_with_hosts, supervisor, config.hosts.kind, warn)
     acquired = await network.start()
     return Hosts(config, local_host(), network, acquired, has_ended=network.has_ended, are_alive=network.are_alive)
 
