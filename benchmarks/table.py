@@ -166,11 +166,39 @@ def chaos_score(result: Mapping[str, Any]) -> str:
     return f"{result['heldout_last']:.3f}, {result['runs']['undisturbed']['heldout_last']:.3f}"
 
 
+def hosts_table(result: Mapping[str, Any]) -> str:
+    """Return the figures of each number of hosts as a column."""
+    cases, one = result["cases"], result["cases"]["1 host"]
+    rows: dict[str, Cell] = {
+        "step, median": lambda case: f"{case['step_s']:.3f} s",
+        "push, median": lambda case: f"{case['push_s'] * 1e3:.1f} ms",
+        "pull, median": lambda case: f"{case['pull_s'] * 1e3:.1f} ms",
+        "weights over the network per version": lambda case: (
+            f"{case['times_over_the_network']:g} x {case['version_bytes'] / 1e6:.2f} MB"
+        ),
+        "same rewards as on one host": lambda case: "yes" if case["rewards"] == one["rewards"] else "no",
+        "bytes through the controller's host per group": lambda case: bytes_text(case, "controller_bytes_per_group"),
+        "bytes into n1 (trainer) per step": lambda case: bytes_text(case, "n1_received_bytes_per_step"),
+        "bytes into n2 (generator) per step": lambda case: bytes_text(case, "n2_received_bytes_per_step"),
+        "bytes into n3 (generator) per step": lambda case: bytes_text(case, "n3_received_bytes_per_step"),
+    }
+    lines = ["| | " + " | ".join(cases) + " |", "|---|" + "---|" * len(cases)]
+    lines += [f"| {label} | " + " | ".join(map(cell, cases.values())) + " |" for label, cell in rows.items()]
+    where_text = f"hosts emulated by {result['emulation']}, {where(result['machine'])}"
+    return "\n".join(lines) + f"\n\n`python -m benchmarks.hosts --json FILE`, {where_text}."
+
+
+def bytes_text(case: Mapping[str, Any], name: str) -> str:
+    """Return a number of bytes, or a dash where none were counted."""
+    return f"{case[name]:,.0f}" if name in case else "-"
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "README.md": ("quickstart.json", quickstart_table),
     "docs/weights.md": ("weight_sync.json", weight_sync_tables),
     "docs/async.md": ("async_reward.json", reward_table),
     "docs/faults.md": ("chaos.json", chaos_table),
+    "docs/howto/placement.md": ("hosts.json", hosts_table),
 }
 """Kept result of each document, and the function that makes a table of it."""
 

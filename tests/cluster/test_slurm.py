@@ -133,6 +133,8 @@ def test_curve_on_three_nodes_is_that_of_one_machine(cluster: Cluster, start_run
     assert "3 hosts (n1, n2, n3)" in output
     assert len(curve(there)) == 4
     assert curve(there) == curve(here)
+    assert {row["sync/network_bytes"] for row in here.steps()} == {0.0}
+    assert all(row["sync/network_bytes"] == row["sync/bytes"] for row in there.steps()), "the generator's host receives it once"
     assert_nothing_left(cluster, there)
 
 
