@@ -78,7 +78,7 @@ class KubernetesConfig(Section):
     gpu_resource: str = "nvidia.com/gpu"
     """Kind of accelerator, of which a pod requests `hosts.devices_per_host`; none on CPU."""
     controller_cpu: Quantity | None = None
-    """CPU cores of the controller's pod, which also runs buffer, store and rollout workers; null requests none."""
+    """CPU cores of the controller's pod, which also runs buffer and store; null requests none."""
     controller_memory: Quantity | None = None
     """Memory of the controller's pod; null requests none."""
     pod_spec: dict[str, Any] = {}
