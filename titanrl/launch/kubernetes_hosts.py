@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from monarch.actor import HostMesh, attach_to_workers, enable_transport
-from monarch.config import configure
 from monarch.job import ProcessJob
 
 from titanrl.config.choices import DeviceKind
@@ -16,7 +15,8 @@ from titanrl.config.schema import Config
 from titanrl.launch.kubernetes_api import Api, PodWatch
 from titanrl.launch.kubernetes_manifest import Json, mesh, mesh_name, token_of
 from titanrl.launch.kubernetes_pods import PodState, current, end_of, progress
-from titanrl.launch.leases import LOST_S, Say
+from titanrl.launch.leases import Say
+from titanrl.launch.patience import leave_lost_hosts_to_leases
 from titanrl.launch.pod_leases import KubernetesError, Lost, Pod, PodBusyError, PodLeases, tcp
 from titanrl.private_sockets import private_sockets
 
@@ -61,10 +61,7 @@ class KubernetesHosts:
         """
         try:
             enable_transport("tcp")  # before the first use of Monarch: by default, hosts cannot connect to this process
-            # torchmonarch's own report of a dead host then comes with ours, not a minute later, when its parts are replaced.
-            configure(get_proc_state_max_idle=f"{LOST_S}s", get_actor_state_max_idle=f"{LOST_S}s")
-            # It would end this process 30 s after a message to a dead host, although the run has gone on without that host.
-            configure(message_delivery_timeout="30d")
+            leave_lost_hosts_to_leases()
             tokens = await self._requested()
             return await self._attach(tokens, await self._ready())
         except PodBusyError:

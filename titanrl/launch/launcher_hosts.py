@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable
 
 from monarch.actor import HostMesh, attach_to_workers, enable_transport
-from monarch.config import configure
 from monarch.job import ProcessJob
 
 from titanrl.launch.crew import Crew
 from titanrl.launch.launcher_host import START, STOP, UP
 from titanrl.launch.launchers import is_loopback
-from titanrl.launch.leases import LOST_S, Host, Leases, Say
+from titanrl.launch.leases import Host, Leases, Say
+from titanrl.launch.patience import leave_lost_hosts_to_leases
 from titanrl.launch.rendezvous import LauncherError
 from titanrl.launch.slurm_hosts import OnLost
 from titanrl.private_sockets import private_sockets
@@ -49,7 +49,7 @@ class LauncherHosts:
         try:
             # Before the first use of Monarch. If all hosts are this machine, none needs to listen on the network.
             enable_transport("ipc" if is_loopback(self._crew.address) else "tcp")
-            configure(get_proc_state_max_idle=f"{LOST_S}s", get_actor_state_max_idle=f"{LOST_S}s")
+            leave_lost_hosts_to_leases()
             if gone := [str(rank) for rank in range(count) if rank not in self._crew.connections]:
                 raise LauncherError(f"hosts.kind: the hosts of rank {', '.join(gone)} have ended (got launcher). Start again.")
             for host, connection in self._crew.connections.values():

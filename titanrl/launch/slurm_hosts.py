@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 from monarch.actor import HostMesh, attach_to_workers, enable_transport
-from monarch.config import configure
 from monarch.job import ProcessJob
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
-from titanrl.launch.leases import LOST_S, Host, Leases, Say
+from titanrl.launch.leases import Host, Leases, Say
+from titanrl.launch.patience import leave_lost_hosts_to_leases
 from titanrl.launch.slurm_host import CONTROLLER, IDENTITIES, TOKEN
 from titanrl.launch.slurm_jobs import (
     IN_ALLOCATION,
@@ -90,8 +90,7 @@ class SlurmHosts:
         identities = [str(identity) for identity in ProcessJob._allocate_service_proc_ids(count)]
         try:
             enable_transport("tcp")  # before the first use of Monarch: by default, hosts cannot connect to this process
-            # torchmonarch's own report of a dead host then comes with ours, not a minute later, when its parts are replaced.
-            configure(get_proc_state_max_idle=f"{LOST_S}s", get_actor_state_max_idle=f"{LOST_S}s")
+            leave_lost_hosts_to_leases()
             await self.acquire({IDENTITIES: " ".join(identities)})
             with private_sockets():
                 return self._attach(identities)
