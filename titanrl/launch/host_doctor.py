@@ -12,7 +12,7 @@ from statistics import median
 from rich.console import Console
 
 from titanrl.config.dry_run import print_table
-from titanrl.config.errors import BrokenRules, ConfigError
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
 from titanrl.config.schema import Config
@@ -78,6 +78,9 @@ def _world(config: Config, source: Source) -> World | None:
         ConfigError: The hosts cannot be had.
     """
     broken, world = [*broken_by_slurm(config), *broken_by_launcher(config)], None
+    if config.hosts.kind == "kubernetes":
+        rule, fix = "titanrl doctor cannot examine pods", "run titanrl doctor DEVICE in a pod, and kubectl describe monarchmesh"
+        broken.append(BrokenRule(values={"hosts.kind": "kubernetes"}, rule=rule, fix=fix))
     if config.hosts.kind == "launcher":
         try:
             world = world_of(os.environ)
