@@ -147,7 +147,7 @@ def test_dead_host_is_named(cluster: Cluster, launch: Launch, fault: str) -> Non
         cluster.plug_in("n2")
     (event,) = run.events("host_lost")
     assert event["time"] - at < NAMED_S
-    assert (event["host"], event["ranks"]) == ("n2", ["generator_0_0"])
+    assert (event["host"], event["ranks"]) == ("n2", ["generator_0_0", "rollout_0_0"])
     assert run.process.returncode != 0
     assert "host n2 (rank 1) has ended, or its network has" in run.output()
     if fault == "unplugged":
