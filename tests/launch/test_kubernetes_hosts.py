@@ -62,7 +62,10 @@ def start(cluster: Kubernetes) -> Iterator[Start]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    return process.communicate(timeout=120)[0]
+    assert process.stdout is not None
+    output = process.stdout.read()  # `communicate` would miss the lines that were read ahead
+    process.wait(120)
+    return output
 
 
 def test_pods_become_hosts_and_go_with_the_run(cluster: Kubernetes, start: Start) -> None:
