@@ -98,6 +98,11 @@ def test_pods_request_what_the_configuration_says() -> None:
     assert container["workingDir"] == "/mnt/titan"
 
 
+def test_generators_beside_trainers_have_no_pods_of_their_own() -> None:
+    (trainers,) = named(manifest("placement.generator=trainers"), "MonarchMesh")
+    assert trainers["metadata"]["name"].endswith("trainers")
+
+
 def test_pods_request_their_accelerators() -> None:
     for mesh in named(manifest("device=cuda", "hosts.devices_per_host=4"), "MonarchMesh"):
         (container,) = mesh["spec"]["podTemplate"]["spec"]["containers"]

@@ -17,10 +17,11 @@ from titanrl.config import Config, ConfigError
 from titanrl.config.errors import BrokenRule
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
+from titanrl.config.places import host_counts
 from titanrl.config.source import Source, read_source
 from titanrl.config.strict_yaml import dump
 from titanrl.device import resolve_device
-from titanrl.launch.kubernetes_manifest import Json, controller, mesh, mesh_name, role_meshes
+from titanrl.launch.kubernetes_manifest import Json, controller, mesh, mesh_name
 from titanrl.launch.kubernetes_rules import broken_by_pods
 
 
@@ -82,7 +83,7 @@ def objects(config: Config, text: str, resume: str | None = None, only: str | No
     namespace = config.hosts.kubernetes.namespace or "default"
     token = secrets.token_hex(16)
     meshes = [
-        mesh(config, device, role, mesh_name(config.name, role), token, namespace=namespace) for role in role_meshes(config)
+        mesh(config, device, role, mesh_name(config.name, role), token, namespace=namespace) for role in host_counts(config)
     ]
     others = controller(config, text, namespace, resume)
     return [*(meshes if only != "controller" else ()), *(others if only != "meshes" else ())]

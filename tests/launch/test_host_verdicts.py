@@ -155,11 +155,20 @@ def test_one_machine_needs_everything() -> None:
 
 def test_roles_of_a_launcher_are_spread() -> None:
     first, second, third = needs("hosts.kind=launcher", "hosts.trainer_hosts=2", "trainer.parallelism.dp_shard=2")
-    assert (first.roles, second.roles, third.roles) == ("controller, trainer", "trainer", "generators")
+    assert (first.roles, second.roles, third.roles) == ("controller, trainer", "trainer", "rollout, generators")
     config = load_config("quickstart")
-    others = sum(LIBRARY_BYTES[role] for role in ("controller", "store"))
-    others += LIBRARY_BYTES["rollout"] * config.rollout.num_workers
-    assert first.memory - second.memory >= others
-    assert third.memory >= LIBRARY_BYTES["generator"] + config.generator.kv_cache_bytes
+    assert first.memory - second.memory >= sum(LIBRARY_BYTES[role] for role in ("controller", "store"))
+    workers = LIBRARY_BYTES["rollout"] * config.rollout.num_workers
+    assert third.memory >= LIBRARY_BYTES["generator"] + config.generator.kv_cache_bytes + workers
     assert second.shared_memory > 0
-    assert third.shared_memory == 0
+    assert third.shared_memory == 2 * second.shared_memory  # two versions, which it receives whole
+
+
+def test_generators_beside_trainers_need_no_host_of_their_own() -> None:
+    (alone,) = needs("hosts.kind=launcher", "placement.generator=trainers")
+    assert alone.roles == "controller, rollout, trainer, generators"
+    first, second = needs(
+        "hosts.kind=launcher", "hosts.trainer_hosts=2", "trainer.parallelism.dp_shard=2", "placement.generator=trainers"
+    )
+    assert (first.roles, second.roles) == ("controller, rollout, trainer, generators", "trainer")
+    assert first.shared_memory == 2 * second.shared_memory  # it receives the other half

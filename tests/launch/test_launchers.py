@@ -131,6 +131,13 @@ def test_number_of_processes_is_that_of_the_hosts() -> None:
     assert "3 in all, and it has started 2" in broken.rule
 
 
+def test_generators_beside_trainers_need_no_processes_of_the_launcher() -> None:
+    config = configured("hosts.trainer_hosts=2", "trainer.parallelism.dp_shard=2", "placement.generator=trainers")
+    assert num_hosts(config) == 2
+    (broken,) = broken_by_world(config, world(3))
+    assert dict(broken.values) == {"hosts.trainer_hosts": 2}
+
+
 def test_plain_shell_is_refused() -> None:
     (broken,) = broken_by_world(configured(), None)
     assert "RANK, OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID" in broken.rule

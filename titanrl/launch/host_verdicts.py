@@ -3,12 +3,14 @@ machine."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import add
 from typing import Literal
 
 from titanrl.config.choices import DeviceKind
+from titanrl.config.places import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
-from titanrl.config.sizes import LIBRARY_BYTES, Sizes, cpu_bytes, gigabytes
+from titanrl.config.sizes import LIBRARY_BYTES, Sizes, cpu_bytes, gigabytes, received_bytes
 from titanrl.launch.host_probe import CHOSEN
 from titanrl.launch.host_report import MISSING, HostReport
 
@@ -16,7 +18,6 @@ CLOCK_S = 1.0
 """Difference of clocks from which it is reported."""
 SLOW = 5
 """Factor below the median at which the bandwidth of a connection is reported."""
-_WITH_CONTROLLER = ("controller", "rollout", "sandbox", "buffer", "store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,36 +92,91 @@ def needs_of(config: Config, sizes: Sizes, device: DeviceKind) -> list[Needs]:
     On one machine, also with emulated hosts, all roles are there. A controller beside a trainer host is on the first one.
     """
     hosts, memory, on_cpu = config.hosts, sizes.memory, device == "cpu"
-    has_generators = config.num_generator_ranks > 0
-    num_hosts = hosts.trainer_hosts + (hosts.generator_hosts if has_generators else 0)
     trainers, generators = config.num_trainer_ranks, config.num_generator_ranks
-    others = sum(number * LIBRARY_BYTES[role] for role, number in sizes.processes.items() if role in _WITH_CONTROLLER)
-    published = 2 * memory.replica_weights if memory is not None and has_generators else 0
-    if not hosts.across_machines:
-        total = sum(number * LIBRARY_BYTES[role] for role, number in sizes.processes.items())
-        if memory is not None and on_cpu:
-            total = cpu_bytes(config, memory, memory.trainer.cpu_total)
-        devices = 0 if on_cpu else max(trainers, generators) if hosts.share_devices else trainers + generators
-        count = 1 if hosts.kind == "local" else num_hosts
-        return [Needs(roles="all", memory=total, shared_memory=published, devices=devices)] * count
-    trainer, generator = LIBRARY_BYTES["trainer"], LIBRARY_BYTES["generator"]
+    if hosts.across_machines:
+        return _needs_by_host(config, sizes, on_cpu=on_cpu)
+    total = sum(number * LIBRARY_BYTES[role] for role, number in sizes.processes.items())
+    published = 0
+    if memory is not None:
+        published = 2 * memory.replica_weights if generators else 0
+        total = cpu_bytes(config, memory, memory.trainer.cpu_total) if on_cpu else total
+    devices = 0 if on_cpu else max(trainers, generators) if hosts.share_devices else trainers + generators
+    count = 1 if hosts.kind == "local" else sum(host_counts(config).values())
+    return [Needs(roles="all", memory=total, shared_memory=published, devices=devices)] * count
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the roles of a host add up to."""
+
+    roles: list[str] = field(default_factory=list)
+    private: int = 0
+    """Bytes of processes."""
+    shared: int = 0
+    """Bytes in shared memory."""
+    trainers: int = 0
+    """Trainer ranks."""
+    generators: int = 0
+    """Ranks of generators, teacher and evaluator."""
+
+
+def _needs_by_host(config: Config, sizes: Sizes, *, on_cpu: bool) -> list[Needs]:
+    """Return what the roles need that `placement` puts on each host."""
+    tallies = {(mesh, number): _Tally() for mesh, count in host_counts(config).items() for number in range(count)}
+    _add_others(config, sizes, tallies)
+    _add_trainers(config, sizes, tallies, on_cpu=on_cpu)
+    if config.num_generator_ranks:
+        _add_generators(config, sizes, tallies, on_cpu=on_cpu)
+    combine = max if config.hosts.share_devices else add
+    return [
+        Needs(
+            roles=", ".join(dict.fromkeys(tally.roles)),
+            memory=tally.private + tally.shared,
+            shared_memory=tally.shared,
+            devices=0 if on_cpu else combine(tally.trainers, tally.generators),
+        )
+        for tally in tallies.values()
+    ]
+
+
+def _add_others(config: Config, sizes: Sizes, tallies: Mapping[HostPlace, _Tally]) -> None:
+    controller = next(iter(tallies))
+    workers = [worker_place(config, worker) or controller for worker in range(config.rollout.num_workers)]
+    store = [store_place(config) or controller]
+    homes = {"controller": [controller], "rollout": workers, "sandbox": workers, "buffer": store, "store": store}
+    for role, places in homes.items():
+        for place in places if role in sizes.processes else ():
+            tallies[place].roles += [role] if role in ("controller", "rollout") else []
+            tallies[place].private += sizes.processes[role] // len(places) * LIBRARY_BYTES[role]
+
+
+def _add_trainers(config: Config, sizes: Sizes, tallies: Mapping[HostPlace, _Tally], *, on_cpu: bool) -> None:
+    memory, num_hosts = sizes.memory, config.hosts.trainer_hosts
+    ranks = config.num_trainer_ranks // num_hosts
+    rank_bytes = LIBRARY_BYTES["trainer"] + (memory.trainer.cpu_total if memory is not None and on_cpu else 0)
+    for number in range(num_hosts if ranks else 0):
+        tally = tallies["trainers", number]
+        tally.roles.append("trainer")
+        tally.private += ranks * rank_bytes
+        tally.trainers = ranks
+        if memory is not None and config.num_generator_ranks:
+            tally.shared += 2 * memory.replica_weights // num_hosts
+
+
+def _add_generators(config: Config, sizes: Sizes, tallies: Mapping[HostPlace, _Tally], *, on_cpu: bool) -> None:
+    memory, tp = sizes.memory, config.generator.tp
+    rank_bytes = LIBRARY_BYTES["generator"]
     if memory is not None and on_cpu:
-        trainer += memory.trainer.cpu_total
-        generator += memory.generator_rank_weights + config.generator.kv_cache_bytes // config.generator.tp
-    ranks, shared = trainers // hosts.trainer_hosts, published // hosts.trainer_hosts
-    found = [
-        Needs(roles="trainer", memory=ranks * trainer + shared, shared_memory=shared, devices=0 if on_cpu else ranks)
-    ] * hosts.trainer_hosts
-    if has_generators:
-        ranks = generators // hosts.generator_hosts
-        further = sizes.processes.get("teacher", 0) + sizes.processes.get("evaluator", 0)
-        needs = (ranks + further) * generator
-        found += [
-            Needs(roles="generators", memory=needs, shared_memory=0, devices=0 if on_cpu else ranks + further)
-        ] * hosts.generator_hosts
-    first = found[0]
-    found[0] = Needs(roles="controller, trainer", memory=first.memory + others, shared_memory=shared, devices=first.devices)
-    return found
+        rank_bytes += memory.generator_rank_weights + config.generator.kv_cache_bytes // tp
+    ranks = Counter({replica_place(config, 0): sizes.processes.get("teacher", 0) + sizes.processes.get("evaluator", 0)})
+    for replica in range(config.generator.replicas):
+        ranks[replica_place(config, replica)] += tp
+    for place, count in ranks.items():
+        tally = tallies[place]
+        tally.roles.append("generators")
+        tally.private += count * rank_bytes
+        tally.generators = count
+        tally.shared += 0 if memory is None else received_bytes(config, memory)
 
 
 def problems(hosts: Sequence[Examined], links: Sequence[Link]) -> list[Problem]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.kubernetes import KubernetesConfig
+from titanrl.config.places import host_counts
 from titanrl.config.schema import Config
 from titanrl.launch.kubernetes_host import POD_IP, TOKEN
 
@@ -29,14 +30,6 @@ HOST_GRACE_S = 10
 """The same for the other pods, which have nothing to save."""
 MAX_NAME = 63
 Json = dict[str, Any]
-
-
-def role_meshes(config: Config) -> dict[str, int]:
-    """Return the number of pods of each mesh, by role."""
-    meshes = {"trainers": config.hosts.trainer_hosts}
-    if config.num_generator_ranks:
-        meshes["generators"] = config.hosts.generator_hosts
-    return meshes
 
 
 def mesh_name(run: str, role: str, suffix: str = "") -> str:
@@ -75,7 +68,7 @@ def mesh(
         "kind": "MonarchMesh",
         "metadata": metadata,
         "spec": {
-            "replicas": role_meshes(config)[role],
+            "replicas": host_counts(config)[role],
             "port": kubernetes.port,
             "podTemplate": {
                 "metadata": {"labels": _labels(config, role)},

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.places import host_counts
 from titanrl.config.schema import Config
 from titanrl.device import resolve_device
 
@@ -140,7 +141,7 @@ def drop_variables() -> None:
 
 def num_hosts(config: Config) -> int:
     """Return the number of processes that a run with `hosts.kind: launcher` needs, one for each host."""
-    return config.hosts.trainer_hosts + (config.hosts.generator_hosts if config.num_generator_ranks else 0)
+    return sum(host_counts(config).values())
 
 
 def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]:
@@ -154,7 +155,7 @@ def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]
         )
         return
     needed, hosts = num_hosts(config), config.hosts
-    generators = {"hosts.generator_hosts": hosts.generator_hosts} if config.num_generator_ranks else {}
+    generators = {"hosts.generator_hosts": hosts.generator_hosts} if "generators" in host_counts(config) else {}
     if world.size != needed:
         yield BrokenRule(
             values={"hosts.trainer_hosts": hosts.trainer_hosts, **generators},
