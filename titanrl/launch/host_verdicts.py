@@ -107,7 +107,7 @@ def needs_of(config: Config, sizes: Sizes, device: DeviceKind) -> list[Needs]:
 
 @dataclass(slots=True)
 class _Tally:
-    """What the roles of a host add up to."""
+    """Sums over the roles of a host."""
 
     roles: list[str] = field(default_factory=list)
     private: int = 0
