@@ -1,8 +1,9 @@
 """Cost of faults: `python -m benchmarks.chaos --json FILE --minutes 5`.
 
 The quick start with two generator replicas, two rollout workers and `max_staleness: 1` runs for some minutes undisturbed. Then
-it runs as long while a random process of it is hit every few seconds, mostly by `kill -9`, sometimes by SIGSTOP. The samples
-are counted from the files of the run: every prompt must be trained on, or wait in the last checkpoint, exactly once.
+it runs as long while a random process of it is hit every few seconds, by `kill -9` or, with `--stop-share`, sometimes by
+SIGSTOP. The samples are counted from the files of the run: every prompt must be trained on, or wait in the last checkpoint,
+exactly once.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 
 import titanrl
 from benchmarks.machine import write_result
-from benchmarks.victims import SIGNALS, Victim, events, is_recovery, victims
+from benchmarks.victims import SIGNALS, NewEvents, Victim, events, is_recovery, victims
 from titanrl.config import load_config
 from titanrl.metrics.run_directory import read_lines, read_metrics
 from titanrl.replay.saved import BufferState
@@ -43,8 +44,6 @@ SETTINGS = (
 """Overrides of both runs."""
 WEIGHTS: Mapping[str, float] = {"generator": 4.0, "rollout": 4.0, "scoring": 4.0, "trainer": 1.0, "store": 1.0}
 """Relative frequency of each kind of victim. The death of the trainer or of the store restarts all processes."""
-STOP_SHARE = 0.15
-"""Share of faults that stop a process (SIGSTOP) instead of killing it."""
 LOOK_S = 0.05
 """Seconds between two looks at the run."""
 START_LIMIT_S, RECOVERY_LIMIT_S, END_LIMIT_S = 600.0, 120.0, 120.0
@@ -71,12 +70,14 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of victims")
     parser.add_argument("--kinds", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="kinds of victims")
+    help_text = "share of faults that stop a process (SIGSTOP), which is noticed after faults.min_stall_s, 5 s here"
+    parser.add_argument("--stop-share", type=float, default=0.0, help=help_text)
     parser.add_argument("--folder", type=Path, help="folder in which to keep the files of both runs")
     parser.add_argument(
         "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
     )
     arguments = parser.parse_args()
-    chaos = Chaos(random.Random(arguments.seed), arguments.every, arguments.kinds)
+    chaos = Chaos(random.Random(arguments.seed), arguments.every, arguments.kinds, arguments.stop_share)
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-", ignore_cleanup_errors=True) as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ def main() -> None:
         "exit_code": hit["exit_code"],
         "seconds_between_faults": arguments.every,
         "weights": {kind: WEIGHTS[kind] for kind in arguments.kinds},
-        "stop_share": STOP_SHARE,
+        "stop_share": arguments.stop_share,
         "runs": {"undisturbed": plain, "disturbed": hit},
     }
     write_result(arguments.json, "chaos", {**result, "faults": [fault.row() for fault in chaos.faults]}, shown=result)
@@ -133,22 +134,22 @@ class Fault:
 class Chaos:
     """Hits a random process every few seconds, whatever else happens."""
 
-    def __init__(self, rng: random.Random, every_s: float, kinds: Sequence[str]) -> None:
+    def __init__(self, rng: random.Random, every_s: float, kinds: Sequence[str], stop_share: float) -> None:
         """Start without faults."""
-        self._rng, self._every_s, self._kinds = rng, every_s, kinds
+        self._rng, self._every_s, self._kinds, self._stop_share = rng, every_s, kinds, stop_share
         self._due = 0.0
         self.faults: list[Fault] = []
 
     def run(self, subject: "Subject", until: float) -> None:
         """Signal processes until a time (unix seconds), then wait until everything works again, or the run has ended."""
         self._due = time.time() + self._every_s
-        limit = until + RECOVERY_LIMIT_S
+        limit, recorded = until + RECOVERY_LIMIT_S, NewEvents(subject.run_dir)
         while subject.is_running and (time.time() < until or (self._has_open and time.time() < limit)):
             if self._due <= time.time() < until:
                 self._hit(subject)
-            recorded = events(subject.run_dir)
+            new = recorded.read()
             for fault in self.faults:
-                fault.look(recorded)
+                fault.look(new)
             time.sleep(LOOK_S)
 
     @property
@@ -161,7 +162,7 @@ class Chaos:
         found = [victim for victim in victims(subject.run_dir) if victim.kind == kind]
         if not found:
             return
-        victim, name = self._rng.choice(found), "SIGSTOP" if self._rng.random() < STOP_SHARE else "kill -9"
+        victim, name = self._rng.choice(found), "SIGSTOP" if self._rng.random() < self._stop_share else "kill -9"
         fault = Fault(victim, name, time.time(), victim.siblings())
         if victim.hit(SIGNALS[name]):
             print(f"{name} of {kind} process {victim.process.pid} ({victim.part})", flush=True)

@@ -150,8 +150,9 @@ def chaos_table(result: Mapping[str, Any]) -> str:
         "|---|---|---|---|",
         *(chaos_row(kind, figures) for kind, figures in {**result["by_kind"], "all": result}.items()),
     ]
+    share = f" --stop-share {result['stop_share']:g}" if result["stop_share"] else ""
     every = f"a fault every {result['seconds_between_faults']:g} s for {minutes:.0f} minutes"
-    return "\n".join(lines) + f"\n\n`python -m benchmarks.chaos --json FILE`, {every}, {where(result['machine'])}."
+    return "\n".join(lines) + f"\n\n`python -m benchmarks.chaos --json FILE{share}`, {every}, {where(result['machine'])}."
 
 
 def chaos_row(kind: str, figures: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The processes of a running command, as victims of faults: found through the pid files of its run directory."""
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Mapping
@@ -111,6 +112,28 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     """Return the events that a run has recorded so far."""
     file = run_dir / "events.jsonl"
     return list(read_lines(file)) if file.exists() else []
+
+
+class NewEvents:
+    """Events of a run as they are recorded, so that looking often costs little."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Start before the first event."""
+        self._file, self._inode, self._offset = run_dir / "events.jsonl", 0, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return those recorded since the last call. After a restart that has dropped lines of the file, all of them again."""
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = status.st_ino, 0
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def is_recovery(event: Mapping[str, Any], part: str, since: float) -> bool:

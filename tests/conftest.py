@@ -1,5 +1,7 @@
 """Order of the tests for several workers (`pytest -n 2 --dist loadfile`), and the profile of hypothesis."""
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 
@@ -13,3 +15,10 @@ HEAVY = ("tests/e2e/", "tests/launch/", "tests/docs/")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the tests that take longest."""
     items.sort(key=lambda item: not item.nodeid.startswith(HEAVY))
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in an empty directory, from which modules can be imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)

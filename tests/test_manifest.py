@@ -134,6 +134,18 @@ def test_parts_of_a_manifest_can_be_had_alone() -> None:
     assert [one["kind"] for one in objects(config, "", only="controller")] == list(MODELS)
 
 
+def test_job_of_the_doctor_examines_the_hosts_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--config", "configs/quickstart.yaml", *PODS, "--doctor"])
+    found = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert {one["metadata"]["name"] for one in found} == {"titanrl-quickstart-doctor"}
+    (container,) = named(found, "Job")[0]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-3:] == ["doctor", "--config", "/run/titanrl/run.yaml"]
+    assert named(found, "MonarchMesh") == []
+    with pytest.raises(SystemExit):
+        main(["--config", "configs/quickstart.yaml", *PODS, "--doctor", "--only", "meshes"])
+    assert "exclude each other" in capsys.readouterr().err
+
+
 def test_each_manifest_has_a_secret_of_its_own() -> None:
     first, second = (token_of(named(manifest(), "MonarchMesh")[0]) for _ in range(2))
     assert len(first) == 32

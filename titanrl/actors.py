@@ -37,6 +37,7 @@ __all__ = [
     "RemoteError",
     "StoppedError",
     "SupervisionError",
+    "cause_of",
     "concurrent_endpoint",
     "current_rank",
     "endpoint",
@@ -44,11 +45,14 @@ __all__ = [
     "set_up_process",
 ]
 
+_log_file: Path | None = None  # of this process; None in the controller
+
 STACKS_SIGNAL = signal.SIGUSR2
 """Signal at which a process appends the Python stacks of its threads to its log."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 SelfT = TypeVar("SelfT", bound=Actor)
 
 
@@ -60,8 +64,16 @@ class StoppedError(TitanRLError):
     """The request cannot complete because part of the actor stopped; the cause is reported separately."""
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return what an actor raised if the error is that of a request to it, else the error itself."""
+    while isinstance(error, ActorError):
+        error = error.exception
+    return error
+
+
 def portable(error: BaseException) -> Exception:
-    """Return the error if it survives pickling, else a `RemoteError` with its text."""
+    """Return the error, or what another actor raised, if it survives pickling, else a `RemoteError` with its text."""
+    error = cause_of(error)
     if isinstance(error, Exception):
         try:
             if type(pickle.loads(pickle.dumps(error))) is type(error):
@@ -71,10 +83,17 @@ def portable(error: BaseException) -> Exception:
     return RemoteError(" ".join("".join(traceback.format_exception_only(error)).split()))
 
 
+def located(error: ErrorT) -> ErrorT:
+    """Note on an error, unless its text was written for the user, that this process raised it and where the traceback is."""
+    is_told = isinstance(error, TitanRLError) and not isinstance(error, RemoteError)
+    if _log_file is not None and not is_told and not hasattr(error, "__notes__"):
+        error.add_note(f"raised in {_log_file.stem}; traceback: {_log_file}")
+    return error
+
+
 def is_stop(error: BaseException) -> bool:
     """Return True if the error only reports that a request was cancelled or its actor stopped, which is no failure."""
-    cause = error.exception if isinstance(error, ActorError) else error
-    return isinstance(cause, asyncio.CancelledError | StoppedError)
+    return isinstance(cause_of(error), asyncio.CancelledError | StoppedError)
 
 
 def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[..., Coroutine[Any, Any, R]]:
@@ -92,7 +111,7 @@ def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[
                 log.info("%s did not finish: %r", method.__name__, error)
             else:
                 log.exception("%s failed", method.__name__)
-            raise portable(error) from None
+            raise located(portable(error)) from None
 
     return reply
 
@@ -130,7 +149,8 @@ def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Seque
     captures the output of C++ libraries. The imports run here because actors spawned at the same time would import on several
     threads, where packages with circular imports fail.
     """
-    file = log_dir / f"{role}_{current_rank().rank}.log"
+    global _log_file
+    file = _log_file = log_dir / f"{role}_{current_rank().rank}.log"
     log = file.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")  # open until the process ends
     file.with_suffix(".pid").write_text(f"{os.getpid()} {socket.gethostname()}")
     os.dup2(log.fileno(), 1)

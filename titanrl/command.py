@@ -26,6 +26,7 @@ from titanrl.config import Config, ConfigError, Source
 from titanrl.config.load import validate
 from titanrl.config.program import check_program
 from titanrl.config.source import read_source
+from titanrl.errors import describe
 from titanrl.launch.environment import temporary_folder
 from titanrl.launch.launched import run_launched, tell_failure
 from titanrl.metrics.console import Console
@@ -139,7 +140,7 @@ async def outcome(training: Run) -> tuple[int, str]:
         return interrupt.code, "interrupted"
     except Exception as error:  # the edge of the program: the user gets the cause, the log the traceback
         logging.getLogger(__name__).exception("the run failed")
-        return 1, " ".join(f"{type(error).__name__}: {error}".split())  # one line, the last one of the output
+        return 1, describe(error)  # the last line of the output
     if interrupt.saves:
         interrupt.report(is_saved=True)
         return interrupt.code, "interrupted"

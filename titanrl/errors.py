@@ -1,8 +1,14 @@
-"""The base classes of the exceptions that TitanRL defines."""
+"""The base classes of the exceptions that TitanRL defines, and the line in which a user reads an exception."""
 
 
 class TitanRLError(Exception):
     """Base of all exceptions of TitanRL, such as `ConfigError`, `DeadlineError` and `ActorDiedError`."""
+
+
+def describe(error: BaseException) -> str:
+    """Return type, text and notes of an exception as one line."""
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return " ".join(f"{type(error).__name__}: {error}{f' ({notes})' if notes else ''}".split())
 
 
 class FaultError(TitanRLError):

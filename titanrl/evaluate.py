@@ -24,6 +24,7 @@ from titanrl.config.choices import ConsoleMode
 from titanrl.config.dry_run import print_table
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
+from titanrl.errors import describe
 from titanrl.launch.environment import temporary_folder
 from titanrl.metrics.console import Console
 from titanrl.preflight import preflight
@@ -124,8 +125,7 @@ def run(model: Path, config: Config, names: Sequence[str], *, as_json: bool) -> 
             with command.log_to(folder / "controller.log"), temporary_folder():
                 results, code = asyncio.run(_interruptibly(config, names, console))
         except Exception as error:  # the edge of the program: the user gets the cause, the log the traceback
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            err.print(f"error: {cause}. The logs are in {folder}", markup=False, highlight=False)
+            err.print(f"error: {describe(error)}. The logs are in {folder}", markup=False, highlight=False)
             return 1
     shutil.rmtree(folder, ignore_errors=True)
     if not code and as_json:

@@ -26,9 +26,13 @@ class _Background:
     """Step after which they were due."""
     version: int
     """Version that they evaluate."""
+    names: Sequence[str]
+    """Evaluation sets, in the order of their results."""
     sampling: "asyncio.Task[None]"
     results: list[EvaluationResult] = field(default_factory=list)
     """Results that are not recorded yet."""
+    num_taken: int = 0
+    """Results that were taken before these."""
 
 
 class EvaluatedRun(Run):
@@ -122,7 +126,7 @@ class EvaluatedRun(Run):
             await self._export_candidate()
         results, version = list[EvaluationResult](), self.session.weights.versions[-1]
         sampling = asyncio.create_task(self.sample_beside_training(names, version, results), name="evaluate in the background")
-        self._background = _Background(step, version, sampling, results)
+        self._background = _Background(step, version, names, sampling, results)
 
     async def _take_results(self, *, wait: bool) -> None:
         """Record the results of evaluations in the background, between two steps.
@@ -138,24 +142,25 @@ class EvaluatedRun(Run):
                 await asyncio.wait({running.sampling})
         has_ended = running.sampling.done()
         results, running.results[:] = [*running.results], []
-        problem = ""
+        problem, lost = "", list[str]()
         if has_ended:
             self._background = None
             error = running.sampling.exception()
             if isinstance(error, PartDiedError | StoppedError):
-                problem = "its generator has ended"
+                problem, lost = "its generator has ended", [*running.names[running.num_taken + len(results) :]]
             elif error is not None:
                 raise error
+        running.num_taken += len(results)
         for result in results:
             if not result.is_pinned or result.version != running.version:
-                problem = "its generator was replaced"
+                problem, lost = "its generator was replaced", [*lost, result.task]
                 continue
             await self._record_evaluation(running.step, result)
             if self._decides(result.task):
                 await self._compare(running.step, result, has_candidate=True)
-        if problem:
-            self.recorder.directory.event("evaluation_lost", step=running.step, reason=problem)
-            self.console.warn(f"the evaluation after step {running.step} is lost: {problem}")
+        if lost:
+            self.recorder.directory.event("evaluation_lost", step=running.step, sets=lost, reason=problem)
+            self.console.warn(f"the evaluation of {', '.join(lost)} after step {running.step} is lost: {problem}")
 
     async def _close_session(self, *, keeps_generators: bool = False) -> None:
         """Stop every process, or all but the generators'; an evaluation in the background is abandoned."""

@@ -54,7 +54,7 @@ def replace_lines(path: Path, lines: Iterable[str], *, durable: bool = False) ->
                 if durable:
                     os.fsync(file.fileno())
             partial.replace(path)
-        except BaseException:
+        except BaseException:  # an interrupt, too, must not leave half a file
             with suppress(OSError):
                 partial.unlink()
             raise

@@ -35,8 +35,8 @@ from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
 from titanrl.metrics.tasks import task_metrics
 from titanrl.plugins import loaded
-from titanrl.replay.actors import TokensLostError
 from titanrl.replay.batch import Batch, Replayed
+from titanrl.replay.directory import TokensLostError
 from titanrl.replay.saved import Freshness, TrainedBatch, joined, versions_behind
 from titanrl.tables import BatchPlan
 from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics

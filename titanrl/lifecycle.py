@@ -12,7 +12,7 @@ from titanrl.config.choices import Program
 from titanrl.config.program import check_program
 from titanrl.config.sizes import notes
 from titanrl.device import resolve_device
-from titanrl.errors import FaultError
+from titanrl.errors import FaultError, describe
 from titanrl.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.files import DamagedError
 from titanrl.hooks import Hooks
@@ -233,7 +233,7 @@ class Lifecycle:
         Args:
             error: why the run ended, if it failed; recorded as its cause.
         """
-        code, cause = (0, "") if error is None else (1, f"{type(error).__name__}: {error}")
+        code, cause = (0, "") if error is None else (1, describe(error))
         was_open = self._recorder is not None
         await self.stop(code=code, cause=cause)
         if was_open:

@@ -72,7 +72,7 @@ def _import_file(file: Path) -> ModuleType:
         sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # of any kind: the next import must not find half a module
         del sys.modules[name]
         raise
     return module

@@ -36,7 +36,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl manifest") -
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    printed = objects(config, dump(source.values), arguments.resume, arguments.only)
+    text = dump(source.values)
+    if arguments.doctor:
+        printed = controller(config, text, namespace_of(config), examines=True)
+    else:
+        printed = objects(config, text, arguments.resume, arguments.only)
     print(text_of(printed), end="")
 
 
@@ -51,8 +55,13 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     parser.add_argument("--resume", metavar="RUN_DIR", help=help_text)
     help_text = "print the pods of the hosts only, or the controller only, which then creates those pods itself"
     parser.add_argument("--only", choices=("meshes", "controller"), help=help_text)
+    help_text = "print a controller that examines the hosts of the run, and does not train"
+    parser.add_argument("--doctor", action="store_true", help=help_text)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.doctor and (arguments.resume or arguments.only):
+        parser.error("--doctor and --resume or --only exclude each other")
+    return arguments
 
 
 def check(config: Config, source: Source) -> None:
@@ -80,13 +89,18 @@ def objects(config: Config, text: str, resume: str | None = None, only: str | No
         only: `meshes` or `controller`, to return these only.
     """
     device = resolve_device("auto").kind if config.device == "auto" else config.device
-    namespace = config.hosts.kubernetes.namespace or "default"
+    namespace = namespace_of(config)
     token = secrets.token_hex(16)
     meshes = [
         mesh(config, device, role, mesh_name(config.name, role), token, namespace=namespace) for role in host_counts(config)
     ]
     others = controller(config, text, namespace, resume)
     return [*(meshes if only != "controller" else ()), *(others if only != "meshes" else ())]
+
+
+def namespace_of(config: Config) -> str:
+    """Return the namespace of the objects of a run."""
+    return config.hosts.kubernetes.namespace or "default"
 
 
 def text_of(manifest: Sequence[Json]) -> str:

@@ -1,10 +1,13 @@
 """Hosts of an emulated cluster: network namespaces of this machine, connected by a switch that nothing else is connected to."""
 
+import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
@@ -26,6 +29,19 @@ def missing(*commands: str, packages: str) -> str:
         return f"needs the right to make network namespaces ({made.stderr.strip()})"
     subprocess.run(["ip", "netns", "del", probe], check=False)
     return ""
+
+
+@contextlib.contextmanager
+def firewall(space: str, *rule: str) -> Iterator[None]:
+    """Let a host, given by its namespace, refuse some connections from others in the body."""
+    if shutil.which("iptables", path=PATH) is None:
+        pytest.skip("needs iptables (apt-get install iptables)")
+    inside = ["ip", "netns", "exec", space, "iptables", "-w"]
+    subprocess.run([*inside, "-A", "INPUT", "-i", "eth0", "-p", "tcp", *rule], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*inside, "-D", "INPUT", "-i", "eth0", "-p", "tcp", *rule], check=True)
 
 
 class Network:

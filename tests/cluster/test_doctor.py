@@ -1,6 +1,5 @@
 """`titanrl doctor --config` on three hosts, one of which is broken in a real way: its files, packages, limits or network."""
 
-import contextlib
 import json
 import shutil
 import subprocess
@@ -12,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import REPO
-from tests.cluster.slurm import CONTROLLER, PATH, PREFIX, Cluster
+from tests.cluster.network import firewall
+from tests.cluster.slurm import CONTROLLER, PREFIX, Cluster
 
 NODES = ("n1", "n2", "n3")
 OPTIONS = ("device=cpu", "hosts.trusted_network=true", "hosts.trainer_hosts=2", "trainer.parallelism.dp_shard=2")
@@ -101,29 +101,16 @@ def test_folder_of_runs_that_one_host_does_not_see_is_named(doctor: Callable[...
     assert lines == ["n2: output_dir is not that of the controller: a file that it has written there is not seen"]
 
 
-@contextlib.contextmanager
-def firewall(node: str, *rule: str) -> Iterator[None]:
-    """Let a host refuse some connections from others in the body."""
-    if shutil.which("iptables", path=PATH) is None:
-        pytest.skip("needs iptables (apt-get install iptables)")
-    inside = ["ip", "netns", "exec", f"{PREFIX}-{node}", "iptables", "-w"]
-    subprocess.run([*inside, "-A", "INPUT", "-i", "eth0", "-p", "tcp", *rule], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*inside, "-D", "INPUT", "-i", "eth0", "-p", "tcp", *rule], check=True)
-
-
 @pytest.mark.cluster
 def test_closed_ports_of_one_host_are_named(doctor: Callable[..., Verdict]) -> None:
-    with firewall("n3", "--syn", "-j", "DROP"):
+    with firewall(f"{PREFIX}-n3", "--syn", "-j", "DROP"):
         code, lines, _ = doctor()
     assert (code, lines) == (1, ["n3: its TCP ports are closed for n1, n2 (no answer)"])
 
 
 @pytest.mark.cluster
 def test_closed_port_of_monarch_is_named(doctor: Callable[..., Verdict]) -> None:
-    with firewall("n2", "--dport", "22222", "-j", "REJECT", "--reject-with", "tcp-reset"):
+    with firewall(f"{PREFIX}-n2", "--dport", "22222", "-j", "REJECT", "--reject-with", "tcp-reset"):
         code, lines, _ = doctor(by="slurm")
     closed = "n2: port 22222 (hosts.slurm.port) is closed for ctl (controller), n1, n3 (Connection refused)"
     assert (code, lines) == (1, [closed])

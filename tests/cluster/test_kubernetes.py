@@ -69,18 +69,23 @@ class Lab:
         command = [sys.executable, "-m", "titanrl.cli", "manifest", *arguments]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
 
-    def train(self, name: str, *overrides: str) -> subprocess.Popen[bytes]:
-        """Start a run whose controller is on the machine beside the cluster."""
+    def start_at_desk(self, program: str, name: str, *overrides: str) -> subprocess.Popen[bytes]:
+        """Start `titanrl train` or `titanrl doctor` on the machine beside the cluster."""
         prepare = f"mount -t tmpfs tmpfs /mnt && mkdir /mnt/titan && mount --bind {self.shared} /mnt/titan && cd /mnt/titan"
         arguments = ["--config", f"{REPO}/configs/quickstart.yaml", *SMALL, f"name={name}", *PODS, *overrides]
-        command = self.network.machine(DESK, sys.executable, "-m", "titanrl.cli", "train", *arguments, prepare=prepare)
+        command = self.network.machine(DESK, sys.executable, "-m", "titanrl.cli", program, *arguments, prepare=prepare)
         environment = os.environ | {
             "PYTHONPATH": str(REPO),
             "PATH": network.PATH,
             "KUBECONFIG": str(self.cluster.kubeconfig("of the desk", self.folder)),
         }
         log = (self.folder / f"{name}.log").open("wb")
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def doctor(self, name: str, *overrides: str) -> tuple[int, str]:
+        """Run `titanrl doctor` on the machine beside the cluster; return its exit code and output."""
+        code = self.start_at_desk("doctor", name, *overrides).wait(START_S)
+        return code, self.log(name)
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """Return the metrics of the steps of a run so far."""
@@ -228,12 +233,37 @@ def test_end_of_the_controller_leaves_nothing(lab: Lab, number: signal.Signals, 
 
 @pytest.mark.cluster
 def test_controller_outside_of_the_cluster_creates_pods_and_deletes_them(lab: Lab) -> None:
-    process = lab.train("outside", "num_steps=5000")
+    process = lab.start_at_desk("train", "outside", "num_steps=5000")
     wait_until(lambda: bool(lab.steps("outside")) or process.poll() is not None, START_S, lambda: lab.log("outside"))
     assert process.poll() is None, lab.log("outside")
     assert len(lab.cluster.names("MonarchMesh")) == 2
     lab.machines.signal(process, signal.SIGINT)
     assert process.wait(60) == 130
+    lab.assert_nothing_left()
+
+
+@pytest.mark.cluster
+def test_doctor_examines_pods_and_names_a_closed_port(lab: Lab) -> None:
+    overrides = (*TWO_TRAINERS, "hosts.trainer_hosts=2")
+    lab.cluster.apply(lab.manifest("whole", *overrides, "--doctor"))
+    pod = lab.controller("whole")
+    lab.cluster.wait("end of the doctor", lambda: lab.phase(pod) in ("Succeeded", "Failed", ""), START_S)
+    assert lab.cluster.codes[pod] == 0, lab.log(pod)
+    assert lab.log(pod).splitlines()[-1] == "Ready: the hosts fit this configuration."
+    lab.assert_nothing_left()
+    meshes = [one for one in yaml.safe_load_all(lab.manifest("closed", *overrides)) if one["kind"] == "MonarchMesh"]
+    lab.cluster.apply(yaml.safe_dump_all(meshes))
+    lab.cluster.wait("pods", lambda: sum("podIP" in one["status"] for one in lab.cluster.objects("Pod")) == 3, START_S)
+    refused = ("--dport", "26600", "-j", "REJECT", "--reject-with", "tcp-reset")
+    with network.firewall(lab.network.space("closedtrainers-1"), *refused):
+        code, text = lab.doctor("closed", *overrides)
+    assert code == 1, text
+    sources = "closedgenerators-0, closedtrainers-0, desk (controller)"
+    port = "port 26600 (hosts.kubernetes.port)"
+    assert f"closedtrainers-1: {port} is closed for {sources} (Connection refused). Let TCP between the hosts pass" in text
+    assert lab.cluster.names("MonarchMesh") == ["closedgenerators", "closedtrainers"], "they are left as they were"
+    for name in lab.cluster.names("MonarchMesh"):
+        lab.cluster.delete("MonarchMesh", name)
     lab.assert_nothing_left()
 
 

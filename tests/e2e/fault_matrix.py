@@ -94,7 +94,8 @@ class Cell:
     def is_own(self) -> bool:
         """True if the victim itself reaches the trigger. A scoring process may send no signal, not even to itself."""
         is_forbidden = self.part == "scoring" and self.fault in SIGNALS
-        return (self.part, self.phase) in OWN_TRIGGERS and not is_forbidden
+        saves_nothing = self.mode == "sync" and self.phase == "checkpoint" and self.part in ("rollout", "store")
+        return (self.part, self.phase) in OWN_TRIGGERS and not is_forbidden and not saves_nothing
 
     def reason_against(self) -> str:
         """Return why the cell is not run; an empty text if it is."""
@@ -118,6 +119,8 @@ class Cell:
             return "as kill -9"
         if self.fault == "out of memory" and not is_main:
             return "as an exception"
+        if self.fault == "busy loop" and self.phase == "checkpoint":
+            return "after 300 s"
         if self.phase == "start" and (not is_signal or self.mode == "sync"):
             return "as kill -9" if not is_signal else "as async"
         if self.mode == "sync" and self.fault != "kill -9" and not is_main:

@@ -17,9 +17,10 @@ import pytest
 
 from benchmarks.chaos import sample_figures
 from benchmarks.machine import describe_machine
-from benchmarks.victims import Victim, events, is_recovery, victims
+from benchmarks.victims import NewEvents, Victim, is_recovery, victims
 from tests.e2e.conftest import REPO, Command, Finished, Start
 from tests.e2e.fault_matrix import Cell, cells
+from titanrl.launch.deadlines import WARM_UP
 from titanrl.metrics.run_directory import read_metrics
 
 INJECTION = Path(__file__).parent / "injection"
@@ -36,6 +37,7 @@ COMMON = (
     "algorithm.learning_rate=1e-7",  # thousands of steps must not take the signal from the groups
     "faults.max_respawns=10000",
     "faults.min_stall_s=5",
+    "faults.stall_factor=3",  # of the first replies, which take seconds
     "data.rewards={answer: reasoning_gym, fault: {function: fault_reward:score, weight: 0.0}}",
 )
 SETTINGS = {"sync": (), "async": ("max_staleness=1",)}
@@ -47,6 +49,10 @@ WITHIN = {"forward/backward": 0.03, "evaluation": 0.1, "rollout": 0.01}
 ENDS = ("kill -9", "segfault", "os._exit")
 """Faults that end a process."""
 
+GOES_ON_S = 8.0
+"""Seconds after a fault from which a step shows that it has ended nothing."""
+TAIL_BYTES = 1 << 17
+"""Bytes at the end of `metrics.jsonl` that have the last step."""
 NOTICES = ("fault", "stall", "scorer_error", "respawn", "restart", "end")
 """Events that show that a run has noticed a fault."""
 
@@ -71,11 +77,14 @@ class Matrix:
         self.rows: list[dict[str, Any]] = []
         self.command: Command
         self._number = 0
+        self._new: NewEvents
+        self._seen: list[dict[str, Any]] = []
 
     def start(self, *, resume: bool = False) -> None:
         """Start the run, or resume it."""
         settings = () if resume else self._settings
         self.command = self._start_run(self._name, *settings, resume=resume, **self._environment)
+        self._new = NewEvents(self.run_dir)
 
     @property
     def run_dir(self) -> Path:
@@ -90,8 +99,17 @@ class Matrix:
     def progress(self) -> float:
         """Return the time of the last step that was recorded."""
         file = self.run_dir / "metrics.jsonl"
-        times = [row["time"] for row in read_metrics(file) if "reward/mean" in row] if file.exists() else []
-        return times[-1] if times else 0.0
+        if not file.exists():
+            return 0.0
+        with file.open("rb") as lines:
+            lines.seek(max(0, file.stat().st_size - TAIL_BYTES))
+            rows = [_decode(line) for line in lines]
+        return max((row["time"] for row in rows if row is not None and "reward/mean" in row), default=0.0)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events since the last fault was ordered, and perhaps earlier ones."""
+        self._seen += self._new.read()
+        return self._seen
 
     def wait_for_progress(self, since: float) -> bool:
         """Wait for a step after a time; return False if there is none."""
@@ -100,7 +118,7 @@ class Matrix:
 
     def hit(self, cell: Cell) -> None:
         """Cause the fault of a cell, and record its outcome."""
-        begun = time.time()
+        begun, self._seen = time.time(), []
         self._number += 1
         if not cell.is_own:
             wait_for(lambda: self._candidates(cell), HIT_LIMIT_S)
@@ -155,7 +173,7 @@ class Matrix:
         """Wait until the part works again, or the run has ended; then wait for the next step."""
 
         def recovered() -> float | None:
-            times = [event["time"] for event in events(self.run_dir) if is_recovery(event, part, hit_at)]
+            times = [event["time"] for event in self.events() if is_recovery(event, part, hit_at)]
             if cell.part == "scoring" and victim is not None and victim.process.is_gone and victim.siblings() - siblings:
                 times.append(time.time())
             return min(times, default=None)
@@ -165,13 +183,13 @@ class Matrix:
 
         wait_for(settled, OUTCOME_LIMIT_S)
         at = recovered()
-        seen = [event for event in events(self.run_dir) if event["time"] >= hit_at]
+        seen = [event for event in self.events() if event["time"] >= hit_at]
         noticed_s = min([event["time"] - hit_at for event in seen if event["kind"] in NOTICES], default=None)
         if self.has_ended:
             return self._ended(hit_at, noticed_s)
         outcome, text = "restarted", next((event["cause"] for event in seen if "cause" in event), "")
         if at is None:
-            outcome = "goes on" if self._goes_on(hit_at) else "hangs"
+            outcome = "goes on" if self.progress() > hit_at + GOES_ON_S else "hangs"
         elif not self.wait_for_progress(at):
             if self.has_ended:
                 return self._ended(hit_at, noticed_s)
@@ -196,8 +214,9 @@ class Matrix:
         return {"outcome": "retried", "noticed_s": None, "recovered_s": row["time"] - hit_at, "text": ""}
 
     def _goes_on(self, hit_at: float) -> bool:
-        """Return True if steps are taken long after a fault that ended nothing."""
-        return self.progress() > hit_at + 8.0
+        """Return True if steps are taken long after a fault that ended nothing, and no stall was noticed."""
+        acts = any(event["kind"] in ("stall", "fault") and event["time"] >= hit_at for event in self.events())
+        return not acts and self.progress() > hit_at + GOES_ON_S
 
     def _ended(self, hit_at: float, noticed_s: float | None) -> dict[str, Any]:
         """Return the outcome of a run that has ended, and resume it."""
@@ -208,15 +227,26 @@ class Matrix:
         return {"outcome": outcome, "noticed_s": noticed_s, "recovered_s": ended - hit_at, "text": text}
 
     def rerun(self) -> None:
-        """Resume the run after its end."""
+        """Resume the run after its end; wait until its deadlines are learned."""
         since = time.time()
         self.start(resume=True)
-        assert self.wait_for_progress(since), self.command.finish().output
+        for _ in range(WARM_UP + 1):
+            assert self.wait_for_progress(since), self.command.finish().output
+            since = self.progress()
 
     def finish(self) -> Finished:
         """End the run with a checkpoint."""
         self.command.process.send_signal(signal.SIGINT)
         return self.command.finish()
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    """Return a line as an object; None if it is only a part of one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def num_failures(row: Mapping[str, Any]) -> float:

@@ -87,6 +87,13 @@ def test_killed_generator_and_workers_change_nothing(start_run: Start, plain_run
         assert imported_by_forks(run, log) & IMPORTED_ONCE == set(), log
 
 
+def test_generator_that_dies_with_the_trainer_changes_nothing(start_run: Start, plain_run: Finished) -> None:
+    """It is replaced beside the restart, or started again by it, whichever death is noticed first."""
+    run = start_run("both", KILLER, KILL="generator_0:after_step:3 trainer:after_step:3").finish()
+    check_same(run, plain_run)
+    assert len(restarts(run)) >= 1
+
+
 @pytest.mark.slow
 def test_batch_whose_tokens_are_lost_is_sampled_again(start_run: Start, plain_run: Finished) -> None:
     own = f"algorithm.advantage={REPO}/tests/e2e/killer.py:after_the_batch_was_taken"

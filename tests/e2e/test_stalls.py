@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.conftest import REPO, Finished, Start
 
-ROLES = ["trainer", "generator_0", "rollout", "store"]
+ROLES = ["trainer", "generator_0", "rollout_0", "store"]
 
 
 @pytest.mark.parametrize(

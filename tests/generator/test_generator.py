@@ -2,8 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,111 +12,20 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.generator.lab import IMPLEMENTATIONS, PROMPTS, Lab, requests_of, running_lab
 from tests.generator.weights import titan_names
 from titanrl.actors import resolve
-from titanrl.config import load_config
-from titanrl.config.sections import RecipeConfig
-from titanrl.device import DEVICES
-from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.environment import generator_environment, worker_environment
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
-from titanrl.launch.supervision import Supervisor
-from titanrl.models.recipe import create_model
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import Commit
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
-from titanrl.weights.store import WeightStore, spawn_store
-
-PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(8)]
-RECIPE = RecipeConfig(init_std=0.2)  # large weights, so that greedy sampling has no near-ties
-
-
-IMPLEMENTATIONS = {
-    "titan": {"model_impl": "titan", "on_update": "continue"},
-    "native": {"model_impl": "native", "on_update": "restart"},
-    "titan-tp2": {"model_impl": "titan", "on_update": "continue", "tp": 2},
-    "native-tp2": {"model_impl": "native", "on_update": "restart", "tp": 2},
-}
-
-
-@dataclass
-class Lab:
-    """A store, a generator for each model implementation with and without tensor parallelism, and two versions of weights."""
-
-    runner: asyncio.Runner
-    store: WeightStore
-    generators: dict[str, Any]
-    fleet: Fleet
-    models: dict[int, Path]
-    publisher: WeightPublisher
-    commits: dict[int, Commit] = field(default_factory=dict)
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(work, 120))
-
-    async def publish(self, version: int) -> None:
-        state = titan_names(load_file(self.models[version] / "model.safetensors"))
-        self.commits[version] = Commit(version, (await self.publisher.publish(version, state),))
-
-    async def generate(
-        self, impl: str, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS
-    ) -> list[Completion]:
-        return await self.pool(impl).generate(requests_of(prompts, sampling))
-
-    def pool(self, impl: str) -> GeneratorPool:
-        return GeneratorPool([self.generators[impl].slice(procs=0)], max_num_seqs=256)
-
-
-def requests_of(prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> list[GenerationRequest]:
-    return [GenerationRequest(token_ids=prompt, sampling=sampling) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    folder = tmp_path_factory.mktemp("lab")
-    models = {version: folder / f"v{version}" for version in (1, 2)}
-    for version, path in models.items():
-        create_model(path, RECIPE, seed=version)
-    config = load_config("configs/quickstart.yaml")
-    with asyncio.Runner() as runner:
-
-        async def start() -> tuple[Lab, Fleet, Supervisor]:
-            supervisor = Supervisor()
-            fleet = Fleet(folder, supervisor)
-            procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
-            store = await spawn_store(procs)
-            generators = {}
-            for impl, options in IMPLEMENTATIONS.items():
-                environment = generator_environment(config, DEVICES["cpu"], 0)
-                settings = config.generator.model_copy(update=options)
-                procs = fleet.spawn(impl, local_host(), settings.tp, environment, ("titanrl.generator.actor",))
-                if settings.tp > 1:
-                    await fleet.join_process_group(procs, one_machine=True)
-                setup = GeneratorSetup(
-                    model_dir=models[1],
-                    config=settings,
-                    device=DEVICES["cpu"],
-                    max_len=256,
-                    stop_ids=(1,),
-                    reader=WeightReader("lab", store),
-                )
-                generators[impl] = procs.spawn("generator", Generator, setup)
-            await asyncio.gather(*(resolve(generator.start.call()) for generator in generators.values()))
-            lab = Lab(runner, store, generators, fleet, models, WeightPublisher("lab", 0, store, torch.float32, ["arena"]))
-            for version in models:
-                await lab.publish(version)
-            return lab, fleet, supervisor
-
-        async def stop() -> None:
-            supervisor.expect_deaths()
-            await fleet.stop(20)
-
-        lab, fleet, supervisor = runner.run(start())
+    with running_lab(tmp_path_factory.mktemp("lab")) as lab:
         yield lab
-        runner.run(stop())
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -1,9 +1,11 @@
-"""Acquires pods as hosts, runs an actor in each, and writes what happens, one line each: the tests read it."""
+"""Acquires pods as hosts, runs an actor in each, or examines them, and writes what happens, a line each: the tests read it."""
 
 import asyncio
+import json
 import os
 import socket
 import sys
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -11,10 +13,13 @@ from monarch.actor import enable_transport
 
 from titanrl.actors import Actor, endpoint
 from titanrl.config import load_config
+from titanrl.config.sizes import derive
 from titanrl.launch import kubernetes_hosts
+from titanrl.launch.host_checkup import examine
 from titanrl.launch.hosts import local_host
 from titanrl.launch.kubernetes_hosts import KubernetesHosts
 from titanrl.launch.pod_leases import KubernetesError
+from titanrl.models.directory import model_shape
 
 print = partial(print, flush=True)
 
@@ -30,6 +35,14 @@ async def main(overrides: list[str]) -> None:
         # The name of this machine may have a loopback address only, of which Monarch refuses to choose one by itself.
         kubernetes_hosts.enable_transport = lambda transport: enable_transport(f"{transport}://127.0.0.1:0")
     config = load_config("configs/quickstart.yaml", overrides)
+    if sys.argv[1] == "examine":
+        try:
+            checkup = await examine(config, derive(config, model_shape(config)), "cpu", None, print)
+        except KubernetesError as error:
+            print(f"error: {error}")
+        else:
+            print(f"checkup: {json.dumps(asdict(checkup))}")
+        return
     hosts = KubernetesHosts(config, "cpu", {"trainers": 2, "generators": 1}, print)
     lost: asyncio.Queue[str] = asyncio.Queue()
     hosts.on_lost = lambda name, cause: lost.put_nowait(cause)

@@ -1,10 +1,12 @@
 """Pods as hosts, against a small API server whose pods are processes of this machine. `tests/cluster` gives them machines."""
 
+import json
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,41 @@ def test_pods_of_a_live_run_serve_no_other(cluster: Kubernetes, start: Start) ->
     assert first.poll() is None
     assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
     assert cluster.names("Pod") == ["quickstartgenerators-0", "quickstarttrainers-0", "quickstarttrainers-1"]
+
+
+@pytest.mark.parametrize("exist", [True, False])
+def test_doctor_asks_every_pod_and_leaves_those_that_exist(
+    cluster: Kubernetes, start: Start, tmp_path: Path, exist: bool
+) -> None:
+    if exist:
+        apply_meshes(cluster)
+    output = finish(start("examine", f"output_dir={tmp_path}/runs", f"model.path={tmp_path}/none", "warm_start=null"))
+    found = json.loads(output.partition("checkup: ")[2])
+    names = [host["node"] for host in found["hosts"]]
+    assert [name[:-2].rstrip("0123456789abcdef") for name in names] == [
+        "quickstarttrainers",
+        "quickstarttrainers",
+        "quickstartgenerators",
+    ]
+    assert [host["needs"]["roles"] for host in found["hosts"]] == ["controller, trainer", "trainer", "rollout, generators"]
+    assert {host["report"]["versions"]["torchmonarch"] for host in found["hosts"]} == {version("torchmonarch")}
+    assert len(found["links"]) == 6
+    assert all(link["closed"] == {} and link["bytes_per_s"] > 0 for link in found["links"])
+    assert [(one["host"], one["what"]) for one in found["problems"]] == [(name, "model.path is missing") for name in names]
+    if exist:
+        assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
+        assert "actors: 3" in finish(start("once")), "the pods serve a run afterwards"
+    cluster.wait("no pods", lambda: not cluster.objects("Pod") and not cluster.objects("MonarchMesh"), 30)
+
+
+def test_doctor_does_not_disturb_a_run(cluster: Kubernetes, start: Start, tmp_path: Path) -> None:
+    apply_meshes(cluster)
+    first = start("wait")
+    assert first.stdout is not None
+    until(iter(first.stdout.readline, ""), "actors: 3")
+    assert "serves another run (got quickstart@" in finish(start("examine", f"output_dir={tmp_path}/runs"))
+    assert first.poll() is None
+    assert len(cluster.names("Pod")) == 3
 
 
 def test_pods_free_themselves_when_the_controller_is_killed(cluster: Kubernetes, start: Start) -> None:

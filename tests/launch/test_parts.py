@@ -6,16 +6,19 @@ import re
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from titanrl.actors import Actor, concurrent_endpoint
 from titanrl.config.faults import FaultsConfig
+from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host, wait_for_stopped_processes
 from titanrl.launch.parts import Part, Surroundings
 from titanrl.launch.respawns import RespawnLimitError, Respawns
+from titanrl.launch.rollouts import RolloutMesh
 from titanrl.launch.stalls import Watchdog
 from titanrl.launch.supervision import PartDiedError, Supervisor
 
@@ -164,3 +167,24 @@ def test_part_that_hangs_is_replaced(tmp_path: Path, stop: bool) -> None:
     assert [event["kind"] for event in office.events] == ["stall", "fault", "respawn"]
     expected = "was stopped by a signal" if stop else "no reply to 'clerk_0.pid'"
     assert expected in office.events[1]["cause"]
+
+
+def test_worker_learns_which_replicas_serve_in_its_first_life() -> None:
+    """After a restart a replica may have been replaced between the spawn of a worker and its start."""
+    told: list[tuple[int, Any]] = []
+    actor = SimpleNamespace(
+        start=SimpleNamespace(call_one=lambda: None),
+        use_generator=SimpleNamespace(call_one=lambda replica, leader: told.append((replica, leader))),
+    )
+
+    async def ask(name: str, call: Callable[[Any], Any], timeout_s: float) -> None:
+        call(SimpleNamespace(worker=actor))
+
+    async def scenario() -> None:
+        mesh = object.__new__(RolloutMesh)
+        mesh.timeouts, mesh._is_running = TimeoutsConfig(), False
+        mesh._generators = SimpleNamespace(parts=[1, 2], serving=("new", None))  # type: ignore[assignment]
+        await mesh.bring_up(SimpleNamespace(role="rollout_0", num_lives=1, ask=ask, mark_started=lambda: None))  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+    assert told == [(0, "new"), (1, None)]

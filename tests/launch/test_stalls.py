@@ -178,6 +178,17 @@ def test_work_that_goes_on_is_no_stall(tmp_path: Path) -> None:
     assert event["seconds"] >= 0.5  # five intervals
 
 
+def test_reply_that_waited_for_a_replacement_raises_no_deadline(tmp_path: Path) -> None:
+    watchdog, now = Watchdog(FaultsConfig(min_stall_s=LIMIT_S), tmp_path), time.perf_counter()
+    for _ in range(WARM_UP):
+        watchdog.note_reply("buffer.take_batch", Pace(), now)
+    learned = watchdog.limit("buffer.take_batch", Pace(), 1800.0)
+    watchdog.note_fault()
+    watchdog.note_reply("buffer.take_batch", Pace(), now - 30)
+    watchdog.note_reply("buffer.take_batch", Pace(since=now - 30), time.perf_counter())
+    assert watchdog.limit("buffer.take_batch", Pace(), 1800.0) == learned < 2 * LIMIT_S
+
+
 def test_breakpoint_in_the_controller_is_no_stall(tmp_path: Path) -> None:
     async def scenario() -> Ward:
         ward = Ward(tmp_path)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import monarch.actor
@@ -17,10 +19,11 @@ import pytest
 from monarch.actor import ActorError, ProcMesh
 
 from tests.launch.patients import running_patient
-from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop
+from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop, portable
+from titanrl.errors import describe
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
-from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Supervisor
+from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Replaceable, Supervisor
 
 
 class Trace:
@@ -68,6 +71,10 @@ class Patient(Actor):
     async def exit(self) -> None:
         raise SystemExit(3)
 
+    @concurrent_endpoint
+    async def end_process(self) -> None:
+        os._exit(3)
+
     @endpoint
     async def fail_like_torch(self) -> None:
         raise NotQuiteError("__0_0.distcp")
@@ -101,11 +108,14 @@ def with_patient(tmp_path: Path, scenario: Scenario) -> None:
 
 def test_every_kind_of_error_reaches_the_caller_and_the_actor_survives(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
-        with pytest.raises(ValueError, match=r"data\.task=sums: no such task"):
+        with pytest.raises(ValueError, match=r"data\.task=sums: no such task") as failed:
             await supervisor.ask("fail", patient.fail.call_one(), 30)
-        with pytest.raises(RemoteError, match="broken pipe"):
+        place = f"raised in patient_0; traceback: {tmp_path / 'patient_0.log'}"
+        assert describe(failed.value) == f"ValueError: data.task=sums: no such task ({place})"
+        with pytest.raises(RemoteError, match="broken pipe") as failed:
             await supervisor.ask("fail", patient.fail_unpicklably.call_one(), 30)
-        with pytest.raises(RemoteError, match=r"NotQuiteError: \('missing', '__0_0\.distcp'\)$"):
+        assert describe(failed.value) == f"RemoteError: OSError: broken pipe ({place})"
+        with pytest.raises(RemoteError, match=r"NotQuiteError: \('missing', '__0_0\.distcp'\)\nraised in patient_0"):
             await supervisor.ask("fail", patient.fail_like_torch.call_one(), 30)
         for stray in (patient.leak_cancellation, patient.exit):
             with pytest.raises(RemoteError):
@@ -129,6 +139,13 @@ def test_request_to_a_stopped_engine_is_logged_without_traceback(tmp_path: Path)
     assert "Traceback" not in log
 
 
+def test_error_of_an_actor_that_asked_another_one_is_that_of_the_other() -> None:
+    nested = ActorError(ActorError(ValueError("no room"), "asked by a shard"), "asked by a worker")
+    error = portable(nested)
+    assert (type(error), str(error)) == (ValueError, "no room")
+    assert is_stop(ActorError(ActorError(StoppedError("the engine was closed"), "asked by a shard"), "asked by a worker"))
+
+
 def test_deadline_error_names_the_request(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         await supervisor.ask("pid", patient.pid.call_one(), 30)
@@ -138,30 +155,55 @@ def test_deadline_error_names_the_request(tmp_path: Path) -> None:
     with_patient(tmp_path, scenario)
 
 
-def test_death_ends_every_wait_of_its_run_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_death_ends_every_wait_of_its_run_only(tmp_path: Path, is_killed: bool) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         pid = await supervisor.ask("pid", patient.pid.call_one(), 30)
         waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
-        await asyncio.sleep(0.1)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
-            await asyncio.wait_for(waiting, 15)
-        # torchmonarch reports it ten seconds later, once per actor mesh, to the supervisor of that time.
+        # torchmonarch reports a kill ten seconds later, for most actor meshes, to the supervisor of that time; an exit soon.
         late: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        loop, following = asyncio.get_running_loop(), Supervisor()
-        take = monarch.actor.unhandled_fault_hook
+        loop, take = asyncio.get_running_loop(), [monarch.actor.unhandled_fault_hook]
 
         def hear(failure: Any) -> None:
-            take(failure)
+            take[0](failure)
             loop.call_soon_threadsafe(late.put_nowait, (failure.mesh_name.partition("-")[0], failure.report()))
 
         monarch.actor.unhandled_fault_hook = hear
-        told = dict([await asyncio.wait_for(late.get(), 60) for _ in range(3)])
-        assert told.keys() == {"setup", "logger", "patient"}
-        assert all(PROCESS_FAILED in report for report in told.values())
-        assert await following.ask("nothing", asyncio.sleep(0.1, "as before"), 5) == "as before"
+        await asyncio.sleep(0.1)  # the request is sent
+        os.kill(pid, signal.SIGKILL) if is_killed else patient.end_process.broadcast()
+        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
+            await asyncio.wait_for(waiting, 15)
+        following = Supervisor()
+        take[0], monarch.actor.unhandled_fault_hook = monarch.actor.unhandled_fault_hook, hear
+        told = [await asyncio.wait_for(late.get(), 60)]
+        assert await following.ask("nothing", asyncio.sleep(2.0, "as before"), 5) == "as before"
+        told += [late.get_nowait() for _ in range(late.qsize())]
+        assert {mesh for mesh, _ in told} <= {"setup", "logger", "patient"}
+        assert all(PROCESS_FAILED in report for _, report in told)
 
     with_patient(tmp_path, scenario)
+
+
+def test_every_actor_of_a_process_of_another_machine_reports_its_role() -> None:
+    async def run() -> None:
+        supervisor, ended = Supervisor(), asyncio.Queue[str]()
+        supervisor.note_remote("rollout_1_0", 17, "far")
+        supervisor.note_remote("rollout_10_0", 18, "far")
+        for role in ("rollout_1", "rollout_10"):
+            end, probe = partial(ended.put_nowait, role), partial(asyncio.sleep, 0)
+            supervisor.replace(role, Replaceable(on_end=lambda cause, end=end: end(), probe=probe))
+
+        def report(mesh: str, text: str) -> None:
+            monarch.actor.unhandled_fault_hook(SimpleNamespace(mesh_name=mesh, report=lambda: text))  # type: ignore[arg-type]
+
+        for mesh in ("setup-1a", "interface-1a", "rollout_2-1a", "rollout_10_shard-1a", "rollout_1-1a"):
+            report(mesh, f"{PROCESS_FAILED} failed")
+        assert [await asyncio.wait_for(ended.get(), 10) for _ in range(2)] == ["rollout_10", "rollout_1"]
+        assert ended.empty()
+        assert supervisor.failure is None
+        supervisor.expect_deaths()
+
+    asyncio.run(run())
 
 
 def has_ended(pid: int) -> bool:

@@ -3,9 +3,8 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,51 +13,21 @@ import torch
 
 from tests import own_objects
 from tests.launch import losses
+from tests.launch.training_lab import Lab, running_lab
 from titanrl.algorithms.contracts import LossInputs, bound_loss
 from titanrl.algorithms.tinker import tinker_algorithm
-from titanrl.config import load_config
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.registry import LOSSES
-from titanrl.config.sections import RecipeConfig
 from titanrl.datums import Datum, ForwardBackwardOutput
-from titanrl.device import DEVICES
-from titanrl.launch.environment import trainer_environment, worker_environment
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
-from titanrl.launch.meshes import TrainerMesh
-from titanrl.launch.supervision import Supervisor
-from titanrl.launch.training import PoisonedError, TrainingClient
-from titanrl.models.recipe import create_model
+from titanrl.launch.training import PoisonedError
 from titanrl.tables import SEQUENCE, MicroBatch, RowTable
-from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.trainer.agreement import RankError
 from titanrl.trainer.learner import PhaseError
 from titanrl.types import AdamParams
 from titanrl.weights.manifest import Commit
 from titanrl.weights.pull import WeightReader
-from titanrl.weights.store import WeightStore, spawn_store
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
-
-
-@dataclass
-class Lab:
-    """A trainer of two ranks whose weights every test finds as they were made."""
-
-    runner: asyncio.Runner
-    trainer: TrainerMesh
-    client: TrainingClient
-    start: Path
-    store: WeightStore
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(work, 120))
-
-    def ask(self, request: Callable[[], asyncio.Task[Any]]) -> Any:
-        async def asked() -> Any:
-            return await request()
-
-        return self.do(asked())
 
 
 def make_data() -> list[Datum]:
@@ -87,48 +56,8 @@ SUPERVISED = [
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    folder = tmp_path_factory.mktemp("training")
-    model = folder / "model"
-    create_model(model, RecipeConfig(hidden_size=64, head_dim=32, num_heads=2, num_kv_heads=2, intermediate_size=96), seed=3)
-    config = load_config("configs/quickstart.yaml", ["trainer.parallelism.dp_shard=2", "trainer.rows_per_microbatch=2"])
-    section = config.trainer.model_copy(update={"row_tokens": 32})
-    with asyncio.Runner() as runner:
-
-        async def start() -> tuple[Lab, Fleet]:
-            supervisor = Supervisor()
-            (folder / "logs").mkdir()
-            fleet = Fleet(folder / "logs", supervisor)
-            device = DEVICES["cpu"]
-            environment = trainer_environment(config, device)
-            procs = fleet.spawn("trainer", local_host(), 2, environment, ("titanrl.trainer.actor", "tests.launch.losses"))
-            store_procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
-            await fleet.join_process_group(procs, one_machine=True)
-            store = await spawn_store(store_procs)
-            setup = TrainerSetup(
-                run="lab",
-                seed=0,
-                config=section,
-                algorithm=config.algorithm.model_copy(update={"ema_decay": 0.5}),
-                temperature=1.0,
-                generator_dtype="float32",
-                transports=("arena",),
-                verify="sampled",
-                device=device,
-                checkpoint_dir=folder / "checkpoints",
-                keep_checkpoints=2,
-                store=store,
-                shards=(),
-            )
-            trainer = TrainerMesh(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
-            await trainer.start()
-            await trainer.load_model(model)
-            client = TrainingClient(trainer, folder)
-            return Lab(runner, trainer, client, await client.save_state("start"), store), fleet
-
-        lab, fleet = runner.run(start())
+    with running_lab(tmp_path_factory.mktemp("training")) as lab:
         yield lab
-        runner.run(lab.trainer.close())
-        runner.run(fleet.stop(60.0))
 
 
 @pytest.fixture
@@ -199,7 +128,7 @@ def test_trainer_refuses_a_step_queued_behind_a_failed_pass(lab: Lab) -> None:
         return tuple(await asyncio.gather(passing, stepping, return_exceptions=True))
 
     failed, refused = lab.do(both())
-    assert isinstance(failed, IndexError)
+    assert isinstance(failed, KeyError)
     assert isinstance(refused, PhaseError)
     assert "a backward pass since the last step failed" in str(refused)
     assert all_equal(logprobs(lab), before)

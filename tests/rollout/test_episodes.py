@@ -18,7 +18,7 @@ from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Done, Environments, Episode, Message, Observation
 from titanrl.rewards import Answers, Scored
 from titanrl.rollout.actor import RolloutWorker
-from titanrl.rollout.episodes import Episodes
+from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
 from titanrl.rollout.renderers import PlainRenderer
 from titanrl.turns import GroupTokens, GroupTurns
@@ -247,6 +247,53 @@ def test_held_out_episodes_are_played_turn_by_turn(tokenizer: Tokenizer) -> None
     assert policy.calls == [1] * 4 + [1] * 3 + [1]
     assert set(policy.seeds) == {None}
     assert len(set(Guess.seeds)) == 4
+
+
+TWO_TURNS = """
+from titanrl.environments import Done, Observation
+
+
+class TwoTurns:
+    async def reset(self, episode):
+        self.turns = 0
+        return Observation(messages=[{"role": "user", "content": episode.question}])
+
+    async def step(self, message):
+        self.turns += 1
+        return Done(rewards={"found": 1.0}) if self.turns == 2 else Observation(messages=[])
+
+    async def close(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_fewer_processes_than_episodes_are_enough(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
+    (tmp_path / "two_turns.py").write_text(TWO_TURNS)
+    environment = {"function": f"{tmp_path}/two_turns.py:TwoTurns", "num_processes": num_processes}
+    config = Config.model_validate(
+        {"name": "a", "num_steps": 1, "max_staleness": 1, "data": {"environment": environment}, "rollout": {"group_size": 4}}
+    )
+
+    async def score(answers: Answers) -> list[Scored]:
+        raise AssertionError("the environment returns the reward")
+
+    async def main() -> list[Group]:
+        episodes = await start_episodes(config, tokenizer, score, {})
+        prompts = [replace(PROMPT, index=index) for index in range(3)]
+        options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 5, "temperature": 1.0, "seed": 1}
+        try:
+            async with asyncio.timeout(60):
+                group, *evaluations = await asyncio.gather(
+                    episodes.roll_out(PROMPT, Policy(), in_round=False),
+                    *(episodes.answer(prompts, Policy(), **options) for _ in range(2)),
+                )
+        finally:
+            await episodes.environments.close()
+        return [group, *evaluations[0], *evaluations[1]]
+
+    groups = asyncio.run(main())
+    assert [[rollout.reward for rollout in group.rollouts] for group in groups] == [[1.0] * 4] + [[1.0] * 2] * 6
 
 
 def test_rewards_of_tokens_are_part_of_their_turns(tokenizer: Tokenizer) -> None:

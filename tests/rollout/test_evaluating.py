@@ -1,17 +1,21 @@
 """Evaluations of hand-made completions: which requests are sent, and what the result says."""
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from titanrl.actors import StoppedError
 from titanrl.config import Config
 from titanrl.config.evaluation import EvaluationSet
 from titanrl.metrics.record import evaluation_metrics
 from titanrl.replay.failures import ScorerError
 from titanrl.rewards import Answers, Scored
+from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.evaluating import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
 from titanrl.rollout.group import roll_out
 from titanrl.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
@@ -138,3 +142,34 @@ def test_unknown_set_is_an_error_that_names_the_sets() -> None:
     config = Config.model_validate({"name": "a", "num_steps": 3, "evaluation": {"sets": {"hard": {}}}})
     with pytest.raises(ValueError, match=r"no such set \(got 'easy'\)\. Choose one of chain_sum, hard\."):
         evaluation_set(config, "easy")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_abandoned_evaluation_reports_a_stop(in_background: bool) -> None:
+    """The controller repeats it then. A leaked cancellation would reach it as an unknown error, and end the run."""
+
+    class Endless:
+        def named(self, name: str) -> str:
+            return name
+
+        async def evaluate(self, subset: str, generate: object) -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        worker = object.__new__(RolloutWorker)
+        setup = {"max_staleness": 0, "generator": SimpleNamespace(max_num_seqs=4)}
+        worker._setup = SimpleNamespace(config=SimpleNamespace(**setup))  # type: ignore[assignment]
+        worker._pool = SimpleNamespace(generate=asyncio.sleep)  # type: ignore[assignment]
+        worker._outbox = SimpleNamespace(reset=lambda: None)  # type: ignore[assignment]
+        worker._sets, worker._tasks, worker._turn = Endless(), set(), asyncio.Lock()  # type: ignore[assignment]
+        evaluate = inspect.unwrap(RolloutWorker.evaluate._method)
+        abandon = inspect.unwrap((RolloutWorker.abandon_evaluation if in_background else RolloutWorker.abandon_round)._method)
+        evaluating = asyncio.create_task(evaluate(worker, "set", object() if in_background else None))
+        await started.wait()
+        await abandon(worker)
+        with pytest.raises(StoppedError, match="the evaluation was abandoned"):
+            await evaluating
+
+    started = asyncio.Event()
+    asyncio.run(asyncio.wait_for(scenario(), 10))

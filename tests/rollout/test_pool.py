@@ -51,6 +51,18 @@ def requests(*prompts: int) -> list[GenerationRequest]:
     return [GenerationRequest(token_ids=(prompt,), sampling=sampling) for prompt in prompts]
 
 
+def test_replica_serves_from_the_moment_when_it_is_there() -> None:
+    async def scenario() -> None:
+        pool = GeneratorPool([None, None], max_num_seqs=64)
+        calls = [asyncio.create_task(pool.generate(requests(prompt))) for prompt in (1, 2)]
+        await asyncio.sleep(0.05)
+        assert not any(call.done() for call in calls)
+        pool.use(1, Replica("b"))
+        assert await asyncio.gather(*calls) == [[("b", (1,))], [("b", (2,))]]
+
+    asyncio.run(scenario())
+
+
 def test_calls_of_one_tick_share_a_message() -> None:
     async def scenario() -> None:
         replica = Replica("a")

@@ -1,74 +1,23 @@
-"""The parts of a reward, confined and trusted, with real processes, threads and an HTTP server."""
+"""The parts of a reward, confined and trusted, with real processes and threads."""
 
 import asyncio
-import http.server
-import json
-import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import titanrl
+from tests.rollout.scored import ANSWERS, right, score, score_with, score_with_paths, values
 from tests.sandbox.processes import needs_confinement
 from titanrl.config.data import DataConfig, RewardConfig
 from titanrl.config.schema import Config
-from titanrl.config.sections import SandboxConfig
-from titanrl.extensions import plugins_of, with_objects
-from titanrl.rewards import Answers, Reward, Scored, TokenRewards
-from titanrl.rollout.scoring import Scoring, reward_specs, weighted
-from titanrl.sandbox.scores import RewardSpec, Score, parse_scores
+from titanrl.rewards import Answers, Reward, Scored
+from titanrl.rollout.scoring import reward_specs, weighted
+from titanrl.sandbox.scores import RewardSpec, Score
 
 pytestmark = needs_confinement
-
-SANDBOX = SandboxConfig(timeout_s=2.0, num_processes=2)
-ANSWERS = Answers(
-    entry={"question": "2 + 2 =", "answer": "4", "metadata": {"url": ""}},
-    completions=("4", "five"),
-    num_tokens=(2, 3),
-    finish_reasons=("stop", "length"),
-)
-
-
-def score(
-    config: Config,
-    objects: Mapping[str, object],
-    answers: Answers = ANSWERS,
-) -> list[Scored]:
-    """Score answers as a rollout worker does."""
-    config = with_objects(config, objects)
-
-    async def main() -> list[Scored]:
-        scoring = Scoring(config.model_copy(update={"sandbox": SANDBOX}), plugins_of(config, objects))
-        await scoring.start()
-        try:
-            return await scoring.score(answers)
-        finally:
-            await scoring.close()
-
-    return asyncio.run(main())
-
-
-def score_with(**rewards: object) -> list[Scored]:
-    """Score the answers with rewards given in Python."""
-    return score(Config(name="a", num_steps=1), {"rewards": rewards})
-
-
-def score_with_paths(rewards: Mapping[str, object]) -> list[Scored]:
-    """Score the answers with rewards that the configuration names."""
-    data = DataConfig.model_validate({"rewards": rewards})
-    return score(Config(name="a", num_steps=1, data=data), {})
-
-
-def values(scores: Sequence[Scored]) -> list[float | None]:
-    return [scored.reward for scored in scores]
-
-
-def right(completion: str, entry: Mapping[str, Any]) -> float:
-    return float(completion == entry["answer"])
 
 
 @titanrl.group_reward
@@ -183,113 +132,6 @@ def test_group_reward_fails_as_a_whole_or_for_one_value(trusted: bool) -> None:
     assert first.reward == 1.0
     assert second.error.startswith("wrong: TypeError: the reward returned 'two'. Expected a finite number: `def reward(")
     assert [s.error for s in scored("none")] == ["wrong: KeyError: 'none'"] * 2
-
-
-# Network
-
-
-class _Judge(http.server.BaseHTTPRequestHandler):
-    """A judge that grades a completion by its length."""
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(request)  # type: ignore[attr-defined]
-        body = json.dumps({"grade": len(request["completion"]) / 10}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def judge() -> Iterator[http.server.ThreadingHTTPServer]:
-    """An HTTP server on this machine; `asked` has the requests."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Judge) as server:
-        server.asked = []  # type: ignore[attr-defined]
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def asking(port: int) -> Callable[[str, Mapping[str, Any]], float]:
-    def grade(completion: str, entry: Mapping[str, Any]) -> float:
-        body = json.dumps({"question": entry["question"], "completion": completion}).encode()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}", body) as reply:
-            return float(json.load(reply)["grade"])
-
-    return grade
-
-
-def asking_async(port: int) -> Callable[..., Any]:
-    async def grade(completion: str, entry: Mapping[str, Any]) -> float:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        body = json.dumps({"question": entry["question"], "completion": completion})
-        writer.write(f"POST / HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        reply = await reader.read()
-        writer.close()
-        return float(json.loads(reply.partition(b"\r\n\r\n")[2])["grade"])
-
-    return grade
-
-
-@pytest.mark.parametrize("make", [asking, asking_async])
-def test_trusted_judge_is_asked_over_http(
-    make: Callable[[int], Callable[..., Any]], judge: http.server.ThreadingHTTPServer
-) -> None:
-    scores = score_with(right=right, judge=Reward(make(judge.server_port), weight=2.0, trusted=True))
-    assert [scored.parts["judge"] for scored in scores] == [0.1, 0.4]
-    assert values(scores) == [1.0 + 2 * 0.1, 2 * 0.4]
-    asked = judge.asked  # type: ignore[attr-defined]
-    assert sorted(request["completion"] for request in asked) == ["4", "five"]
-
-
-REMEDY = "set data.rewards.judge.trusted to true if it does not execute model output"
-
-
-def swallowing(port: int) -> Callable[..., float]:
-    ask = asking(port)
-
-    def grade(completion: str, entry: Mapping[str, Any]) -> float:
-        try:
-            return ask(completion, entry)
-        except OSError:
-            return 0.0
-
-    return grade
-
-
-@pytest.mark.parametrize(
-    ("make", "needs"), [(asking, "the network"), (asking_async, "an event loop"), (swallowing, "the network")]
-)
-def test_confined_judge_fails_with_the_remedy_instead_of_zeros(
-    make: Callable[[int], Callable[..., Any]], needs: str, judge: http.server.ThreadingHTTPServer
-) -> None:
-    for scored in score_with(judge=make(judge.server_port)):
-        assert scored.reward is None
-        assert f"the reward needs {needs}, which the sandbox denies; {REMEDY}" in scored.error
-    assert judge.asked == []  # type: ignore[attr-defined]
-
-
-def test_other_denials_name_the_remedy_and_ordinary_errors_do_not() -> None:
-    def reads(completion: str, entry: Mapping[str, Any]) -> float:
-        return len(Path("/etc/passwd").read_text())
-
-    def threads(completion: str, entry: Mapping[str, Any]) -> float:
-        thread = threading.Thread(target=print)
-        thread.start()
-        return 1.0
-
-    def fails(completion: str, entry: Mapping[str, Any]) -> float:
-        raise RuntimeError("no such word")
-
-    errors = [s.error for reward in (reads, threads, fails) for s in score_with(judge=reward)[:1]]
-    assert [REMEDY in error for error in errors] == [True, True, False]
-    assert errors[2] == "judge: RuntimeError: no such word"
 
 
 # Time limits
@@ -441,97 +283,3 @@ def test_math_verify_uses_its_time_limit_in_the_sandbox() -> None:
     first, second, third = score(Config(name="a", num_steps=1), {"rewards": {"right": reward}}, answers)
     assert (first.parts, third.parts) == ({"right": 1.0}, {"right": 0.0})
     assert second.error == "right: TimeoutError: two expressions were not compared in 1 s"
-
-
-# Rewards of tokens
-
-TEXTS = {1: "", 2: "ab", 3: "c", 4: " d"}
-CREDITED = Answers(
-    entry={"question": "", "answer": "4", "metadata": {}},
-    completions=("abc d", "c"),
-    num_tokens=(4, 2),
-    finish_reasons=("stop", "stop"),
-    token_ids=((2, 3, 4, 1), (3, 1)),
-    decode=lambda ids: "".join(TEXTS[token] for token in ids),
-)
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_rewards_of_tokens_are_weighted_and_added_by_token(trusted: bool) -> None:
-    def steps(completion: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        ends = titanrl.TokenRewards(steps=[(completion.index("c") + 1, 0.5)], whole=0.25)
-        return {"ends": ends, "short": float(len(completion) < 2)}
-
-    def ids(completion: str, entry: Mapping[str, Any], token_ids: Sequence[int]) -> titanrl.TokenRewards:
-        return titanrl.TokenRewards(tokens=[0.1 * token for token in token_ids])
-
-    rewards = {"steps": Reward(steps, weight=2.0, weights={"short": 0.5}, trusted=trusted), "ids": Reward(ids, trusted=trusted)}
-    first, second = score(Config(name="a", num_steps=1), {"rewards": {**rewards, "one": Reward(right, weight=4.0)}}, CREDITED)
-    # 2 * 1/2 where "abc" ends, 2 * 1/4 at the end, and for "short" 2 * 1/2 at the end of the second one.
-    assert first.token_rewards == (0.0 + 0.1 * 2, 1.0 + 0.1 * 3, 0.1 * 4, 0.5 + 0.1 * 1)
-    assert second.token_rewards == (1.0 + 0.1 * 3, 0.5 + 0.1 * 1 + 1.0)
-    assert first.reward == pytest.approx(sum(first.token_rewards))
-    assert second.parts == {"steps/ends": 0.75, "steps/short": 1.0, "ids": pytest.approx(0.4), "one": 0.0}
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_group_reward_may_return_rewards_of_tokens(trusted: bool) -> None:
-    @titanrl.group_reward
-    def last(completions: Sequence[str], entry: Mapping[str, Any], token_ids: Sequence[Sequence[int]]) -> list[Any]:
-        return [titanrl.TokenRewards(tokens=list(range(len(ids)))) for ids in token_ids[:1]] + [1.0]
-
-    first, second = score(Config(name="a", num_steps=1), {"rewards": {"last": Reward(last, trusted=trusted)}}, CREDITED)
-    assert (first.reward, first.token_rewards) == (6.0, (0.0, 1.0, 2.0, 3.0))
-    assert (second.reward, second.token_rewards) == (1.0, None)
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_wrong_rewards_of_tokens_fail_their_completion(trusted: bool) -> None:
-    def wrong(completion: str, entry: Mapping[str, Any]) -> titanrl.TokenRewards:
-        return titanrl.TokenRewards(tokens=[1.0, 2.0]) if completion == "c" else titanrl.TokenRewards(tokens=[1.0])
-
-    def beyond(completion: str, entry: Mapping[str, Any]) -> titanrl.TokenRewards:
-        return titanrl.TokenRewards(tokens=[float("nan")] * 2, steps=[(2, 1.0)])
-
-    def scored(function: Callable[..., object]) -> list[Scored]:
-        return score(Config(name="a", num_steps=1), {"rewards": {"wrong": Reward(function, trusted=trusted)}}, CREDITED)
-
-    first, second = scored(wrong)
-    assert first.reward is None
-    assert first.error == (
-        "wrong: it returned 1 rewards of tokens for a completion of 4. "
-        "Return one per sampled token, with the end-of-sequence token."
-    )
-    assert second.token_rewards == (1.0, 2.0)
-    assert all("the reward returned nan. Expected a finite number" in each.error for each in scored(beyond))
-
-
-def test_steps_of_a_text_that_was_cut_keep_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanrl.sandbox.pool.MAX_TEXT_CHARS", 3)
-
-    def seen(completion: str, entry: Mapping[str, Any]) -> titanrl.TokenRewards:
-        return titanrl.TokenRewards(steps=[(1, float(completion == "c d"))])
-
-    first, _ = score(Config(name="a", num_steps=1), {"rewards": {"seen": Reward(seen)}}, CREDITED)
-    assert first.token_rewards == (0.0, 1.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    ["1", "[0.0, [1.0], 3]", "[0.0, [1.0], [[0, 1.0]]]", "[0.0, [1], []]", "[0.0, [NaN], []]", "[0.0, [], [[1, 1.0, 2]]]"],
-)
-def test_forged_rewards_of_tokens_are_an_error(tokens: str) -> None:
-    own = RewardSpec(name="a", factory="", is_own=True)
-    valid, forged = (
-        f'[{{"parts": {{"a": 1.0}}, "tokens": {{"a": {value}}}}}]' for value in ("[0.5, [1.0], [[2, 1.0]]]", tokens)
-    )
-    assert parse_scores(valid.encode(), own, 1) == [Score.of({"a": TokenRewards(tokens=[1.0], steps=[(2, 1.0)], whole=0.5)})]
-    assert parse_scores(valid.encode(), RewardSpec(name="a", factory="", bounds=(0.0, 1.0)), 1)[0].status == "error"  # type: ignore[index]
-    assert parse_scores(forged.encode(), own, 1)[0].status == "error"  # type: ignore[index]
-
-
-@pytest.mark.parametrize(("tokens", "high"), [("[1.0, 1.0]", 1.0), ("[1e308, 1e308]", float("inf"))])
-def test_sum_of_the_rewards_of_tokens_stays_within_the_bounds(tokens: str, high: float) -> None:
-    own = RewardSpec(name="a", factory="", bounds=(0.0, high), is_own=True)
-    reply = f'[{{"parts": {{"a": 1.0}}, "tokens": {{"a": [0.0, {tokens}, []]}}}}]'
-    assert parse_scores(reply.encode(), own, 1)[0].status == "error"  # type: ignore[index]

@@ -149,14 +149,7 @@ class AlgorithmConfig(Section):
                 rule="constant_length is allowed only when reduction is constant",
                 fix="remove constant_length, or set algorithm.reduction to constant",
             )
-        if self.advantage in ADVANTAGES and (self.pass_k is None) == (self.advantage == "pass_at_k"):
-            yield BrokenRule(
-                values={"pass_k": self.pass_k, "advantage": self.advantage},
-                rule="pass_k is required when advantage is pass_at_k, and allowed only then",
-                fix="set pass_k to the number of completions to take the best of"
-                if self.pass_k is None
-                else "remove pass_k, or set advantage to pass_at_k",
-            )
+        yield from self.broken_pass_k()
         if self.correction.denominator == "post" and self.reduction == "prompt_mean":
             yield BrokenRule(
                 values={"correction.denominator": "post", "reduction": self.reduction},
@@ -171,6 +164,17 @@ class AlgorithmConfig(Section):
             )
         yield from self._broken_by_credit()
         yield from self._broken_by_loss_options()
+
+    def broken_pass_k(self, prefix: str = "") -> Iterator[BrokenRule]:
+        """Yield a rule if `pass_k` does not fit the advantage. `prefix` comes before the keys, for the settings of one task."""
+        if self.advantage in ADVANTAGES and (self.pass_k is None) == (self.advantage == "pass_at_k"):
+            yield BrokenRule(
+                values={f"{prefix}pass_k": self.pass_k, f"{prefix}advantage": self.advantage},
+                rule="pass_k is required when advantage is pass_at_k, and allowed only then",
+                fix="set pass_k to the number of completions to take the best of"
+                if self.pass_k is None
+                else "remove pass_k, or set advantage to pass_at_k",
+            )
 
     def _broken_by_credit(self) -> Iterator[BrokenRule]:
         is_own = self.advantage not in ADVANTAGES

@@ -185,14 +185,7 @@ def broken_by_tasks(
             yield BrokenRule(values={MIXTURE: sorted(tasks)}, rule="fine-tuning has examples of one file", fix="remove it")
             return
         own = task.algorithm(algorithm)
-        if own.advantage in ADVANTAGES and (own.pass_k is None) == (own.advantage == "pass_at_k"):
-            yield BrokenRule(
-                values={f"{key}.pass_k": task.pass_k, f"{key}.advantage": own.advantage},
-                rule="pass_k is required when advantage is pass_at_k, and allowed only then",
-                fix="set pass_k to the number of completions to take the best of"
-                if own.pass_k is None
-                else "remove pass_k, or set advantage to pass_at_k",
-            )
+        yield from own.broken_pass_k(f"{key}.")
         if own.credit != "rollout" and own.advantage in ("pass_at_k", "gdpo"):
             yield BrokenRule(
                 values={f"{key}.advantage": own.advantage, "algorithm.credit": own.credit},

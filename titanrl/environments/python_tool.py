@@ -90,7 +90,7 @@ async def shared_pool(config: SandboxConfig, modules: tuple[str, ...]) -> Snippe
         pools[key] = asyncio.create_task(_started(config, modules))
     try:
         return await asyncio.shield(pools[key])
-    except Exception:
+    except Exception:  # of any kind: the next call starts another pool
         pools.pop(key, None)
         raise
 

@@ -142,7 +142,7 @@ class EnvironmentPool:
                     return process
                 process.kill()
             return await self._started()
-        except BaseException:
+        except BaseException:  # also when cancelled
             self._slots.release()
             raise
 
@@ -163,7 +163,7 @@ class EnvironmentPool:
         try:
             await process.connect()
             await process.ask(("load", (self._function, self._options, path)), self.processes.start_s, "start")
-        except BaseException:
+        except BaseException:  # also when cancelled
             process.kill()
             raise
         return process
@@ -269,7 +269,7 @@ class _Process:
             self._transport.write(LENGTH.pack(len(body)) + body)
             either: list[asyncio.Future[Any]] = [reply, self._replies.ended]
             await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        except BaseException:
+        except BaseException:  # also when cancelled: the process may be in the middle of a call
             self.kill()
             raise
         if reply.done():

@@ -41,6 +41,7 @@ from titanrl.launch.supervision import OnEvent, Supervisor
 from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import open_model
 from titanrl.replay.actors import ReplayBuffer, StorageShard
+from titanrl.replay.directory import ShardNews
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.manifest import WeightManifest
@@ -234,6 +235,7 @@ class Assembly:
             )
             setup = self._trainer_setup(store, shards, transports(config) if roles.generators else ())
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
+            trainer.shard_news = trainer_procs.spawn("trainer_shards", ShardNews) if shards else None
         weights = WeightSync(
             config.name,
             WatchedStore(store, around.supervisor, timeouts.sync_s),
@@ -294,7 +296,7 @@ class Assembly:
         window = 1 if rollout.replay is not None else config.window_groups
         sampling = (config.num_slots, window, rollout.dynamic_sampling, first_index)
         prompts = partial(make_mixture, config, self.files.plugins)
-        actor = store_procs.spawn("buffer", ReplayBuffer, *sampling, settings, prompts)
+        actor = store_procs.spawn("store_buffer", ReplayBuffer, *sampling, settings, prompts)
         supervisor, timeouts = self.around.supervisor, config.timeouts
         buffer = BufferClient(actor, supervisor, timeouts, rollout.starvation_timeout_s, rollout.groups_per_step)
         workers = RolloutMesh(
@@ -312,7 +314,7 @@ class Assembly:
         """Spawn the process of a rollout worker, and in it the worker and its storage shard."""
         config, files = self.config, self.files
         procs = await self._worker_process(part.role, number)
-        shard = procs.spawn("shard", StorageShard, number, buffer, config.replay.shard_memory_bytes, files.run_dir)
+        shard = procs.spawn(f"{part.role}_shard", StorageShard, number, buffer, config.replay.shard_memory_bytes, files.run_dir)
         setup = WorkerSetup(
             number=number,
             life=part.num_lives,
@@ -321,7 +323,7 @@ class Assembly:
             run_dir=files.run_dir,
             buffer=buffer,
             shard=shard,
-            generators=generators.actors,
+            generators=generators.serving,
             plugins=files.plugins,
             save=_absolute(config.rollout.save),
             replay=_absolute(config.rollout.replay),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 WINDOW = 100
 """Replies of a kind that count, the newest ones."""
 WARM_UP = 3
-"""Replies of a kind before its deadline is learned: the first ones compile, or fill caches."""
+"""Replies of a kind before its deadline is learned. They count towards it: what compiles at first may compile again."""
 DISK_S = 300.0
 """Shortest learned deadline of requests that read or write files, because network file systems pause for minutes."""
 

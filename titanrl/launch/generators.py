@@ -65,9 +65,13 @@ class GeneratorMeshes:
         """Rank 0 of each replica, which serves the replica's requests."""
         return tuple(part.actors.leader for part in self.parts)
 
-    def serving(self, replica: int) -> Any | None:
-        """Return the actor of a replica; None while it has none that serves."""
-        return self.parts[replica].actors.leader if replica in self._serving else None
+    @property
+    def serving(self) -> tuple[Any | None, ...]:
+        """Like `actors`, with None for each replica that does not serve; an actor that has ended cannot be sent to others."""
+        return tuple(
+            part.actors.leader if replica in self._serving and part.is_started else None
+            for replica, part in enumerate(self.parts)
+        )
 
     async def spawn(self) -> None:
         """Spawn the processes and actors."""
@@ -93,8 +97,7 @@ class GeneratorMeshes:
             if not part.is_started:
                 raise PartDiedError(f"{part.role} died while it pulled the newest weights")
         self._serving.add(replica)
-        if part.num_lives > 1:
-            await self._tell(replica, part.actors.leader)
+        await self._tell(replica, part.actors.leader)
 
     async def start_over(self, reader: "WeightReader | None") -> None:
         """Keep the engines for a run that restarts: drop their requests and weights, and replace those that do not answer.

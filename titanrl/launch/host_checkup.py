@@ -17,6 +17,7 @@ from typing import Any
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.errors import ConfigError
+from titanrl.config.places import host_counts
 from titanrl.config.schema import Config
 from titanrl.config.sizes import Sizes
 from titanrl.errors import TitanRLError
@@ -175,7 +176,7 @@ async def _ask(config: Config, probes: Probes, question: Question, needs: Sequen
     clocks = [await _clock(probes, host.rank) for host in probes.hosts]
     names = names_of(probes.hosts)
     links = await _links(probes, names, listening)
-    if config.hosts.kind == "slurm":
+    if config.hosts.kind in ("slurm", "kubernetes"):
         links += await _links_from_here(probes, listening)
     hosts = [
         Examined(node=name, report=HostReport.parse(text), needs=need, clock_s=clock, taken=answer["taken"])
@@ -191,8 +192,10 @@ def names_of(hosts: Sequence[Host]) -> list[str]:
 
 
 def _named_ports(config: Config) -> dict[str, int]:
-    port = config.hosts.slurm.port
-    return {f"port {port} (hosts.slurm.port)": port} if config.hosts.kind == "slurm" else {}
+    if config.hosts.kind not in ("slurm", "kubernetes"):
+        return {}
+    port = config.hosts.slurm.port if config.hosts.kind == "slurm" else config.hosts.kubernetes.port
+    return {f"port {port} (hosts.{config.hosts.kind}.port)": port}
 
 
 def _folders(config: Config) -> dict[str, str]:
@@ -219,6 +222,17 @@ async def _started(
         finally:
             slurm.kill()
         return
+    if config.hosts.kind == "kubernetes":
+        from titanrl.launch.kubernetes_hosts import KubernetesHosts  # imports Monarch
+
+        pods = KubernetesHosts(config, device, host_counts(config), say, keep=True)
+        try:
+            await pods.examine(probes.leases)
+            yield probes
+        finally:
+            probes.leases.close()
+            pods.kill()
+        return
     address = "127.0.0.1" if world is None else own_address(world)
     if world is not None and not address:
         raise CheckupError(
@@ -232,7 +246,7 @@ async def _started(
     try:
         await probes.connected(start_s)
         yield probes
-    except BaseException:
+    except BaseException:  # also when cancelled
         probes.leases.close()  # the probes wait for nothing more
         raise
     finally:

@@ -12,7 +12,7 @@ from statistics import median
 from rich.console import Console
 
 from titanrl.config.dry_run import print_table
-from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
+from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
 from titanrl.config.schema import Config
@@ -23,6 +23,7 @@ from titanrl.errors import TitanRLError
 from titanrl.launch.host_checkup import Checkup, examine
 from titanrl.launch.host_probe import serve
 from titanrl.launch.host_verdicts import Examined, Link
+from titanrl.launch.kubernetes_rules import broken_by_kubernetes
 from titanrl.launch.launched import tell_failure
 from titanrl.launch.launchers import World, broken_by_launcher, broken_by_world, drop_variables, world_of
 from titanrl.launch.rendezvous import find
@@ -77,10 +78,7 @@ def _world(config: Config, source: Source) -> World | None:
     Raises:
         ConfigError: The hosts cannot be had.
     """
-    broken, world = [*broken_by_slurm(config), *broken_by_launcher(config)], None
-    if config.hosts.kind == "kubernetes":
-        rule, fix = "titanrl doctor cannot examine pods", "run titanrl doctor DEVICE in a pod, and kubectl describe monarchmesh"
-        broken.append(BrokenRule(values={"hosts.kind": "kubernetes"}, rule=rule, fix=fix))
+    broken, world = [*broken_by_slurm(config), *broken_by_launcher(config), *broken_by_kubernetes(config)], None
     if config.hosts.kind == "launcher":
         try:
             world = world_of(os.environ)

@@ -15,6 +15,7 @@ from typing import Any
 from titanrl.launch.host_report import parse_question, report
 from titanrl.launch.launcher_host import END
 from titanrl.launch.leases import Host, hold_lease
+from titanrl.launch.pod_leases import CONNECTION
 from titanrl.launch.rendezvous import Controller
 from titanrl.launch.slurm_host import CONTROLLER, TOKEN
 
@@ -33,6 +34,9 @@ _ECHO, _SINK = b"e", b"s"
 
 def main() -> None:
     """Answer until the controller ends."""
+    if CONNECTION in os.environ:
+        connection = socket.socket(fileno=int(os.environ.pop(CONNECTION)))
+        sys.exit(asyncio.run(_answer_on(connection)))
     controller = Controller(os.environ.pop(CONTROLLER), os.environ.pop(TOKEN))
     rank = os.environ.get(RANK) or os.environ["SLURM_NODEID"]
     sys.exit(serve(controller, int(rank)))
@@ -51,6 +55,14 @@ async def _serve(controller: Controller, host: Host) -> int:
     except (OSError, TimeoutError) as error:
         print(f"{host.node}: the controller at {controller.address} cannot be reached: {error!r}", file=sys.stderr)
         return 1
+    return await _answer_all(reader, writer)
+
+
+async def _answer_on(connection: socket.socket) -> int:
+    return await _answer_all(*await asyncio.open_connection(sock=connection))
+
+
+async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
     own, servers = str(writer.get_extra_info("sockname")[0]), list[asyncio.Server]()
     try:
         while line := await reader.readline():

@@ -99,11 +99,9 @@ class Api:
         delete = self._custom.delete_namespaced_custom_object
         self._ask(f"delete MonarchMesh {name}", delete, limit_s=RELEASE_S, name=name, **self._where)
 
-    def pod(self, name: str, limit_s: float = ANSWER_S) -> Json | None:
+    def pod(self, name: str) -> Json | None:
         """Return a pod; None if there is none of this name."""
-        found: Json | None = self._ask(
-            f"get pod {name}", self._pods.read_namespaced_pod, limit_s=limit_s, name=name, namespace=self.namespace
-        )
+        found: Json | None = self._ask(f"get pod {name}", self._pods.read_namespaced_pod, name=name, namespace=self.namespace)
         return found
 
     def owner(self) -> Json | None:

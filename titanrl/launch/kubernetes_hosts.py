@@ -4,7 +4,8 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from monarch.actor import HostMesh, attach_to_workers, enable_transport
@@ -15,7 +16,7 @@ from titanrl.config.schema import Config
 from titanrl.launch.kubernetes_api import Api, PodWatch
 from titanrl.launch.kubernetes_manifest import Json, mesh, mesh_name, token_of
 from titanrl.launch.kubernetes_pods import PodState, current, end_of, progress
-from titanrl.launch.leases import Say
+from titanrl.launch.leases import Host, Leases, Say
 from titanrl.launch.patience import leave_lost_hosts_to_leases
 from titanrl.launch.pod_leases import KubernetesError, Lost, Pod, PodBusyError, PodLeases, tcp
 from titanrl.private_sockets import private_sockets
@@ -31,7 +32,9 @@ OnLost = Callable[[str, str], None]
 class KubernetesHosts:
     """Pods of MonarchMesh resources: of those that exist under the names of `titanrl manifest`, or of new ones."""
 
-    def __init__(self, config: Config, device: DeviceKind, meshes: dict[str, int], say: Say) -> None:
+    def __init__(
+        self, config: Config, device: DeviceKind, meshes: dict[str, int], say: Say, *, keep: bool | None = None
+    ) -> None:
         """Request nothing yet.
 
         Args:
@@ -39,8 +42,10 @@ class KubernetesHosts:
             device: kind of the pods' devices.
             meshes: number of hosts by the name of their mesh.
             say: tells the user what the start waits for.
+            keep: leave resources that exist as they are; None means `hosts.kubernetes.keep`.
         """
         self._config, self._device, self._meshes, self._say = config, device, meshes, say
+        self._keeps = config.hosts.kubernetes.keep if keep is None else keep
         self._api: Api | None = None
         self._names: dict[str, str] = {}  # of the resources, by mesh
         self._owned: set[str] = set()  # names of those that go with the run
@@ -73,6 +78,21 @@ class KubernetesHosts:
         except BaseException:  # an interrupt, too: no pod may outlive a failed start
             self.kill()
             raise
+
+    async def examine(self, leases: Leases) -> None:
+        """Create or find the pods, and let them answer questions instead of serving as hosts. The caller kills them afterwards.
+
+        Args:
+            leases: hold the pods, and ask them.
+
+        Raises:
+            KubernetesError: The cluster refuses, or the pods do not start.
+        """
+        tokens = await self._requested()
+        for pod, own_leases in self._placed(tokens, await self._ready()):
+            name, reader, writer = await own_leases.probed(pod)
+            leases.take(Host(rank=pod.rank, node=pod.name, name=name), reader, writer)
+        await leases.all_held()
 
     def kill(self) -> None:
         """Give the pods back, with every process on them. A second call does nothing."""
@@ -158,7 +178,7 @@ class KubernetesHosts:
                 f"name: MonarchMesh {name} was not made by titanrl manifest (got {self._config.name}). Change name."
             )
         self._names[role] = name
-        if not self._config.hosts.kubernetes.keep:
+        if not self._keeps:
             self._owned.add(name)
             self._adopted[name] = owner
             if owner is not None:
@@ -233,17 +253,9 @@ class KubernetesHosts:
         """Hold the lease of each pod, and attach to the hosts that the pods then start."""
         port, count = self._config.hosts.kubernetes.port, sum(self._meshes.values())
         identities = [str(identity) for identity in ProcessJob._allocate_service_proc_ids(count)]
-        addresses: list[str] = []
-        holds: list[Coroutine[Any, Any, None]] = []
-        for role, number in self._meshes.items():
-            leases = PodLeases(tokens[role], port + 1, f"{self._config.name}@{socket.gethostname()}", self._on_lost)
-            self._leases.append(leases)
-            for pod in (ready[role][index] for index in range(number)):
-                rank = len(addresses)
-                self._pods[rank] = pod
-                addresses.append(f"{identities[rank]}@{tcp(pod.ip, port)}")
-                holds.append(leases.hold(Pod(rank=rank, name=pod.name, ip=pod.ip), identities[rank]))
-        await asyncio.gather(*holds)
+        placed = list(self._placed(tokens, ready))
+        addresses = [f"{identities[pod.rank]}@{tcp(pod.ip, port)}" for pod, _ in placed]
+        await asyncio.gather(*(leases.hold(pod, identities[pod.rank]) for pod, leases in placed))
         with private_sockets():
             meshes = {
                 role: attach_to_workers(
@@ -256,6 +268,17 @@ class KubernetesHosts:
         self._say(f"Kubernetes: {count} pods ({', '.join(names)})")
         return meshes
 
+    def _placed(self, tokens: dict[str, str], ready: dict[str, dict[int, PodState]]) -> Iterator[tuple[Pod, PodLeases]]:
+        """Yield each pod by rank, with the leases of its mesh."""
+        port = self._config.hosts.kubernetes.port + 1
+        for role, number in self._meshes.items():
+            leases = PodLeases(tokens[role], port, f"{self._config.name}@{socket.gethostname()}", self._on_lost)
+            self._leases.append(leases)
+            for state in (ready[role][index] for index in range(number)):
+                rank = len(self._pods)
+                self._pods[rank] = state
+                yield Pod(rank=rank, name=state.name, ip=state.ip), leases
+
     def _on_lost(self, lost: Lost) -> None:
         task = asyncio.create_task(self._report_lost(lost))
         self._tasks.add(task)
@@ -266,15 +289,31 @@ class KubernetesHosts:
         assert self._api is not None
         state = self._pods[lost.pod.rank]
         cause = "Kubernetes has told it to end" if lost.was_told else ""
+        role = max((role for role in self._meshes if self._first(role) <= lost.pod.rank), key=self._first)
         try:
             async with asyncio.timeout(STATUS_S):
-                pod = await asyncio.to_thread(self._api.pod, lost.pod.name, STATUS_S)
-            cause = end_of(pod, state.uid) or cause
+                cause = await self._end_of(state, self._names[role])
         except (KubernetesError, TimeoutError) as error:
             logger.warning("the state of pod %s is unknown: %r", lost.pod.name, error)
         place = f" on {state.node}" if state.node else ""
         text = f"; {cause}" if cause else ""
         self.on_lost(lost.host, f"pod {lost.pod.name}{place} has ended, or its network has{text}")
+
+    async def _end_of(self, state: PodState, mesh: str) -> str:
+        """Wait until Kubernetes knows why a pod has ended, which is later than its connection ends; return the reason."""
+        assert self._api is not None
+        loop, changes = asyncio.get_running_loop(), asyncio.Queue[dict[str, Json] | KubernetesError]()
+        tell = partial(_from_thread, loop, changes)
+        watch = self._api.watch(mesh, tell, tell)
+        try:
+            while True:
+                pods = await changes.get()
+                if isinstance(pods, KubernetesError):
+                    raise pods
+                if cause := end_of(pods.get(state.name), state.uid):
+                    return cause
+        finally:
+            watch.close()
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: object) -> None:

@@ -85,7 +85,7 @@ def token_of(resource: Mapping[str, Any]) -> str:
     return next((str(one["value"]) for one in variables if one["name"] == TOKEN and "value" in one), "")
 
 
-def controller(config: Config, text: str, namespace: str, resume: str | None = None) -> list[Json]:
+def controller(config: Config, text: str, namespace: str, resume: str | None = None, *, examines: bool = False) -> list[Json]:
     """Return the objects of the controller: its Job, configuration, service account and rights.
 
     Args:
@@ -93,8 +93,9 @@ def controller(config: Config, text: str, namespace: str, resume: str | None = N
         text: the run's configuration as YAML.
         namespace: namespace of the objects.
         resume: run directory in the pods that the controller continues; None begins a new run.
+        examines: the Job examines the hosts of the run instead (`titanrl doctor`).
     """
-    kubernetes, name = config.hosts.kubernetes, object_name(config.name)
+    kubernetes, name = config.hosts.kubernetes, object_name(f"{config.name}-doctor" if examines else config.name)
     account = kubernetes.service_account or name
     objects = [] if kubernetes.service_account is not None else _rights(name, namespace)
     objects += [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"run.yaml": text}}]
@@ -109,7 +110,7 @@ def controller(config: Config, text: str, namespace: str, resume: str | None = N
                 "ttlSecondsAfterFinished": kubernetes.keep_finished_s,
                 "template": {
                     "metadata": {"labels": _labels(config, "controller")},
-                    "spec": _controller_spec(kubernetes, name, account, [config.program, *source]),
+                    "spec": _controller_spec(kubernetes, name, account, ["doctor" if examines else config.program, *source]),
                 },
             },
         }

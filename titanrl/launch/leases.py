@@ -109,7 +109,10 @@ class Leases:
 
     async def adopt(self, host: Host, connection: socket.socket) -> None:
         """Continue the lease of a host, which other leases have accepted, on a copy of its connection."""
-        reader, writer = await asyncio.open_connection(sock=connection)
+        self.take(host, *await asyncio.open_connection(sock=connection))
+
+    def take(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hold the lease of a host on a connection that exists."""
         self._writers.add(writer)
         self._adopted.append(asyncio.create_task(self._keep(host, reader, writer)))
 

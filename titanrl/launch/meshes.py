@@ -85,6 +85,8 @@ class TrainerMesh:
     mesh: Any
     supervisor: Supervisor
     timeouts: TimeoutsConfig
+    shard_news: Any = None
+    """The `ShardNews` actors of its processes; None without rollouts."""
     version: int = 0
     """Version of the weights: the number of steps that the controller has seen, each of them on one batch."""
     _queued: list["asyncio.Task[Any]"] = field(default_factory=list)
@@ -192,11 +194,13 @@ class TrainerMesh:
             len(data), await self._all("compute_data_logprobs", call, pace=_pace_of("compute_data_logprobs", data))
         )
 
-    async def use_shard(self, number: int, shard: Any) -> None:
-        """Let all ranks fetch from a new storage shard; without a trainer, do nothing."""
-        if self.mesh is None:
-            return
-        await self._all("use_shard", self.mesh.use_shard.call(number, shard))
+    async def use_shard(self, number: int, shard: Any | None) -> None:
+        """Let all ranks fetch from a new storage shard, or from none until there is one; without a trainer, do nothing.
+
+        Fetches from the previous shard fail with `TokensLostError`, because its process has ended.
+        """
+        if self.shard_news is not None:
+            await self._all("use_shard", self.shard_news.use.call(number, shard))
 
     async def zero_grad(self) -> None:
         """Discard the gradient accumulated so far."""

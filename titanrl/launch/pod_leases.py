@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from titanrl.errors import TitanRLError
@@ -20,6 +20,10 @@ from titanrl.launch.slurm_host import PROGRAM
 
 FREE_S = 5.0
 """Seconds in which a pod can end serving one controller while the next one waits."""
+CONNECTION = "TITANRL_PROBE_CONNECTION"
+"""Variable with the file descriptor of the connection on which a process answers questions about its pod."""
+PROBE = "probe"
+"""Identity with which the questions of `titanrl doctor` are requested instead of a host of Monarch."""
 SERVING, BUSY = "serving", "busy"
 """First words of a pod's reply. The name that the pod gives itself, or the controller that it serves, follows."""
 
@@ -94,6 +98,21 @@ class PodLeases:
             PodBusyError: The pod serves another run.
             KubernetesError: The pod cannot be reached, or refuses.
         """
+        name, reader, _ = await self._connected(pod, identity)
+        task = asyncio.create_task(self._watch(reader, pod, name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def probed(self, pod: Pod) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Let a pod answer the questions of `titanrl doctor`; return the name that it gives itself, and the connection.
+
+        Raises:
+            PodBusyError: The pod serves a run.
+            KubernetesError: The pod cannot be reached, or refuses.
+        """
+        return await self._connected(pod, PROBE)
+
+    async def _connected(self, pod: Pod, identity: str) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
         try:
             async with asyncio.timeout(GREETING_S):
                 reader, writer = await asyncio.open_connection(pod.ip, self._port)
@@ -114,9 +133,7 @@ class PodLeases:
             raise KubernetesError(
                 f"hosts.kubernetes: pod {pod.name} refuses this run, which does not know its secret. Delete its MonarchMesh."
             )
-        task = asyncio.create_task(self._watch(reader, pod, name))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        return name, reader, writer
 
     def close(self) -> None:
         """End every lease, so that the hosts end. Their ends are not reported."""
@@ -189,7 +206,10 @@ class PodHost:
         _, identity, self._holder = words
         keep_alive(writer.get_extra_info("socket"), CONTROLLER_LOST_S)
         try:
-            await self._host(identity, reader, writer)
+            if identity == PROBE:
+                await self._probe(writer)
+            else:
+                await self._host(identity, reader, writer)
         finally:
             self._is_serving.release()
 
@@ -197,21 +217,39 @@ class PodHost:
         """Run Monarch's host as long as the controller holds the lease. It outlives its controller, so it is killed."""
         command = [sys.executable, "-c", PROGRAM, f"{identity}@{tcp(self._ip, self._port)}", str(os.getpid())]
         worker = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+        await self._attend(worker, writer, _until_end(reader))
+
+    async def _probe(self, writer: asyncio.StreamWriter) -> None:
+        """Let a process answer questions about this pod on the connection, which this process does not read any more."""
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        connection = writer.get_extra_info("socket").fileno()
+        prober = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "titanrl.launch.host_probe"),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=os.environ | {CONNECTION: str(connection)},
+            pass_fds=(connection,),
+        )
+        await self._attend(prober, writer)
+
+    async def _attend(
+        self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter, *others: Coroutine[None, None, None]
+    ) -> None:
+        """Report that the pod serves, wait for the end of the process, of the pod or of `others`, then kill the process."""
         try:
             writer.write(f"{SERVING} {socket.gethostname()}\n".encode())
             print(f"serving {self._holder}", flush=True)
-            ends = [asyncio.ensure_future(end) for end in (_until_end(reader), worker.wait(), self._is_told.wait())]
+            ends = [asyncio.ensure_future(end) for end in (*others, process.wait(), self._is_told.wait())]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if worker.returncode is not None:
-                print(f"Monarch's host has ended with code {worker.returncode}", file=sys.stderr, flush=True)
+            if process.returncode:
+                print(f"the process that served has ended with code {process.returncode}", file=sys.stderr, flush=True)
             if self._is_told.is_set():
                 writer.write(ENDING)
             for end in ends:
                 end.cancel()
         finally:
             with contextlib.suppress(ProcessLookupError):
-                worker.kill()
-            await worker.wait()
+                process.kill()
+            await process.wait()
             print(f"ended serving {self._holder}", flush=True)
 
 

@@ -96,15 +96,15 @@ class RolloutMesh:
         await part.ask(f"{part.role}.start", lambda actors: actors.worker.start.call_one(), self.timeouts.start_s)
         part.mark_started()
         if part.num_lives > 1:
-            number = self.parts.index(part)
-            await self._trainer.use_shard(number, part.actors.shard)
-            for replica in range(len(self._generators.parts)):  # they may have changed since the worker was spawned
-                await self._tell(part, replica, self._generators.serving(replica))
+            await self._trainer.use_shard(self.parts.index(part), part.actors.shard)
+        for replica in range(len(self._generators.parts)):  # they may change meanwhile, and since the worker was spawned
+            await self._tell(part, replica, self._generators.serving[replica])
         if self._is_running:
             await self._run(part)
 
     async def on_lost(self, part: Part) -> None:
         """Sample again what a worker was doing, and what only its shard had."""
+        await self._trainer.use_shard(self.parts.index(part), None)
         await self._buffer.lose_shard(self.parts.index(part), part.num_lives)
         if self._in_rounds:
             await self._rewind()

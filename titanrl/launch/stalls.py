@@ -111,6 +111,7 @@ class Watchdog:
         self.warn = warn
         self._run_dir = run_dir
         self._times = ReplyTimes(config.stall_factor, config.min_stall_s)
+        self._last_fault = float("-inf")
 
     def limit(self, name: str, pace: Pace, hard_s: float) -> float:
         """Return the learned deadline of a request."""
@@ -118,7 +119,13 @@ class Watchdog:
 
     def note_reply(self, name: str, pace: Pace, started: float) -> None:
         """Learn from a reply to a request that was sent at `started` on the clock of `time.perf_counter`."""
-        self._times.add(pace.kind or name, time.perf_counter() - (started if pace.since is None else pace.since))
+        begun = started if pace.since is None else pace.since
+        if begun > self._last_fault:
+            self._times.add(pace.kind or name, time.perf_counter() - begun)
+
+    def note_fault(self) -> None:
+        """Learn nothing from requests that are pending now: they wait for what a fault has ended, or for its replacement."""
+        self._last_fault = time.perf_counter()
 
     def known(self, name: str, pace: Pace) -> str:
         """Return what was learned of a request as a clause; empty if nothing was."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import monarch.actor
 
-from titanrl.actors import ActorError, SupervisionError, resolve
+from titanrl.actors import ActorError, SupervisionError, cause_of, resolve
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
 from titanrl.launch.probes import answers, progress_of
@@ -23,8 +23,8 @@ from titanrl.launch.stalls import Report, Stall, StallError, Stopped, Watchdog, 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-PROCESS_FAILED = "the process this actor was running on failed"
-"""Text of torchmonarch's fault report when a process has ended."""
+PROCESS_FAILED = "the process this actor was running on"
+"""Text of torchmonarch's fault report when a process has ended; it continues with `failed` or `exited with` its code."""
 SILENT = "timeout waiting for message from proc mesh agent"
 """Text of its report seconds later, which may come when the run has restarted without the process."""
 STOP_FAILED = "error stopping proc mesh"
@@ -39,8 +39,6 @@ LAST = "the limit of the configuration"
 """Reason of a stall that ends a wait whatever `faults.on_stall` is."""
 _PACE = Pace()
 _Ends = tuple["asyncio.Future[TitanRLError]", "asyncio.Future[str] | None"]
-_OF_EVERY_PROCESS = ("setup", "logger", "loopback")
-"""Actors that torchmonarch or the fleet has in each process."""
 
 
 class DeadlineError(TitanRLError):
@@ -87,18 +85,17 @@ class Supervisor:
             watchdog: learns deadlines and reports stalls; without it, requests have only the deadline of their caller.
         """
         self._loop = asyncio.get_running_loop()
-        self._on_event, self._watchdog = on_event, watchdog
+        self._on_event, self._watchdog = on_event or (lambda kind, **fields: None), watchdog
         self._pidfds: dict[int, Process] = {}
         self._ends: dict[int, asyncio.Event] = {}  # by pidfd
         self._replaceable: dict[str, Replaceable] = {}  # by role
         self._remote: dict[str, Process] = {}
-        self._all_ended = asyncio.Event()
+        self._all_ended, self._reporting = asyncio.Event(), asyncio.Lock()
         self._failure: asyncio.Future[TitanRLError] = self._loop.create_future()
         self._guards: dict[asyncio.Task[None], str] = {}  # roles
         self._requests: dict[asyncio.Future[Any], str] = {}
         self._stopped: dict[Process, Stopped] = {}
         self._reports: set[asyncio.Task[None]] = set()
-        self._reporting = asyncio.Lock()
         self._reported: dict[tuple[Process, ...], Report] = {}
         self._closing, self._num_continued = False, 0
         self._doomed: set[int] = set()  # pidfds of processes whose end is no fault
@@ -390,19 +387,20 @@ class Supervisor:
         role = self._guards.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            cause = error.exception if isinstance(error, ActorError) else error
-            self._note_end(role, f"{task.get_name()} failed: {_one_line(cause)}")
+            self._note_end(role, f"{task.get_name()} failed: {_one_line(cause_of(error))}")
 
     def _on_fault(self, failure: Any) -> None:
         """Handle torchmonarch's fault report, which it delivers on a thread of its own.
 
-        It reports an end after ten seconds, so the process may have belonged to an earlier run. The pidfds report those of this
-        run on this machine. Each process also has actors of torchmonarch itself, which belong to no role.
+        It reports an end after ten seconds, for every actor of the process, so the process may have belonged to an earlier run.
+        The pidfds report those of this run on this machine. Actors are named after the role of their process, except those that
+        torchmonarch and the fleet have in every process.
         """
-        report, role = " ".join(failure.report().split()), str(failure.mesh_name).rpartition("-")[0]
-        is_seen = PROCESS_FAILED in report and (not self._remote or role in _OF_EVERY_PROCESS)
-        is_seen |= SILENT in report and all(process.role != role for process in self._remote.values())
+        report, actor = " ".join(failure.report().split()), str(failure.mesh_name).rpartition("-")[0]
+        remote = {process.role for process in self._remote.values() if f"{actor}_".startswith(f"{process.role}_")}
+        is_seen = not remote and (PROCESS_FAILED in report or SILENT in report)
         if not (self._closing or is_seen or STOP_FAILED in report):
+            role = next(iter(remote), actor)
             self._loop.call_soon_threadsafe(self._note_end, role, f"{failure.mesh_name} failed: {_one_line(report)}")
 
     def _note_end(self, role: str, cause: str) -> None:
@@ -425,9 +423,10 @@ class Supervisor:
         self.record("stall", **fields, seconds=round(stall.seconds, 3), file=file)
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Record an event."""
-        if self._on_event is not None:
-            self._on_event(kind, **fields)
+        """Record an event. Requests that are pending at a fault take longer than usual."""
+        if self._watchdog is not None and kind != "stall":  # a stall may be a request that has become slower for good
+            self._watchdog.note_fault()
+        self._on_event(kind, **fields)
 
 
 def _send(number: signal.Signals, pidfds: Iterable[int]) -> None:
@@ -440,7 +439,7 @@ def _result_of(task: "asyncio.Task[T]") -> T:
     try:
         return task.result()
     except ActorError as error:
-        raise error.exception from error
+        raise cause_of(error) from error
     except SupervisionError as error:
         raise ActorDiedError(_one_line(error)) from error
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanrl.actors import Actor, ActorError, StoppedError, SupervisionError, concurrent_endpoint
+from titanrl.actors import Actor, StoppedError, concurrent_endpoint
 from titanrl.data.mixture import Mixture
-from titanrl.errors import TitanRLError
 from titanrl.files import write_bytes
 from titanrl.gathering import Gathering
 from titanrl.replay.batch import Batch, Replayed, Reservation
@@ -18,11 +17,7 @@ from titanrl.replay.memory import ReplayMemory, ReplaySettings
 from titanrl.replay.payloads import Parts, Payloads, ShardUsage
 from titanrl.replay.saved import BufferState, Freshness, Move, Restored, Saved, TrainedBatch
 from titanrl.tables import DoubleArray, Table
-from titanrl.types import GroupHandle, GroupRecord, Rollout, Segment
-
-
-class TokensLostError(TitanRLError):
-    """Tokens of a batch are gone, because the rollout worker that held them has ended."""
+from titanrl.types import GroupHandle, GroupRecord, Rollout
 
 
 class ReplayBuffer(Actor):
@@ -185,22 +180,6 @@ class ReplayBuffer(Actor):
 def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
     """Pickle each segment. Only the worker that made it and the trainer rank that uses it pay for the conversion."""
     return tuple(pickle.dumps(segment, pickle.HIGHEST_PROTOCOL) for rollout in rollouts for segment in rollout.segments)
-
-
-async def fetch(shard: Any, wanted: Sequence[tuple[GroupHandle, int]]) -> list[Segment]:
-    """Fetch segments from a shard, by handle and index among the group's segments.
-
-    Raises:
-        TokensLostError: The process that held them has ended.
-    """
-    try:
-        reply: list[bytes] = await shard.get.call_one(wanted)
-    except (ActorError, SupervisionError) as error:
-        cause = error.exception if isinstance(error, ActorError) else error
-        if isinstance(cause, KeyError | SupervisionError):
-            raise TokensLostError(f"the storage shard of groups {wanted[0][0]} and others has ended") from None
-        raise
-    return [pickle.loads(segment) for segment in reply]
 
 
 class StorageShard(Actor):

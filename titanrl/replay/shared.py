@@ -379,7 +379,7 @@ def _start(settings: OwnerSettings) -> tuple["subprocess.Popen[bytes]", Address,
         is_ready, value = pickle.load(process.stdout)
         if not is_ready:
             raise value
-    except BaseException as error:
+    except BaseException as error:  # an interrupt, too, must not leave the process
         code = _stop(process)
         if isinstance(error, EOFError | BrokenPipeError):
             raise ReplayClosedError(f"the process of the buffer ended with exit code {code}; see its output.") from None

@@ -194,7 +194,7 @@ class Link:
                 raise
             try:
                 is_value, reply = (True, None) if wait_s is None else pickle.loads(self._receive(connection, wait_s))
-            except BaseException:
+            except BaseException:  # an interrupt, too: the reply may still arrive on it
                 connection.close()
                 raise
         except (EOFError, OSError, AuthenticationError) as error:
@@ -225,7 +225,7 @@ class Link:
                 anchor = self._connect("anchor")
                 try:
                     self._receive(anchor, 0.0)
-                except BaseException:
+                except BaseException:  # an interrupt, too
                     anchor.close()
                     raise
                 self._anchor = anchor
@@ -245,7 +245,7 @@ class Link:
             answer_challenge(connection, self._key)
             deliver_challenge(connection, self._key)
             connection.send_bytes(pickle.dumps((kind, self.session)))
-        except BaseException:
+        except BaseException:  # an interrupt, too
             connection.close()
             raise
         return connection

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.actors import Actor, ActorError, concurrent_endpoint, endpoint, is_stop
+from titanrl.actors import Actor, ActorError, StoppedError, cause_of, concurrent_endpoint, endpoint, is_stop, located
 from titanrl.config.schema import Config
 from titanrl.dumps import DumpReader, DumpWriter
 from titanrl.loading import loading
@@ -63,8 +63,8 @@ class WorkerSetup:
     """Replay buffer, an actor."""
     shard: Any
     """Storage shard, an actor in the worker's process."""
-    generators: tuple[Any, ...]
-    """Generator actors, one per replica."""
+    generators: tuple[Any | None, ...]
+    """Generator actors, one per replica; None for one that does not serve yet."""
     plugins: Plugins = field(default_factory=dict)
     """The user's objects in place of built-in ones."""
     save: Path | None = None
@@ -150,11 +150,17 @@ class RolloutWorker(Actor):
 
         Raises:
             ScorerError: The scorer failed on every completion.
+            StoppedError: It was abandoned or closed, or a generator has ended.
         """
         if evaluator is None:
-            return await self._start_task(self._evaluate(name), EVALUATION)
-        pool = GeneratorPool((evaluator,), self._setup.config.generator.max_num_seqs)
-        return await self._start_task(self._sets.evaluate(self._sets.named(name), pool.generate), IN_BACKGROUND)
+            task = self._start_task(self._evaluate(name), EVALUATION)
+        else:
+            pool = GeneratorPool((evaluator,), self._setup.config.generator.max_num_seqs)
+            task = self._start_task(self._sets.evaluate(self._sets.named(name), pool.generate), IN_BACKGROUND)
+        try:
+            return await task
+        except asyncio.CancelledError:  # of the task, by another endpoint
+            raise StoppedError("the evaluation was abandoned") from None
 
     @concurrent_endpoint
     async def abandon_evaluation(self) -> None:
@@ -296,7 +302,7 @@ class RolloutWorker(Actor):
         try:
             await (self._run() if self._setup.config.max_staleness else self._run_in_rounds())
         except* Exception as errors:  # the edge of a background task: any failure must reach the controller
-            first = next(leaves(errors))
+            first = located(cause_of(next(leaves(errors))))
             await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(first)).strip())
             raise
 

@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from titanrl.config.environment import EnvironmentConfig
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions
-from titanrl.gathering import Gathering
 from titanrl.plugins import Plugins
 from titanrl.rewards import Answers, Scored
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
@@ -43,6 +43,8 @@ class Episodes:
     """Makes the environment of each episode."""
     score: ScoreAnswers
     """Function that scores the last messages of the policy with the configured rewards."""
+    answering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while held-out episodes are played. Two evaluations, each with some of the processes, would wait for each other."""
 
     @property
     def environment(self) -> EnvironmentConfig:
@@ -76,7 +78,15 @@ class Episodes:
             stop_ids=self.renderer.stop_ids,
         )
         places = [_Place(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]
-        return await self._group(prompt, places, generate, in_round=in_round, num_spare=rollout.num_spare_completions)
+        started, num_needed = time.perf_counter(), len(places) - rollout.num_spare_completions
+        try:
+            if in_round:
+                await _run_together(places, generate, self.num_rounds)
+            else:
+                await _run_apart(places, generate, num_needed)
+        finally:
+            await asyncio.gather(*(place.close() for place in places))
+        return await self._graded(prompt, places, num_needed, time.perf_counter() - started)
 
     async def answer(
         self,
@@ -89,6 +99,8 @@ class Episodes:
         seed: int,
     ) -> list[Group]:
         """Play episodes of held-out prompts, turn by turn, so that the engine's batches repeat.
+
+        At most `num_processes` episodes are played at once, if they run in processes: each needs one until it ends.
 
         Args:
             prompts: Tasks of the episodes.
@@ -105,37 +117,19 @@ class Episodes:
             stop_ids=self.renderer.stop_ids,
         )
 
-        async def generate_all(turns: Mapping[int, Sequence[GenerationRequest]]) -> dict[int, list[Completion]]:
-            waiting = {number: requests for number, requests in turns.items() if requests}
-            completions = await asyncio.gather(*map(generate, waiting.values()))
-            return {number: [] for number in turns} | dict(zip(waiting, completions, strict=True))
+        groups = [[_Place(self, prompt, number, sampling, "heldout") for number in range(num_samples)] for prompt in prompts]
+        places, started = [place for group in groups for place in group], time.perf_counter()
+        at_once = self.environment.num_processes or len(places)
+        for start in range(0, len(places), at_once):
+            async with self.answering:
+                await _play_together(places[start : start + at_once], generate, self.num_rounds)
+        generate_s = time.perf_counter() - started
+        grading = (self._graded(prompt, group, num_samples, generate_s) for prompt, group in zip(prompts, groups, strict=True))
+        return list(await asyncio.gather(*grading))
 
-        turns = Gathering(generate_all)
-
-        async def answer(number: int, prompt: Prompt) -> Group:
-            async def take_turn(requests: Sequence[GenerationRequest]) -> list[Completion]:
-                return (await turns.add({number: requests}, len(prompts)))[number]
-
-            places = [_Place(self, prompt, place, sampling, "heldout") for place in range(num_samples)]
-            return await self._group(prompt, places, take_turn, in_round=True)
-
-        async with asyncio.TaskGroup() as answering:  # if one fails, the others would wait for its next turn
-            groups = [answering.create_task(answer(number, prompt)) for number, prompt in enumerate(prompts)]
-        return [group.result() for group in groups]
-
-    async def _group(
-        self, prompt: Prompt, places: "Sequence[_Place]", generate: Generate, *, in_round: bool, num_spare: int = 0
-    ) -> Group:
-        started, num_needed = time.perf_counter(), len(places) - num_spare
-        try:
-            if in_round:
-                await _run_together(places, generate, self.num_rounds)
-            else:
-                await _run_apart(places, generate, num_needed)
-        finally:
-            await asyncio.gather(*(place.close() for place in places))
-        generated = time.perf_counter()
-        ended = [place for place in places if place.has_ended][:num_needed]
+    async def _graded(self, prompt: Prompt, places: "Sequence[_Place]", num_needed: int, generate_s: float) -> Group:
+        """Score the first `num_needed` episodes that have ended without an error, and count the attempts of all."""
+        started, ended = time.perf_counter(), [place for place in places if place.has_ended][:num_needed]
         scores = await self._scores(prompt, [place.conversation for place in ended])
         pairs = [(place, score) for place, (score, _) in zip(ended, scores, strict=True)]
         scored = [(place, *score) for place, score in zip(ended, scores, strict=True) if score[0].reward is not None]
@@ -149,8 +143,8 @@ class Episodes:
         return Group(
             prompt=replace(prompt, token_ids=()),
             rollouts=tuple(self._rollout(place.conversation, score, final) for place, score, final in scored),
-            generate_s=generated - started,
-            score_s=time.perf_counter() - generated,
+            generate_s=generate_s,
+            score_s=time.perf_counter() - started,
             failures=tuple(
                 ScorerFailure(completion=place.sampled, error=text, outcome=outcome) for place, text, outcome in errors
             ),
@@ -212,7 +206,7 @@ class _Place:
     """One place of a group: an episode, and the attempts before it that failed."""
 
     def __init__(self, episodes: Episodes, prompt: Prompt, number: int, sampling: SamplingParams, split: str) -> None:
-        self._episodes, self._prompt, self._number, self._common, self._split = episodes, prompt, number, sampling, split
+        self._episodes, self.prompt, self._number, self._common, self._split = episodes, prompt, number, sampling, split
         self._attempt = 0
         self._failed = Counter[str]()
         self.error: EpisodeError | None = None
@@ -246,11 +240,13 @@ class _Place:
             await self._fail(error)
 
     async def take(self, completion: Completion) -> None:
-        """Continue with the policy's turn."""
+        """Continue with the policy's turn. At the end the environment is closed, because others may wait for its process."""
         try:
             await self.conversation.take(completion)
         except EpisodeError as error:
             await self._fail(error)
+        if self.conversation.is_done:
+            await self.close()
 
     def request(self) -> GenerationRequest | None:
         """Return the request of the next turn; None if there is none."""
@@ -295,10 +291,10 @@ class _Place:
             may_queue=environment.num_processes > 0,
         )
         episode = Episode(
-            task_id=f"{self._prompt.task}/{self._split}/{self._prompt.index}",
-            question=self._prompt.text,
-            entry=self._prompt.entry,
-            seed=derive_seed(config.seed if self._split == "training" else -1, self._prompt.index),
+            task_id=f"{self.prompt.task}/{self._split}/{self.prompt.index}",
+            question=self.prompt.text,
+            entry=self.prompt.entry,
+            seed=derive_seed(config.seed if self._split == "training" else -1, self.prompt.index),
         )
         return Conversation(self._episodes.environments.make, episode, self._episodes.renderer, limits, self._sampling)
 
@@ -306,7 +302,7 @@ class _Place:
         """Return the options of a turn, with a seed of its own."""
         seed = self._common.seed
         if seed is not None:
-            seed = derive_seed(seed, self._prompt.index, self._number, self._attempt, turn)
+            seed = derive_seed(seed, self.prompt.index, self._number, self._attempt, turn)
         return replace(self._common, max_new_tokens=max_new_tokens, seed=seed)
 
 
@@ -352,6 +348,20 @@ async def _run_together(places: Sequence[_Place], generate: Generate, num_rounds
         completions = await generate([request for _, request in waiting])
         taking = (place.take(completion) for (place, _), completion in zip(waiting, completions, strict=True))
         await asyncio.gather(*taking)
+
+
+async def _play_together(places: Sequence[_Place], generate: Generate, num_rounds: int) -> None:
+    """Play episodes of several prompts turn by turn, with one call per turn for those of each prompt, and close them."""
+    try:
+        await asyncio.gather(*(place.start() for place in places))
+        for _ in range(num_rounds):
+            waiting = [(place, request) for place in places if (request := place.request()) is not None]
+            by_prompt = [list(group) for _, group in groupby(waiting, lambda pair: pair[0].prompt.index)]
+            turns = await asyncio.gather(*(generate([request for _, request in group]) for group in by_prompt))
+            completions = (completion for turn in turns for completion in turn)
+            await asyncio.gather(*(place.take(completion) for (place, _), completion in zip(waiting, completions, strict=True)))
+    finally:
+        await asyncio.gather(*(place.close() for place in places))
 
 
 async def _run_apart(places: Sequence[_Place], generate: Generate, num_needed: int) -> None:

@@ -74,15 +74,17 @@ class GeneratorPool:
     are still being generated.
     """
 
-    def __init__(self, replicas: Sequence[Any], max_num_seqs: int) -> None:
+    def __init__(self, replicas: Sequence[Any | None], max_num_seqs: int) -> None:
         """Start with idle replicas.
 
         Args:
-            replicas: Generator actors, one per replica.
+            replicas: Generator actors, one per replica; None for one that does not serve until `use` says so.
             max_num_seqs: Requests that a replica decodes at once if its KV cache has room.
         """
         self._router = Router(len(replicas))
         self._replicas = [_Replica(actor, seat, max_num_seqs) for actor, seat in zip(replicas, self._router, strict=True)]
+        for replica in self._replicas:
+            self._router.set_up(replica.seat, is_up=replica.actor is not None)
         self._max_num_seqs = max_num_seqs
         self._load_changed = asyncio.Event()
 

@@ -21,7 +21,7 @@ from titanrl.device import Device
 from titanrl.files import Digests
 from titanrl.loading import loading
 from titanrl.plugins import Plugin, Plugins, loaded
-from titanrl.replay.actors import fetch
+from titanrl.replay.directory import SHARDS
 from titanrl.tables import MicroBatch, Row
 from titanrl.types import AdamParams, GroupHandle, LossSums, OptimUpdate, Segment
 from titanrl.weights.manifest import WeightManifest
@@ -69,7 +69,7 @@ class TrainerSetup:
     store: WeightStore
     """Store of published weights."""
     shards: Sequence[Any]
-    """Storage shards by number; `use_shard` replaces one."""
+    """Storage shards by number; the actor `ShardNews` of the process replaces one."""
     family: str | None = None
     """`model.family` of the configuration."""
     plugins: Plugins = field(default_factory=dict)
@@ -96,7 +96,8 @@ class PolicyTrainer(Actor):
     def __init__(self, setup: TrainerSetup) -> None:
         """Store the settings; `start` and `load_model` do the work."""
         self._setup = setup
-        self._shards = list(setup.shards)
+        for number, shard in enumerate(setup.shards):
+            SHARDS.use(number, shard)
         self._closing: list[Callable[[], None]] = []
         self._busy_s = 0.0
         # A push copies the weights while other endpoints run. Endpoints that replace the live weights acquire this lock.
@@ -175,11 +176,6 @@ class PolicyTrainer(Actor):
             await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
 
     # Rows of the plan, which refer to rollouts in the storage shards
-
-    @concurrent_endpoint
-    async def use_shard(self, number: int, shard: Any) -> None:
-        """Fetch from a new storage shard, because the process of the previous one has ended."""
-        self._shards[number] = shard
 
     @endpoint
     async def forward_backward(
@@ -430,7 +426,7 @@ class PolicyTrainer(Actor):
         wanted: dict[int, list[tuple[GroupHandle, int]]] = defaultdict(list)
         for sequence in (sequence for row in rows for sequence in row):
             wanted[sequence.handle.shard].append((sequence.handle, sequence.segment))
-        replies = await asyncio.gather(*(fetch(self._shards[shard], keys) for shard, keys in wanted.items()))
+        replies = await asyncio.gather(*(SHARDS.fetch(shard, keys) for shard, keys in wanted.items()))
         payload: dict[GroupHandle, dict[int, Segment]] = defaultdict(dict)
         for keys, segments in zip(wanted.values(), replies, strict=True):
             for (handle, index), segment in zip(keys, segments, strict=True):

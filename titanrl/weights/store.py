@@ -82,7 +82,7 @@ async def spawn_store(procs: ProcMesh) -> WeightStore:
     """Start a store on a mesh of one process."""
     strategy = SingletonStrategy()
     volumes = await StorageVolume.spawn(1, procs, id_func=strategy.get_volume_id)
-    controller = procs.spawn("weight_store", StoreController)
+    controller = procs.spawn("store_weights", StoreController)
     await controller.init.call_one(strategy, 1, volumes)
     await strategy.set_storage_volumes(volumes)
     return WeightStore(controller, strategy)

@@ -1,0 +1,24 @@
+"""Load a configuration with a mistake."""
+
+from pathlib import Path
+
+import pytest
+
+from titanrl.config import ConfigError, load_config
+
+GOOD = "name: a\nnum_steps: 3\n"
+
+
+def complaint(folder: Path, text: str, *overrides: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    assert len(raised.value.messages) == 1, str(raised.value)
+    return str(raised.value).replace(str(folder), "configs")
+
+
+def load_config_text(folder: Path, text: str) -> bool:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path).name == "a"

@@ -1,0 +1,89 @@
+"""A trainer of two ranks for tests of the training client."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanrl.config import load_config
+from titanrl.config.sections import RecipeConfig
+from titanrl.device import DEVICES
+from titanrl.launch.environment import trainer_environment, worker_environment
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
+from titanrl.launch.meshes import TrainerMesh
+from titanrl.launch.supervision import Supervisor
+from titanrl.launch.training import TrainingClient
+from titanrl.models.recipe import create_model
+from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
+from titanrl.weights.store import WeightStore, spawn_store
+
+
+@dataclass
+class Lab:
+    """A trainer of two ranks whose weights every test finds as they were made."""
+
+    runner: asyncio.Runner
+    trainer: TrainerMesh
+    client: TrainingClient
+    start: Path
+    store: WeightStore
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
+
+    def ask(self, request: Callable[[], asyncio.Task[Any]]) -> Any:
+        async def asked() -> Any:
+            return await request()
+
+        return self.do(asked())
+
+
+@contextmanager
+def running_lab(folder: Path) -> Iterator[Lab]:
+    """Start a trainer of two ranks in a folder."""
+    model = folder / "model"
+    create_model(model, RecipeConfig(hidden_size=64, head_dim=32, num_heads=2, num_kv_heads=2, intermediate_size=96), seed=3)
+    config = load_config("configs/quickstart.yaml", ["trainer.parallelism.dp_shard=2", "trainer.rows_per_microbatch=2"])
+    section = config.trainer.model_copy(update={"row_tokens": 32})
+    with asyncio.Runner() as runner:
+
+        async def start() -> tuple[Lab, Fleet]:
+            supervisor = Supervisor()
+            (folder / "logs").mkdir()
+            fleet = Fleet(folder / "logs", supervisor)
+            device = DEVICES["cpu"]
+            environment = trainer_environment(config, device)
+            procs = fleet.spawn("trainer", local_host(), 2, environment, ("titanrl.trainer.actor", "tests.launch.losses"))
+            store_procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
+            await fleet.join_process_group(procs, one_machine=True)
+            store = await spawn_store(store_procs)
+            setup = TrainerSetup(
+                run="lab",
+                seed=0,
+                config=section,
+                algorithm=config.algorithm.model_copy(update={"ema_decay": 0.5}),
+                temperature=1.0,
+                generator_dtype="float32",
+                transports=("arena",),
+                verify="sampled",
+                device=device,
+                checkpoint_dir=folder / "checkpoints",
+                keep_checkpoints=2,
+                store=store,
+                shards=(),
+            )
+            trainer = TrainerMesh(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
+            await trainer.start()
+            await trainer.load_model(model)
+            client = TrainingClient(trainer, folder)
+            return Lab(runner, trainer, client, await client.save_state("start"), store), fleet
+
+        lab, fleet = runner.run(start())
+        try:
+            yield lab
+        finally:
+            runner.run(lab.trainer.close())
+            runner.run(fleet.stop(60.0))

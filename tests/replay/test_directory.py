@@ -1,0 +1,74 @@
+"""Fetches from storage shards whose process ends."""
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titanrl.actors import ActorError
+from titanrl.replay.directory import ShardDirectory, TokensLostError
+from titanrl.types import GroupHandle
+
+WANTED = [(GroupHandle(shard=1, slot=2, serial=3), 0)]
+
+
+def shard(reply: Awaitable[list[bytes]]) -> Any:
+    """Return a shard that gives a reply."""
+
+    async def call_one(wanted: object) -> list[bytes]:
+        return await reply
+
+    return SimpleNamespace(get=SimpleNamespace(call_one=call_one))
+
+
+async def silence() -> list[bytes]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def answer() -> list[bytes]:
+    return [pickle.dumps("segment")]
+
+
+async def forgotten() -> list[bytes]:
+    raise ActorError(KeyError("group"), "the group is gone")
+
+
+def test_fetch_ends_with_its_shard_on_whatever_thread_that_is_told() -> None:
+    async def main() -> None:
+        shards = ShardDirectory()
+        shards.use(0, shard(answer()))
+        shards.use(1, shard(silence()))
+        fetching = asyncio.create_task(shards.fetch(1, WANTED))
+        assert await shards.fetch(0, WANTED) == ["segment"]
+        assert not fetching.done()
+        teller = threading.Thread(target=shards.use, args=(1, None))
+        teller.start()
+        with pytest.raises(TokensLostError, match="has ended"):
+            await asyncio.wait_for(fetching, 10)
+        teller.join()
+        with pytest.raises(TokensLostError):
+            await shards.fetch(1, WANTED)
+        shards.use(1, shard(answer()))
+        assert await shards.fetch(1, WANTED) == ["segment"]
+
+    asyncio.run(main())
+
+
+def test_replacement_of_a_shard_ends_fetches_from_the_one_before() -> None:
+    async def main() -> None:
+        shards = ShardDirectory()
+        shards.use(1, shard(silence()))
+        fetching = asyncio.create_task(shards.fetch(1, WANTED))
+        await asyncio.sleep(0)
+        shards.use(1, shard(forgotten()))
+        with pytest.raises(TokensLostError):
+            await asyncio.wait_for(fetching, 10)
+        with pytest.raises(TokensLostError):  # the new one does not have the groups of the old one
+            await shards.fetch(1, WANTED)
+
+    asyncio.run(main())
