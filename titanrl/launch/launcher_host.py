@@ -52,9 +52,9 @@ async def _serve(controller: Controller, host: Host, problem: str) -> int:
     except (OSError, TimeoutError) as error:
         print(f"{host.node}: the controller at {controller.address} cannot be reached: {error!r}", file=sys.stderr)
         return 1
-    writer.write(FAILED + " ".join(problem.split()).encode() + b"\n" if problem else READY)
     member = Member(host, reader, writer)
-    with member.passing_signals_on():
+    with member.passing_signals_on():  # before the controller knows of this host
+        writer.write(FAILED + " ".join(problem.split()).encode() + b"\n" if problem else READY)
         ends = {asyncio.ensure_future(member.obey()), asyncio.ensure_future(member.worker_ended.wait())}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
