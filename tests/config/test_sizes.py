@@ -68,6 +68,7 @@ def test_sizes_of_the_default_recipe() -> None:
             gathered=0,  # on one rank nothing is sharded
             # 4 rows of 200 tokens; 2 layers kept and one at work, each 4 x (128 + 128 + 64 + 384) numbers; logits twice.
             activations=800 * (3 * 4 * 704 + 2 * 112) * 4,
+            unreduced=0,
         ),
         replica_weights=408_320 * 4,
         generator_rank_weights=408_320 * 4,
@@ -250,6 +251,27 @@ def test_gathered_bytes_depend_on_resharding() -> None:
     assert gathered() == 0
     assert gathered(dp_shard=8, fsdp_reshard_after_forward="never") == pytest.approx(4 * 8_190_735_360, rel=1e-3)
     assert gathered(dp_shard=8) < 8_190_735_360
+
+
+def test_last_gradients_count_where_fsdp_reduces_them() -> None:
+    def trainer(name: str, **trainer: Any) -> TrainerMemory:
+        memory = derive(make_config(model={"path": f"nowhere/{name}"}, trainer=trainer)).memory
+        assert memory is not None
+        return memory.trainer
+
+    embedding = 151_936 * 1024
+    assert trainer("Qwen3-0.6B").unreduced == 0
+    # Gathered parameters, the gradients of embedding and output layer, and their sum.
+    mixed = trainer("Qwen3-0.6B", dtype="bfloat16")
+    assert mixed.unreduced == (4 - 1) * 4 * embedding
+    assert mixed.cpu_total == mixed.state + mixed.gathered + mixed.activations + mixed.unreduced
+    # The reduction in float32 holds three copies, the gathered parameters in bfloat16 are freed.
+    sharded = {"compute_dtype": "bfloat16", "parallelism": {"dp_shard": 8}}
+    assert trainer("Qwen3-0.6B", **sharded).unreduced == (3 * 4 - 2) * embedding
+    assert trainer("Qwen3-0.6B", **sharded, lora={}).unreduced == 0  # the embedding has no gradient
+    untied = trainer("Qwen3-8B", **sharded)
+    assert untied.unreduced == (3 * 4 - 2) * 2 * 151_936 * 4096
+    assert untied.total == untied.state + untied.gathered + max(untied.activations, untied.unreduced)
 
 
 def test_generation_alone_needs_no_trainer_rank() -> None:

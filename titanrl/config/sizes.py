@@ -44,6 +44,8 @@ class TrainerMemory:
     """Parameters gathered by FSDP at a time: two layers, embedding and output layer, in `trainer.compute_dtype`."""
     activations: int
     """Estimated activations of the largest micro-batch, with full rows, including its logits."""
+    unreduced: int
+    """Gradients of embedding and output layer at the end of a backward pass, until FSDP has reduced them to shards."""
 
     @property
     def state(self) -> int:
@@ -52,13 +54,16 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """Peak memory of an accelerator."""
-        return self.state + self.gathered + self.activations
+        """Peak memory of an accelerator, whose allocator uses the activations' memory again for the last gradients."""
+        return self.state + self.gathered + max(self.activations, self.unreduced)
 
     @property
     def cpu_total(self) -> int:
-        """Peak memory on a CPU: of a step, or of an export, which holds two serialized copies of the parameters."""
-        return self.state + max(self.gathered + self.activations, 2 * self.parameters)
+        """Peak memory on a CPU: of a step, or of an export, which holds two serialized copies of the parameters.
+
+        The C library's allocator keeps the activations' memory for the next pass.
+        """
+        return self.state + max(self.gathered + self.activations + self.unreduced, 2 * self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +195,11 @@ def _trainer_memory(config: Config, shape: ModelShape, num_rows: int) -> Trainer
     if trainer.lora is not None:
         trained = trainer.lora.rank * shape.adapter_width(trainer.lora.targets)
     held = shape.num_parameters + (0 if trainer.lora is None else trained)
-    gathered = 0
+    gathered = unreduced = 0
     if plan.dp_size > 1 or trainer.dtype != trainer.compute_dtype:
         at_once = shape.num_layers if plan.fsdp_reshard_after_forward == "never" else 2
         gathered = (at_once * shape.layer_parameters + shape.embedding_parameters) * compute_bytes // plan.tp
+        unreduced = 0 if trainer.lora else _unreduced(shape, compute_bytes) // plan.tp
     return TrainerMemory(
         parameters=int(held * share),
         gradients=int(trained * share),
@@ -201,7 +207,19 @@ def _trainer_memory(config: Config, shape: ModelShape, num_rows: int) -> Trainer
         average=0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.dp_shard * plan.tp),
         gathered=gathered,
         activations=_activations(config, shape, num_rows),
+        unreduced=unreduced,
     )
+
+
+def _unreduced(shape: ModelShape, compute_bytes: int) -> int:
+    """Return the bytes that the last gradients need beyond the gathered parameters, which are freed before the reduction.
+
+    A tied matrix has two gradients, of embedding and output layer, and their sum. The reduction holds its input, its output
+    and a copy of the input in float32.
+    """
+    gradients = (3 if shape.tied_embeddings else 1) * compute_bytes
+    reduction = 3 * DTYPE_BYTES["float32"] - compute_bytes
+    return max(gradients, reduction) * shape.embedding_parameters
 
 
 def _activations(config: Config, shape: ModelShape, num_rows: int) -> int:
