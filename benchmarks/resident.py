@@ -1,6 +1,7 @@
 """Memory of the processes of a running command, sampled from /proc."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -13,6 +14,8 @@ from benchmarks.victims import process_of
 
 INTERVAL_S = 0.1
 """Seconds between two samples. The kernel's own peak per process, which no sample misses, includes files and shared memory."""
+SAMPLES_PER_SUM = 10
+"""Samples between two sums over all processes, for which the kernel walks through all of their pages."""
 
 
 @dataclass(slots=True)
@@ -20,7 +23,7 @@ class Peak:
     """Largest private memory of a role, and its shared memory."""
 
     private_bytes: int = 0
-    """Anonymous memory of one process, which no other process shares."""
+    """Anonymous memory of one process, including what it still shares with the template that it was forked from."""
     shared_bytes: int = 0
     """Shared memory that a process has touched: the arenas of published weights."""
     at_s: float = 0.0
@@ -34,7 +37,7 @@ class Memory:
     roles: dict[str, Peak] = field(default_factory=dict)
     """Peaks by name of the log file; processes without one, such as the controller, together are `others`."""
     together_bytes: int = 0
-    """Largest sum of private memory over all processes, plus shared memory, which is counted once."""
+    """Largest sum over all processes; memory that several of them use is counted once."""
     least_available_bytes: int = 1 << 62
     """Least memory that the machine had available."""
 
@@ -70,27 +73,29 @@ class Sampler:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(INTERVAL_S):
+        for number in itertools.count():
+            if self._closed.wait(INTERVAL_S):
+                return
             self.sample()
+            if number % SAMPLES_PER_SUM == 0:
+                together = sum(map(proportional_bytes, descendants(self._pid)))
+                self.memory.together_bytes = max(self.memory.together_bytes, together)
 
     def sample(self) -> None:
         """Take one sample."""
         names = roles(self._run_dir)
         private: dict[str, int] = {}
-        shared = 0
         for pid in descendants(self._pid):
             status = read_status(pid)
             role = names.get(pid, "others")
             anonymous, touched = status.get("RssAnon", 0), status.get("RssShmem", 0)
             private[role] = private.get(role, 0) + anonymous
-            shared = max(shared, touched)
             peak = self.memory.roles.setdefault(role, Peak())
             peak.shared_bytes = max(peak.shared_bytes, touched)
         for role, num_bytes in private.items():
             peak = self.memory.roles[role]
             if num_bytes > peak.private_bytes:
                 peak.private_bytes, peak.at_s = num_bytes, time.monotonic() - self._started
-        self.memory.together_bytes = max(self.memory.together_bytes, sum(private.values()) + shared)
         available = read_fields(Path("/proc/meminfo"))["MemAvailable"]
         self.memory.least_available_bytes = min(self.memory.least_available_bytes, available)
         if available < self._least:
@@ -129,6 +134,15 @@ def read_status(pid: int) -> Mapping[str, int]:
         return read_fields(Path(f"/proc/{pid}/status"))
     except OSError:
         return {}
+
+
+def proportional_bytes(pid: int) -> int:
+    """Return the anonymous and shared memory of a process, each page divided by the number of its users; 0 if it has ended."""
+    try:
+        fields = read_fields(Path(f"/proc/{pid}/smaps_rollup"))
+    except OSError:
+        return 0
+    return fields.get("Pss_Anon", 0) + fields.get("Pss_Shmem", 0)
 
 
 def read_fields(path: Path) -> Mapping[str, int]:
