@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine
-from titanrl.actors import endpoint
+from benchmarks.random_generator import RandomGenerator
 from titanrl.config import Config, load_config
 from titanrl.device import DEVICES
-from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.generator.actor import GeneratorSetup
 from titanrl.launch.environment import generator_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
@@ -35,15 +35,6 @@ PROMPT_TOKENS = 14
 NEW_TOKENS = 64
 NUM_ROUNDS = 12
 """Measured rounds of each side, after as many warm-up rounds."""
-
-
-class RandomGenerator(Generator):
-    """Generator that serves with its initial weights."""
-
-    @endpoint
-    async def trust_weights(self) -> None:
-        """Declare the initial weights to be version 0."""
-        await self._loop.call(lambda engine: engine.update_weights(0, lambda model: None))
 
 
 def main() -> None:
@@ -78,7 +69,7 @@ async def measure(
     supervisor = Supervisor()
     fleet = Fleet(folder, supervisor)
     environment = generator_environment(config, DEVICES["cpu"], 0)
-    procs = fleet.spawn("generator", local_host(), 1, environment, ("benchmarks.generator",))
+    procs = fleet.spawn("generator", local_host(), 1, environment, ("benchmarks.random_generator",))
     setup = GeneratorSetup(
         model_dir=model_dir,
         config=config.generator,

@@ -13,7 +13,6 @@ from typing import Protocol
 import monarch.actor
 from monarch.actor import HostMesh, attach_to_workers
 from monarch.config import configure
-from monarch.job import ProcessJob
 
 from titanrl import terminal
 from titanrl.config.choices import DeviceKind
@@ -21,6 +20,7 @@ from titanrl.config.places import HostPlace, host_counts, replica_place, store_p
 from titanrl.config.schema import Config
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.crew import Crew
+from titanrl.launch.identities import new_identities
 from titanrl.launch.kubernetes_hosts import KubernetesHosts
 from titanrl.launch.launcher_hosts import LauncherHosts
 from titanrl.launch.leases import Say
@@ -219,7 +219,7 @@ class EmulatedHosts:
         return all(process.poll() is None for process in self._processes.values())
 
     def _start(self, name: str, count: int) -> HostMesh:
-        identities = ProcessJob._allocate_service_proc_ids(count)
+        identities = new_identities(count)
         addresses = [f"{identity}@ipc://{self._folder.path / name}-{host}" for host, identity in enumerate(identities)]
         for number, address in enumerate(addresses):
             command = [sys.executable, "-c", PROGRAM, address, str(os.getpid())]

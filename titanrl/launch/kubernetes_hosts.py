@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from monarch.actor import HostMesh, attach_to_workers, enable_transport
-from monarch.job import ProcessJob
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
+from titanrl.launch.identities import new_identities
 from titanrl.launch.kubernetes_api import Api, PodWatch
 from titanrl.launch.kubernetes_manifest import Json, mesh, mesh_name, token_of
 from titanrl.launch.kubernetes_pods import PodState, current, end_of, progress
@@ -252,7 +252,7 @@ class KubernetesHosts:
     async def _attach(self, tokens: dict[str, str], ready: dict[str, dict[int, PodState]]) -> dict[str, HostMesh]:
         """Hold the lease of each pod, and attach to the hosts that the pods then start."""
         port, count = self._config.hosts.kubernetes.port, sum(self._meshes.values())
-        identities = [str(identity) for identity in ProcessJob._allocate_service_proc_ids(count)]
+        identities = new_identities(count)
         placed = list(self._placed(tokens, ready))
         addresses = [f"{identities[pod.rank]}@{tcp(pod.ip, port)}" for pod, _ in placed]
         await asyncio.gather(*(leases.hold(pod, identities[pod.rank]) for pod, leases in placed))

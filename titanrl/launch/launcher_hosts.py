@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 
 from monarch.actor import HostMesh, attach_to_workers, enable_transport
-from monarch.job import ProcessJob
 
 from titanrl.launch.crew import Crew
+from titanrl.launch.identities import new_identities
 from titanrl.launch.launcher_host import START, STOP, UP
 from titanrl.launch.launchers import is_loopback
 from titanrl.launch.leases import Host, Leases, Say
@@ -45,7 +45,7 @@ class LauncherHosts:
             LauncherError: A host has ended, or does not start.
         """
         count = sum(self._meshes.values())
-        self._identities = [str(identity) for identity in ProcessJob._allocate_service_proc_ids(count)]
+        self._identities = new_identities(count)
         try:
             # Before the first use of Monarch. If all hosts are this machine, none needs to listen on the network.
             enable_transport("ipc" if is_loopback(self._crew.address) else "tcp")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 from monarch.actor import HostMesh, attach_to_workers, enable_transport
-from monarch.job import ProcessJob
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
+from titanrl.launch.identities import new_identities
 from titanrl.launch.leases import Host, Leases, Say
 from titanrl.launch.patience import leave_lost_hosts_to_leases
 from titanrl.launch.slurm_host import CONTROLLER, IDENTITIES, TOKEN
@@ -87,7 +87,7 @@ class SlurmHosts:
             SlurmError: Slurm refused or ended the job, or the hosts do not start.
         """
         count = sum(self._meshes.values())
-        identities = [str(identity) for identity in ProcessJob._allocate_service_proc_ids(count)]
+        identities = new_identities(count)
         try:
             enable_transport("tcp")  # before the first use of Monarch: by default, hosts cannot connect to this process
             leave_lost_hosts_to_leases()

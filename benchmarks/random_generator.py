@@ -1,0 +1,13 @@
+"""A generator with random weights, for benchmarks."""
+
+from titanrl.actors import endpoint
+from titanrl.generator.actor import Generator
+
+
+class RandomGenerator(Generator):
+    """Generator that serves with its initial weights."""
+
+    @endpoint
+    async def trust_weights(self) -> None:
+        """Declare the initial weights to be version 0."""
+        await self._loop.call(lambda engine: engine.update_weights(0, lambda model: None))
