@@ -139,6 +139,15 @@ def test_curve_on_three_nodes_is_that_of_one_machine(cluster: Cluster, start_run
     assert_nothing_left(cluster, there)
 
 
+@pytest.mark.cluster
+def test_interface_that_no_host_has_is_named(cluster: Cluster, start_run: Start) -> None:
+    run = start_run("run", *TWO_TRAINERS, "hosts.trainer_hosts=2", "placement.interface=eth9")
+    code, output = run.finish()
+    assert code == 1, output
+    assert "Unable to find address for: eth9 (raised in trainer_" in output
+    assert_nothing_left(cluster, run)
+
+
 def wait_until(is_true: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_true():
