@@ -127,7 +127,12 @@ def test_curve_on_three_nodes_is_that_of_one_machine(cluster: Cluster, start_run
     here = start_run("here", *TWO_TRAINERS, on_cluster=False)
     code, output = here.finish()
     assert code == 0, output
-    places = ("hosts.trainer_hosts=2", "placement.interface=eth0", "placement.cpus.trainer=numa", "placement.cpus.rollout=split")
+    places = (
+        "hosts.trainer_hosts=2",
+        "placement.interface=eth0",
+        "placement.cpus.trainer=numa",
+        "placement.cpus.rollout=split",
+    )
     there = start_run("there", *TWO_TRAINERS, *places)
     code, output = there.finish()
     assert code == 0, output
