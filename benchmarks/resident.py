@@ -76,13 +76,10 @@ class Sampler:
         for number in itertools.count():
             if self._closed.wait(INTERVAL_S):
                 return
-            self.sample()
-            if number % SAMPLES_PER_SUM == 0:
-                together = sum(map(proportional_bytes, descendants(self._pid)))
-                self.memory.together_bytes = max(self.memory.together_bytes, together)
+            self.sample(with_sum=number % SAMPLES_PER_SUM == 0)
 
-    def sample(self) -> None:
-        """Take one sample."""
+    def sample(self, *, with_sum: bool) -> None:
+        """Take one sample, and the sum over all processes if wanted."""
         names = roles(self._run_dir)
         private: dict[str, int] = {}
         for pid in descendants(self._pid):
@@ -96,6 +93,9 @@ class Sampler:
             peak = self.memory.roles[role]
             if num_bytes > peak.private_bytes:
                 peak.private_bytes, peak.at_s = num_bytes, time.monotonic() - self._started
+        if with_sum:
+            together = sum(map(proportional_bytes, descendants(self._pid)))
+            self.memory.together_bytes = max(self.memory.together_bytes, together)
         available = read_fields(Path("/proc/meminfo"))["MemAvailable"]
         self.memory.least_available_bytes = min(self.memory.least_available_bytes, available)
         if available < self._least:

@@ -43,7 +43,7 @@ def test_peaks_are_those_of_each_role(command: list[str], tmp_path: Path) -> Non
         sampler = Sampler(process.pid, tmp_path)
         child, _ = process.stdout.readline().split()
         (tmp_path / "logs/trainer_0.pid").write_text(f"{child} 17\n")
-        sampler.sample()
+        sampler.sample(with_sum=True)
         process.stdin.write("\n")
     memory = sampler.memory
     assert memory.roles.keys() == {"trainer_0", "others"}
@@ -51,7 +51,7 @@ def test_peaks_are_those_of_each_role(command: list[str], tmp_path: Path) -> Non
     assert 30e6 < memory.roles["others"].private_bytes < 60e6
     assert 10e6 <= memory.roles["others"].shared_bytes < 12e6
     private = sum(peak.private_bytes for peak in memory.roles.values())
-    assert memory.together_bytes == private + memory.roles["others"].shared_bytes
+    assert memory.together_bytes == pytest.approx(private + memory.roles["others"].shared_bytes, rel=0.03)
     assert 0 < memory.least_available_bytes < read_fields(Path("/proc/meminfo"))["MemTotal"]
 
 

@@ -245,6 +245,32 @@ def test_start_over_ends_requests_and_other_processes_and_keeps_the_rest(tmp_pat
     asyncio.run(run())
 
 
+def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> None:
+    async def run() -> None:
+        supervisor = Supervisor()
+        fleet = Fleet(tmp_path, supervisor)
+        patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
+        pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
+        causes: list[str] = []
+        supervisor.replace("kept", Replaceable(on_end=causes.append, probe=lambda: patients["kept"].pid.call_one()))
+        for role in ("dropped", "kept"):  # the first death ends the run, and the second is noticed before it restarts
+            hanging = asyncio.create_task(supervisor.ask("kept.wait", asyncio.Event().wait(), 60))
+            os.kill(pids[role], signal.SIGKILL)
+            with pytest.raises(ActorDiedError, match="dropped_0"):
+                await hanging
+            while any(process.pid == pids[role] for process in supervisor._pidfds.values()):
+                await asyncio.sleep(0.01)
+        assert causes == []
+        await supervisor.start_over(["kept"])
+        assert causes == [f"kept_0 (process {pids['kept']}) has ended"]
+        await supervisor.start_over(["kept"])
+        assert len(causes) == 1
+        supervisor.expect_deaths()
+        await fleet.stop(20)
+
+    asyncio.run(run())
+
+
 def test_failed_guarded_call_ends_every_wait_with_its_cause(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         supervisor.guard("patient", "the first", patient.pid.call_one())

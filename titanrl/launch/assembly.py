@@ -36,8 +36,8 @@ from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.settings import replay_settings, transports
-from titanrl.launch.stalls import Watchdog
-from titanrl.launch.supervision import OnEvent, Supervisor
+from titanrl.launch.stalls import OnEvent, Watchdog
+from titanrl.launch.supervision import Supervisor
 from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import open_model
 from titanrl.replay.actors import ReplayBuffer, StorageShard

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from titanrl.config.faults import FaultsConfig
 from titanrl.errors import FaultError
@@ -26,6 +27,13 @@ _ROLES = {
 
 class StallError(FaultError):
     """A process of the run does not answer; the text names it and the file with its stacks."""
+
+
+class OnEvent(Protocol):
+    """Receives faults and stalls, to be recorded."""
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        """Record one event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import monarch.actor
 
@@ -18,7 +18,7 @@ from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
 from titanrl.launch.probes import answers, progress_of
 from titanrl.launch.stacks import Process
-from titanrl.launch.stalls import Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
+from titanrl.launch.stalls import OnEvent, Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -51,13 +51,6 @@ class ActorDiedError(FaultError):
 
 class PartDiedError(ActorDiedError):
     """A part of the run died that is replaced while the run goes on; the text names it and gives the cause."""
-
-
-class OnEvent(Protocol):
-    """Receives faults and stalls, to be recorded."""
-
-    def __call__(self, kind: str, **fields: Any) -> None:
-        """Record one event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +92,7 @@ class Supervisor:
         self._reported: dict[tuple[Process, ...], Report] = {}
         self._closing, self._num_continued = False, 0
         self._doomed: set[int] = set()  # pidfds of processes whose end is no fault
+        self._missed: dict[str, str] = {}  # causes of the ends since the run failed, by role
         monarch.actor.unhandled_fault_hook = self._on_fault
         if threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGCONT, self._on_continue)
@@ -271,7 +265,10 @@ class Supervisor:
         _send(signal.SIGCONT, self._pidfds)
 
     async def start_over(self, kept: Collection[str]) -> None:
-        """End every request, and every process but those of some roles; nothing that happened before fails a request then."""
+        """End every request, and every process but those of some roles; nothing that happened before fails a request then.
+
+        A kept role of which a process has ended since the run failed is replaced.
+        """
         self.fail(ActorDiedError("the run restarts", "session"))
         self._replaceable = {role: part for role, part in self._replaceable.items() if role in kept}
         for task in [task for task, role in self._guards.items() if role not in kept]:
@@ -281,15 +278,17 @@ class Supervisor:
         await asyncio.gather(*map(self.kill, dropped))
         self._doomed = set()  # the numbers will be those of other processes
         self._failure = self._loop.create_future()
+        missed, self._missed = self._missed, {}
+        for role in missed.keys() & self._replaceable.keys():
+            self._note_end(role, missed[role])
 
     async def reap(self, timeout_s: float) -> list[str]:
         """Wait until every watched process has ended; kill the others after `timeout_s`, and return their names."""
         if self._pidfds:
             with contextlib.suppress(TimeoutError):  # the rest is killed below
                 await asyncio.wait_for(self._all_ended.wait(), timeout_s)
-        killed = [str(process) for process in self._pidfds.values()]
-        _send(signal.SIGKILL, self._pidfds)
-        if killed:
+        if killed := [str(process) for process in self._pidfds.values()]:
+            _send(signal.SIGKILL, self._pidfds)
             await self._all_ended.wait()
         if not self._failure.done():  # a request that is still pending gets no reply any more
             self._failure.set_result(ActorDiedError("the session was closed", "session"))
@@ -405,9 +404,11 @@ class Supervisor:
 
     def _note_end(self, role: str, cause: str) -> None:
         """Replace a part that has ended; end the run if it cannot be replaced."""
-        if self._closing or self._failure.done():
+        if self._closing:
             return
-        if role in self._replaceable:
+        if self._failure.done():
+            self._missed.setdefault(role, cause)
+        elif role in self._replaceable:
             self._replaceable[role].on_end(cause)
         else:
             self.fail(ActorDiedError(cause, role))
