@@ -7,6 +7,7 @@ exactly once.
 """
 
 import argparse
+import contextlib
 import pickle
 import random
 import statistics
@@ -150,7 +151,7 @@ class Chaos:
             new = recorded.read()
             for fault in self.faults:
                 fault.look(new)
-            time.sleep(LOOK_S)
+            subject.wait(LOOK_S)
 
     @property
     def _has_open(self) -> bool:
@@ -210,7 +211,12 @@ class Subject:
             if not self.is_running or time.time() > limit:
                 self._process.kill()
                 raise RuntimeError(f"no first step: {self.last_line()}")
-            time.sleep(LOOK_S)
+            self.wait(LOOK_S)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the command has ended, or some seconds have passed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, timeout_s))
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the metrics of the steps so far."""
@@ -240,8 +246,7 @@ def measure(folder: Path, name: str, minutes: float, overrides: Sequence[str], c
     until = started + 60 * minutes
     if chaos is not None:
         chaos.run(subject, until)
-    while subject.is_running and time.time() < until:
-        time.sleep(LOOK_S)
+    subject.wait(until - time.time())
     code = subject.end()
     rows = read_metrics(subject.run_dir / "metrics.jsonl")
     steps, last = subject.steps(), subject.steps()[-1]

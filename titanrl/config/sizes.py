@@ -199,7 +199,7 @@ def _trainer_memory(config: Config, shape: ModelShape, num_rows: int) -> Trainer
     if plan.dp_size > 1 or trainer.dtype != trainer.compute_dtype:
         at_once = shape.num_layers if plan.fsdp_reshard_after_forward == "never" else 2
         gathered = (at_once * shape.layer_parameters + shape.embedding_parameters) * compute_bytes // plan.tp
-        unreduced = 0 if trainer.lora else _unreduced(shape, compute_bytes) // plan.tp
+        unreduced = 0 if trainer.lora is not None else _unreduced(shape, compute_bytes) // plan.tp
     return TrainerMemory(
         parameters=int(held * share),
         gradients=int(trained * share),

@@ -199,8 +199,7 @@ class Supervisor:
     def watch(self, name: str, pid: int) -> None:
         """Watch a process of this machine through a pidfd, which reports its end at once, however it ends.
 
-        torchmonarch alone takes seconds. Sometimes it reports only that a message could not be delivered, after 30 s.
-        A second call for a process does nothing.
+        torchmonarch alone takes seconds, or reports only an undelivered message after 30 s. A second call does nothing.
         """
         process = Process(name=name, pid=pid)
         if process in self._pidfds.values():
@@ -210,6 +209,7 @@ class Supervisor:
         except ProcessLookupError:
             self._note_end(process.role, f"{process} has ended")
             return
+        self._missed.pop(process.role, None)  # this one takes the place of the one that has ended
         self._pidfds[pidfd] = process
         self._ends[pidfd] = asyncio.Event()
         self._all_ended.clear()

@@ -188,8 +188,7 @@ class Link:
             connection = self._take()
             try:
                 connection.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
-            except BaseException:
-                # Closing it would tell the server that the reply before was not read.
+            except BaseException:  # an interrupt, too; closing it would tell the server that the reply before was not read
                 self._broken.append(connection)
                 raise
             try:

@@ -95,8 +95,8 @@ def math_verify(timeout_s: int) -> Scorer:
             found = read(text if tagged is None else _boxed(tagged))
         except (TimeoutError, MemoryError):
             raise
-        except Exception:
-            found = []  # the package fails on some malformed expressions, which are wrong answers
+        except Exception:  # of any kind: the package fails on some malformed expressions, which are wrong answers
+            found = []
         failures: list[BaseException] = []
         for one, other in product(right, found):
             try:

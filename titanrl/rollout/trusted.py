@@ -90,8 +90,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             result = call()
-        except BaseException as error:
-            # Futures refuse StopIteration, and SystemExit would end the worker.
+        except BaseException as error:  # Futures refuse StopIteration, and SystemExit would end the worker
             is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
             done.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
         else:
