@@ -9,7 +9,7 @@ from kubernetes import client
 from tests.cluster.kubernetes import check_mesh
 from tests.cluster.requests import Refused
 from titanrl.config import load_config
-from titanrl.launch.kubernetes_manifest import mesh_name, object_name, token_of
+from titanrl.launch.kubernetes.manifest import mesh_name, object_name, token_of
 from titanrl.manifest import main, objects
 
 PODS = (
@@ -94,7 +94,7 @@ def test_pods_request_what_the_configuration_says() -> None:
     assert container["resources"]["limits"] == {"cpu": "64", "memory": "800Gi"}, "no accelerators on CPU"
     assert container["volumeMounts"][2] == {"name": "volume-1", "mountPath": "/models", "readOnly": True}
     assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in container["env"]
-    assert container["command"] == ["python", "-u", "-m", "titanrl.launch.kubernetes_host", "26600"]
+    assert container["command"] == ["python", "-u", "-m", "titanrl.launch.kubernetes.pod", "26600"]
     assert container["workingDir"] == "/mnt/titan"
 
 

@@ -28,7 +28,7 @@ from titanrl.config.program import check_program
 from titanrl.config.source import read_source
 from titanrl.errors import describe
 from titanrl.launch.environment import temporary_folder
-from titanrl.launch.launched import run_launched, tell_failure
+from titanrl.launch.launcher.command import run_launched, tell_failure
 from titanrl.metrics.console import Console
 from titanrl.preflight import dry_run
 from titanrl.run import Run

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.do
     if arguments.config is not None:
         if arguments.install:
             parser.error("--install and --config exclude each other")
-        from titanrl.launch.host_doctor import diagnose
+        from titanrl.launch.checkup.command import diagnose
 
         sys.exit(diagnose(arguments.config, arguments.values, as_json=arguments.json))
     name = " ".join(arguments.values) or "auto"

@@ -27,9 +27,9 @@ from titanrl.config import Config, Source
 from titanrl.config.sizes import describe_staleness
 from titanrl.dumped import DumpedRun
 from titanrl.errors import TitanRLError
-from titanrl.launch.meshes import merge_losses
 from titanrl.launch.past_policies import PastPolicies, PastVersions
 from titanrl.launch.progress import checkpoint_dir
+from titanrl.launch.trainer_mesh import merge_losses
 from titanrl.loading import import_object
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console

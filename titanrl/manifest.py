@@ -21,8 +21,8 @@ from titanrl.config.places import host_counts
 from titanrl.config.source import Source, read_source
 from titanrl.config.strict_yaml import dump
 from titanrl.device import resolve_device
-from titanrl.launch.kubernetes_manifest import Json, controller, mesh, mesh_name
-from titanrl.launch.kubernetes_rules import broken_by_pods
+from titanrl.launch.kubernetes.manifest import Json, controller, mesh, mesh_name
+from titanrl.launch.kubernetes.rules import broken_by_pods
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl manifest") -> None:

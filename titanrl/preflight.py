@@ -36,9 +36,9 @@ from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
 from titanrl.extensions import plugins_of
 from titanrl.launch.core_rules import broken_by_cores
-from titanrl.launch.kubernetes_rules import broken_by_kubernetes
-from titanrl.launch.launchers import broken_by_launcher
-from titanrl.launch.slurm_rules import broken_by_slurm
+from titanrl.launch.kubernetes.rules import broken_by_kubernetes
+from titanrl.launch.launcher.world import broken_by_launcher
+from titanrl.launch.slurm.rules import broken_by_slurm
 from titanrl.models.directory import model_shape, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
 from titanrl.plugins import Plugins

@@ -18,13 +18,13 @@ from titanrl.errors import FaultError, TitanRLError
 from titanrl.extensions import plugins_of, with_declared_traits
 from titanrl.launch.assembly import Parts, Rollouts, assemble
 from titanrl.launch.generators import GeneratorMeshes
-from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.run_lock import RunLock, claim_new_run
 from titanrl.launch.sampling import Sampler, SamplingClient
 from titanrl.launch.stalls import OnEvent
 from titanrl.launch.starting_model import StartingModel, new_base, prepare_starting_model
+from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.training import TrainingClient
 from titanrl.launch.warm_start import warm_start
 from titanrl.metrics.console import Console

@@ -21,7 +21,7 @@ from titanrl.config.source import read_source
 from titanrl.device import resolve_device
 from titanrl.launch.progress import JOB_SCRIPT
 from titanrl.launch.run_lock import claim_new_run, claim_run
-from titanrl.launch.slurm_jobs import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
+from titanrl.launch.slurm.jobs import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
 from titanrl.preflight import preflight
 
 _BODY = """\

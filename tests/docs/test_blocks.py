@@ -28,7 +28,7 @@ KNOWN = re.compile(
     r"|\.venv/bin/python -m tests\.e2e\.fault_matrix "  # tests/test_fault_matrix.py
     r"|python examples/"  # tests/e2e/test_docs.py, tests/e2e/test_rewards.py
     r"|pip install \.$|titanrl doctor( --install)?$"  # tests/e2e/test_installation.py
-    r"|titanrl doctor --config quickstart device=cpu$"  # tests/launch/test_host_doctor.py
+    r"|titanrl doctor --config quickstart device=cpu$"  # tests/launch/checkup/test_command.py
 )
 
 

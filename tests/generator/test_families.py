@@ -20,8 +20,8 @@ from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
-from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.supervision import Supervisor
+from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.training import TrainingClient
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup

@@ -13,8 +13,8 @@ from titanrl.device import DEVICES
 from titanrl.launch.environment import trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
-from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.supervision import Supervisor
+from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.training import TrainingClient
 from titanrl.models.recipe import create_model
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup

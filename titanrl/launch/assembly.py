@@ -16,7 +16,6 @@ from titanrl.config.sections import GeneratorConfig
 from titanrl.data.mixture import make_mixture
 from titanrl.device import Device
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch import packages
 from titanrl.launch.environment import (
     generator_cores,
     generator_device,
@@ -30,7 +29,6 @@ from titanrl.launch.environment import (
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.hosts import Hosts, acquire_hosts
-from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.parts import Part, Surroundings
 from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles, RunFiles
@@ -38,6 +36,8 @@ from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.settings import replay_settings, transports
 from titanrl.launch.stalls import OnEvent, Watchdog
 from titanrl.launch.supervision import Supervisor
+from titanrl.launch.templates.imports import needed
+from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import open_model
 from titanrl.replay.actors import ReplayBuffer, StorageShard
@@ -210,7 +210,7 @@ class Assembly:
     async def parts(self, roles: Roles, first_index: int, kept: Parts | None = None) -> Parts:
         """Spawn the processes and actors of some roles, except kept generators, and connect them."""
         config, around, timeouts = self.config, self.around, self.config.timeouts
-        for kind, (environment, load) in packages.needed(config, self.device, roles).items():
+        for kind, (environment, load) in needed(config, self.device, roles).items():
             around.fleet.prepare(kind, environment, load)
         imports = ("titanrl.weights.store", "titanrl.replay.actors")
         template = await around.fleet.template("store")

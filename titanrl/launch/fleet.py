@@ -16,15 +16,15 @@ from monarch.tools.network import AddrType
 
 from titanrl.actors import ProcessVariables, set_up_process
 from titanrl.launch.cores import CORES, Cores
-from titanrl.launch.first_steps import BIRTHS, NAME, PARENT, TEMPLATE
 from titanrl.launch.supervision import Supervisor
-from titanrl.launch.template import Template
+from titanrl.launch.templates.bootstrap import BIRTHS, NAME, PARENT, TEMPLATE
+from titanrl.launch.templates.template import Template
 from titanrl.private_sockets import private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_PROGRAM = "from titanrl.launch.first_steps import main; main()"
+_PROGRAM = "from titanrl.launch.templates.bootstrap import main; main()"
 RETIRE_S = 5.0
 """Seconds that the processes of a part have to stop before its replacement starts."""
 _LOOPBACK = "127.0.0.1"

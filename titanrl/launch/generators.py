@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.launch.meshes import start_request
 from titanrl.launch.parts import Part, Surroundings
 from titanrl.launch.supervision import PartDiedError
+from titanrl.launch.trainer_mesh import start_request
 from titanrl.types import GenerationStats
 from titanrl.weights.manifest import Commit
 

@@ -19,14 +19,14 @@ from titanrl.config.choices import DeviceKind
 from titanrl.config.places import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
 from titanrl.errors import FaultError, TitanRLError
-from titanrl.launch.crew import Crew
 from titanrl.launch.identities import new_identities
-from titanrl.launch.kubernetes_hosts import KubernetesHosts
-from titanrl.launch.launcher_hosts import LauncherHosts
+from titanrl.launch.kubernetes.hosts import KubernetesHosts
+from titanrl.launch.launcher.crew import Crew
+from titanrl.launch.launcher.hosts import LauncherHosts
+from titanrl.launch.launcher.rendezvous import LauncherError
 from titanrl.launch.leases import Say
-from titanrl.launch.rendezvous import LauncherError
-from titanrl.launch.slurm_host import PROGRAM
-from titanrl.launch.slurm_hosts import SlurmHosts
+from titanrl.launch.slurm.hosts import SlurmHosts
+from titanrl.launch.slurm.node import PROGRAM
 from titanrl.launch.supervision import Supervisor
 from titanrl.private_sockets import private_folder, private_sockets
 

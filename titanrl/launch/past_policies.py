@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from titanrl.algorithms.loss_weights import correction_totals
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.operations import CheckpointConfig
-from titanrl.launch.meshes import TrainerMesh, merge_losses
+from titanrl.launch.trainer_mesh import TrainerMesh, merge_losses
 from titanrl.tables import MicroBatch
 
 

@@ -13,9 +13,9 @@ from titanrl.actors import StoppedError, resolve
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.deadlines import DISK_S, Pace
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.meshes import TrainerMesh, start_request
 from titanrl.launch.parts import Part, Surroundings
 from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
+from titanrl.launch.trainer_mesh import TrainerMesh, start_request
 from titanrl.replay.actors import RECORDS_FILE
 from titanrl.replay.batch import Batch, Replayed
 from titanrl.replay.failures import StarvationError

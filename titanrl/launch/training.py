@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from titanrl.config.objective import AVERAGE
 from titanrl.datums import Datum, ForwardBackwardOutput
 from titanrl.errors import TitanRLError
-from titanrl.launch.meshes import TrainerMesh
 from titanrl.launch.sampling import Sampler, SamplingClient
+from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.plugins import Plugin, plugin_of
 from titanrl.types import AdamParams, FloatArray, OptimUpdate
 from titanrl.weights.sync import WeightSync

@@ -1,0 +1,179 @@
+"""Templates: what forks inherit, how they end, and what happens without a template; with real processes."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launch.templates import template_loads
+from titanrl.actors import Actor, concurrent_endpoint
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
+from titanrl.launch.supervision import ActorDiedError, Supervisor
+from titanrl.launch.templates.template import Template
+
+
+class Scribe(Actor):
+    """Tells what its process is like."""
+
+    @concurrent_endpoint
+    async def look(self) -> dict[str, Any]:
+        loads = sys.modules.get("tests.launch.templates.template_loads")
+        return {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "loader": None if loads is None else loads.loader,
+            "folder": os.getcwd(),
+            "draws": (random.random(), float(np.random.random())),
+            "colour": os.environ.get("COLOUR"),
+            "is_deaf": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
+        }
+
+
+def with_fleet(folder: Path, work: Callable[[Fleet, Supervisor], Awaitable[None]]) -> None:
+    """Run a coroutine with a fleet; stop it afterwards."""
+
+    async def run() -> None:
+        supervisor = Supervisor()
+        fleet = Fleet(folder, supervisor)
+        try:
+            await work(fleet, supervisor)
+        finally:
+            supervisor.expect_deaths()
+            await asyncio.gather(fleet.stop(10), return_exceptions=True)
+            await supervisor.reap(10)
+
+    asyncio.run(run())
+
+
+async def spawn(fleet: Fleet, role: str, num_procs: int = 1, **environment: str) -> Any:
+    """Spawn scribes as forks of the template `scribe`."""
+    template = await fleet.template("scribe")
+    return fleet.spawn(role, local_host(), num_procs, environment, (), template).spawn("scribe", Scribe)
+
+
+def ended(pid: int) -> bool:
+    """Return True if there is no such process, or its parent has not reaped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_forks_share_what_was_loaded_once_and_have_their_own_environment(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {"COLOUR": "of the template"}, template_loads.note)
+        scribes = [await spawn(fleet, "scribe_0", 2, COLOUR="red"), await spawn(fleet, "scribe_1", COLOUR="blue")]
+        seen = [look for scribe in scribes for _, look in (await supervisor.ask("scribe.look", scribe.look.call(), 60)).items()]
+        assert [look["colour"] for look in seen] == ["red", "red", "blue"]
+        assert len({look["loader"] for look in seen}) == len({look["parent"] for look in seen}) == 1
+        assert all(look["loader"] == look["parent"] != os.getpid() for look in seen)
+        assert len({look["pid"] for look in seen}) == 3
+        assert {look["folder"] for look in seen} == {os.getcwd()}
+        for draws in zip(*(look["draws"] for look in seen), strict=True):
+            assert len(set(draws)) == 3
+        assert not any(look["is_deaf"] for look in seen)
+
+    with_fleet(tmp_path, work)
+
+
+def test_end_of_a_fork_is_noticed_and_its_place_can_be_taken(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, template_loads.note)
+        scribe = await spawn(fleet, "scribe_0")
+        first = await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
+        os.kill(first["pid"], signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match=rf"scribe_0_0 \(process {first['pid']}\) has ended"):
+            await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
+        await supervisor.start_over([])
+        await fleet.retire_all_but([])
+        second = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
+        assert second["parent"] == first["parent"]
+        assert second["pid"] != first["pid"]
+
+    with_fleet(tmp_path, work)
+
+
+def test_end_of_the_template_ends_its_forks_and_a_new_one_can_be_prepared(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, template_loads.note)
+        scribe = await spawn(fleet, "scribe_0")
+        look = await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
+        os.kill(look["parent"], signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match="scribe_0_0"):
+            await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
+        assert await fleet.template("scribe") is None
+        fleet.prepare("scribe", {}, template_loads.note)
+        assert await fleet.template("scribe") is not None
+
+    with_fleet(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [(template_loads.fail, "no module named vllm"), (template_loads.start_thread, "the imports have started 1 threads")],
+)
+def test_process_imports_everything_itself_if_its_template_cannot_fork(
+    load: Callable[[], None], reason: str, tmp_path: Path
+) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, load)
+        assert await fleet.template("scribe") is None
+        look = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
+        assert look["parent"] == os.getpid()
+        assert reason in (tmp_path / "template_scribe.log").read_text()
+
+    with_fleet(tmp_path, work)
+
+
+STAND_IN = "import sys; from titanrl.launch.templates.bootstrap import stand_in; stand_in(sys.argv[1]); print('no fork')"
+
+
+def test_stand_in_returns_if_nothing_listens(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STAND_IN, str(tmp_path / "nothing")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "no fork\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6), ("kill stand-in", -9)]
+)
+def test_stand_in_ends_as_its_fork_and_the_fork_ends_with_it(end: str, code: int, tmp_path: Path) -> None:
+    """The program of the fork is a module that replaces Monarch's."""
+    (tmp_path / "ending.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        + (f"{end}\n" if end.startswith("os") else "print('up', flush=True)\ntime.sleep(60)\n")
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "TITANRL_PROCESS": "scribe_0",
+        "TITANRL_BIRTHS": str(tmp_path / "births"),
+    }
+
+    async def work() -> None:
+        template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
+        assert await template.is_ready()
+        stand_in = subprocess.Popen([sys.executable, "-c", STAND_IN, template.path], env=environment, stdout=subprocess.PIPE)
+        assert stand_in.stdout is not None
+        if not end.startswith("os"):
+            assert await asyncio.to_thread(stand_in.stdout.readline) == b"up\n"  # the fork writes where its stand-in would
+            stand_in.kill()
+        assert await asyncio.to_thread(stand_in.wait, 30) == code
+        fork = int((tmp_path / "pid").read_text())
+        for _ in range(500):
+            if ended(fork):
+                break
+            await asyncio.sleep(0.01)
+        assert ended(fork)
+        stand_in.stdout.close()
+        template.close()
+
+    asyncio.run(work())

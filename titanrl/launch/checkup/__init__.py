@@ -1,0 +1,1 @@
+"""Checks of the hosts of a run: `titanrl doctor --config FILE`."""

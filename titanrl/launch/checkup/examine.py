@@ -1,0 +1,303 @@
+"""Examination of the hosts of a run: starts a probe on each of them, in the allocation that a run would get, and asks it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titanrl.config.choices import DeviceKind
+from titanrl.config.errors import ConfigError
+from titanrl.config.places import host_counts
+from titanrl.config.schema import Config
+from titanrl.config.sizes import Sizes
+from titanrl.errors import TitanRLError
+from titanrl.launch.checkup.probe import RANK, connect, rounds
+from titanrl.launch.checkup.report import HostReport, Question
+from titanrl.launch.checkup.verdicts import Examined, Link, Needs, Problem, needs_of, problems
+from titanrl.launch.launcher.host import END, FAILED
+from titanrl.launch.launcher.rendezvous import Controller, publish
+from titanrl.launch.launcher.world import World, own_address
+from titanrl.launch.leases import Host, Leases, Say
+from titanrl.launch.slurm.node import CONTROLLER, TOKEN
+
+ANSWER_S = 60.0
+"""Limit of an answer; reading the names of a large model's files on a slow disk takes longest."""
+CLOCK_ROUNDS = 5
+END_S = 10.0
+"""Limit for the end of a probe on this machine."""
+PROBE = "titanrl.launch.checkup.probe"
+"""Module of the probe."""
+
+
+class CheckupError(TitanRLError):
+    """The hosts could not be examined."""
+
+
+class Probes:
+    """The probes on the hosts."""
+
+    def __init__(self, num_hosts: int) -> None:
+        """Wait for nothing yet."""
+        self.leases = Leases(num_hosts, self._on_lost, self._on_lost, self._on_line)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._problems: dict[int, str] = {}  # of hosts whose launcher has started them with a wrong configuration
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Hosts, by rank."""
+        return [host for _, host in sorted(self.leases.hosts.items())]
+
+    async def connected(self, timeout_s: float) -> None:
+        """Wait until every probe has connected.
+
+        Raises:
+            CheckupError: One has not in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.leases.all_held()
+        except TimeoutError:
+            missing = ", ".join(map(str, self.leases.missing))
+            raise CheckupError(
+                f"timeouts.start_s: the probe of host {missing} has not connected to {socket.gethostname()} "
+                f"(got {timeout_s:g}). Read the output of the hosts, and let the network pass all ports between them."
+            ) from None
+
+    async def ask(self, rank: int, question: str, **fields: Any) -> Any:
+        """Return the answer of a host.
+
+        Raises:
+            CheckupError: It has ended, or does not answer.
+            ConfigError: Its configuration is wrong.
+        """
+        answer = self._answers[rank] = asyncio.get_running_loop().create_future()
+        if rank in self._problems:
+            raise ConfigError(self._problems[rank])
+        if rank in self.leases.lost:
+            self._on_lost(self.leases.hosts[rank])
+        self.leases.tell(rank, json.dumps({"ask": question, **fields}).encode() + b"\n")
+        try:
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError:
+            node = self.leases.hosts[rank].node
+            raise CheckupError(f"{node}: no answer to '{question}' within {ANSWER_S:g} s. Look at this host.") from None
+
+    async def ask_all(self, question: str, **fields: Any) -> list[Any]:
+        """Return the answers of all hosts, by rank."""
+        return await asyncio.gather(*(self.ask(host.rank, question, **fields) for host in self.hosts))
+
+    def end(self, code: int) -> None:
+        """Let the probes end with an exit code."""
+        for host in self.hosts:
+            if host.rank not in self.leases.lost:
+                self.leases.tell(host.rank, f"{END} {code}\n".encode())
+
+    def _on_line(self, host: Host, line: bytes) -> None:
+        answer = self._answers.pop(host.rank, None)
+        if line.startswith(FAILED):
+            self._problems[host.rank] = f"{host.node} (rank {host.rank}): {line.removeprefix(FAILED).decode().strip()}"
+        if answer is not None and not answer.done():
+            if host.rank in self._problems:
+                answer.set_exception(ConfigError(self._problems[host.rank]))
+            else:
+                answer.set_result(json.loads(line))
+
+    def _on_lost(self, host: Host) -> None:
+        answer = self._answers.pop(host.rank, None)
+        if answer is not None and not answer.done():
+            answer.set_exception(CheckupError(f"{host.node}: its probe has ended. Read the output of this host."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkup:
+    """Findings on the hosts of a run."""
+
+    hosts: Sequence[Examined]
+    """Hosts, by rank."""
+    links: Sequence[Link]
+    """Connections between them."""
+    problems: Sequence[Problem]
+    """Problems, errors first."""
+
+    @property
+    def code(self) -> int:
+        """Exit code: 1 if a run would not start or not work."""
+        return int(any(problem.level == "error" for problem in self.problems))
+
+
+async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World | None, say: Say) -> Checkup:
+    """Check the hosts of a configuration, on which a launcher has started this command, or this function starts probes.
+
+    Args:
+        config: the run.
+        sizes: its sizes.
+        device: kind of the hosts' devices.
+        world: processes of a launcher.
+        say: tells the user what is waited for.
+
+    Raises:
+        CheckupError: A host cannot be asked.
+        TitanRLError: The hosts cannot be had.
+    """
+    needs, token = needs_of(config, sizes, device), secrets.token_hex(8)
+    folder = config.output_dir.absolute() / f".doctor-{token}"
+    folder.mkdir(parents=True)
+    (folder / "token").write_text(token, encoding="utf-8")
+    question = Question(device=device, folders=_folders(config), token_file=str(folder / "token"), token=token)
+    keeps_folder = config.hosts.kind == "slurm"  # after an error, it has the output of the hosts
+    try:
+        async with _started(config, device, world, len(needs), folder, say) as probes:
+            try:
+                checkup = await _ask(config, probes, question, needs)
+            except ConfigError:
+                probes.end(2)
+                raise
+            probes.end(checkup.code)
+            keeps_folder = False
+        return checkup
+    finally:
+        if not keeps_folder:
+            shutil.rmtree(folder)
+
+
+async def _ask(config: Config, probes: Probes, question: Question, needs: Sequence[Needs]) -> Checkup:
+    texts = await probes.ask_all("report", **asdict(question))
+    listening = [await probes.ask(host.rank, "listen", ports=_named_ports(config)) for host in probes.hosts]
+    clocks = [await _clock(probes, host.rank) for host in probes.hosts]
+    names = names_of(probes.hosts)
+    links = await _links(probes, names, listening)
+    if config.hosts.kind in ("slurm", "kubernetes"):
+        links += await _links_from_here(probes, listening)
+    hosts = [
+        Examined(node=name, report=HostReport.parse(text), needs=need, clock_s=clock, taken=answer["taken"])
+        for name, text, need, clock, answer in zip(names, texts, needs, clocks, listening, strict=True)
+    ]
+    return Checkup(hosts=hosts, links=links, problems=problems(hosts, links))
+
+
+def names_of(hosts: Sequence[Host]) -> list[str]:
+    """Return names by which people tell the hosts apart: several on one machine have their rank, too."""
+    names = [host.node for host in hosts]
+    return [name if names.count(name) == 1 else f"{name}:{host.rank}" for name, host in zip(names, hosts, strict=True)]
+
+
+def _named_ports(config: Config) -> dict[str, int]:
+    if config.hosts.kind not in ("slurm", "kubernetes"):
+        return {}
+    port = config.hosts.slurm.port if config.hosts.kind == "slurm" else config.hosts.kubernetes.port
+    return {f"port {port} (hosts.{config.hosts.kind}.port)": port}
+
+
+def _folders(config: Config) -> dict[str, str]:
+    """Return the files and folders that every host must see, by key."""
+    found = {"model.path": config.model.path}
+    if config.distill is not None:
+        found["distill.teacher.path"] = config.distill.teacher.path
+    return {key: str(path.absolute()) for key, path in found.items() if path is not None}
+
+
+@contextlib.asynccontextmanager
+async def _started(
+    config: Config, device: DeviceKind, world: World | None, num_hosts: int, folder: Path, say: Say
+) -> AsyncIterator[Probes]:
+    """Start the probes in the hosts that a run would get; give the hosts back afterwards."""
+    probes, start_s = Probes(num_hosts), config.timeouts.start_s
+    if config.hosts.kind == "slurm":
+        from titanrl.launch.slurm.hosts import SlurmHosts  # imports Monarch
+
+        slurm = SlurmHosts(config, device, {"hosts": num_hosts}, folder, say, leases=probes.leases, program=PROBE)
+        try:
+            await slurm.acquire({})
+            yield probes
+        finally:
+            slurm.kill()
+        return
+    if config.hosts.kind == "kubernetes":
+        from titanrl.launch.kubernetes.hosts import KubernetesHosts  # imports Monarch
+
+        pods = KubernetesHosts(config, device, host_counts(config), say, keep=True)
+        try:
+            await pods.examine(probes.leases)
+            yield probes
+        finally:
+            probes.leases.close()
+            pods.kill()
+        return
+    address = "127.0.0.1" if world is None else own_address(world)
+    if world is not None and not address:
+        raise CheckupError(
+            f"MASTER_ADDR: must be the host of rank 0 (got {world.address!r}, which is unknown here). Correct it."
+        )
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    await probes.leases.serve(listener)
+    controller = Controller(f"{address}:{listener.getsockname()[1]}", probes.leases.token)
+    store = None if world is None else publish(world, controller, address, start_s)
+    children = [_start_probe(controller, rank) for rank in range(num_hosts if world is None else 1)]
+    try:
+        await probes.connected(start_s)
+        yield probes
+    except BaseException:  # also when cancelled
+        probes.leases.close()  # the probes wait for nothing more
+        raise
+    finally:
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(child.wait, END_S)
+            child.kill()
+            child.wait()
+        probes.leases.close()
+        del store  # the others have connected by now
+
+
+def _start_probe(controller: Controller, rank: int) -> "subprocess.Popen[bytes]":
+    environment = os.environ | {CONTROLLER: controller.address, TOKEN: controller.token, RANK: str(rank)}
+    return subprocess.Popen([sys.executable, "-m", PROBE], stdin=subprocess.DEVNULL, env=environment)
+
+
+async def _clock(probes: Probes, rank: int) -> float:
+    """Return the seconds by which a host's clock is ahead: the best of some rounds, halfway between question and answer."""
+    best, ahead = float("inf"), 0.0
+    for _ in range(CLOCK_ROUNDS):
+        asked = time.time()
+        there = await probes.ask(rank, "clock")
+        answered = time.time()
+        if answered - asked < best:
+            best, ahead = answered - asked, there - (asked + answered) / 2
+    return ahead
+
+
+async def _links(probes: Probes, names: Sequence[str], listening: Sequence[Mapping[str, Any]]) -> list[Link]:
+    """Connect every host with every other one; no host takes part in two measurements at the same time."""
+    found = list[Link]()
+    for pairs in rounds(len(names)):
+        answers = await asyncio.gather(
+            *(
+                probes.ask(source, "connect", address=listening[target]["address"], ports=listening[target]["ports"])
+                for source, target in pairs
+            )
+        )
+        found += [
+            Link(source=names[source], target=names[target], **answer)
+            for (source, target), answer in zip(pairs, answers, strict=True)
+        ]
+    return found
+
+
+async def _links_from_here(probes: Probes, listening: Sequence[Mapping[str, Any]]) -> list[Link]:
+    """Connect the controller with every host that is another machine."""
+    here, found = socket.gethostname(), list[Link]()
+    for host, answer in zip(probes.hosts, listening, strict=True):
+        if host.name != here:
+            link = await connect(answer["address"], answer["ports"])
+            found.append(Link(source=f"{here} (controller)", target=host.node, **link))
+    return found

@@ -1,0 +1,188 @@
+"""Program that `titanrl doctor --config` starts on each host: answers questions about the host, and tries connections.
+
+Messages are lines of JSON on the connection of the host's lease, except the last one.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titanrl.launch.checkup.report import parse_question, report
+from titanrl.launch.kubernetes.leases import CONNECTION
+from titanrl.launch.launcher.host import END
+from titanrl.launch.launcher.rendezvous import Controller
+from titanrl.launch.leases import Host, hold_lease
+from titanrl.launch.slurm.node import CONTROLLER, TOKEN
+
+RANK = "TITANRL_PROBE_RANK"
+"""Variable with the number of the host; with Slurm it is that of the node."""
+CHOSEN = "any port"
+"""Name of the port that the kernel chooses, as for most connections of a run."""
+CONNECT_S = 3.0
+"""Limit of a connection between hosts."""
+ROUND_TRIPS = 20
+SEND_S = 0.3
+"""Seconds for which a connection is loaded to measure its bandwidth."""
+_CHUNK = bytes(1 << 20)
+_ECHO, _SINK = b"e", b"s"
+
+
+def main() -> None:
+    """Answer until the controller ends."""
+    if CONNECTION in os.environ:
+        connection = socket.socket(fileno=int(os.environ.pop(CONNECTION)))
+        sys.exit(asyncio.run(_answer_on(connection)))
+    controller = Controller(os.environ.pop(CONTROLLER), os.environ.pop(TOKEN))
+    rank = os.environ.get(RANK) or os.environ["SLURM_NODEID"]
+    sys.exit(serve(controller, int(rank)))
+
+
+def serve(controller: Controller, rank: int) -> int:
+    """Answer the controller's questions; return the exit code that it tells, or 1 if it is lost."""
+    name = socket.gethostname()
+    node = os.environ.get("SLURMD_NODENAME", name)
+    return asyncio.run(_serve(controller, Host(rank=rank, node=node, name=name)))
+
+
+async def _serve(controller: Controller, host: Host) -> int:
+    try:
+        reader, writer = await hold_lease(controller.address, controller.token, host)
+    except (OSError, TimeoutError) as error:
+        print(f"{host.node}: the controller at {controller.address} cannot be reached: {error!r}", file=sys.stderr)
+        return 1
+    return await _answer_all(reader, writer)
+
+
+async def _answer_on(connection: socket.socket) -> int:
+    return await _answer_all(*await asyncio.open_connection(sock=connection))
+
+
+async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+    own, servers = str(writer.get_extra_info("sockname")[0]), list[asyncio.Server]()
+    try:
+        while line := await reader.readline():
+            if line.startswith(END.encode()):
+                return int(line.split()[1])
+            message = json.loads(line)
+            question = message.pop("ask")
+            if question == "report":
+                answer: Any = (await asyncio.to_thread(report, parse_question(message))).dump()
+            elif question == "listen":
+                answer = await listen(own, message["ports"], servers)
+            elif question == "connect":
+                answer = await connect(message["address"], message["ports"])
+            else:
+                answer = time.time()
+            writer.write(json.dumps(answer).encode() + b"\n")
+    except ConnectionError:
+        pass
+    return 1
+
+
+async def listen(address: str, ports: Mapping[str, int], servers: list[asyncio.Server]) -> dict[str, Any]:
+    """Listen on a port that the kernel chooses, and on some ports with a name.
+
+    Args:
+        address: own address.
+        ports: ports by name.
+        servers: list that keeps the servers alive.
+
+    Returns:
+        `address`, `ports` by name, and `taken` with the reasons for which other ports cannot be used, by name.
+    """
+    open_ports, taken = {}, {}
+    for name, port in ({CHOSEN: 0} | dict(ports)).items():
+        try:
+            server = await asyncio.start_server(_answer, address, port, limit=1 << 22)
+        except OSError as error:
+            taken[name] = f"{os.strerror(error.errno)}" if error.errno else str(error)
+            continue
+        servers.append(server)
+        open_ports[name] = server.sockets[0].getsockname()[1]
+    return {"address": address, "ports": open_ports, "taken": taken}
+
+
+async def connect(address: str, ports: Mapping[str, int]) -> dict[str, Any]:
+    """Try the ports of another host, and measure the connection to one of them.
+
+    Returns:
+        `closed` with the error of each port that cannot be reached, by name; if the first can, `latency_s`, the shortest
+        round trip, and `bytes_per_s`.
+    """
+    closed, measured = {}, {}
+    for name, port in ports.items():
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                reader, writer = await asyncio.open_connection(address, port)
+        except (OSError, TimeoutError) as error:
+            closed[name] = "no answer" if isinstance(error, TimeoutError) else _reason(error)
+            continue
+        try:
+            if name == CHOSEN:
+                measured = await _measure(reader, writer, address, port)
+        except (OSError, TimeoutError) as error:
+            closed[name] = f"the connection breaks: {_reason(error)}"
+        finally:
+            writer.close()
+    return {"closed": closed, **measured}
+
+
+async def _measure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str, port: int) -> dict[str, float]:
+    trips: list[float] = []
+    async with asyncio.timeout(CONNECT_S):
+        writer.write(_ECHO)
+        for _ in range(ROUND_TRIPS):
+            started = time.perf_counter()
+            writer.write(b".")
+            await reader.readexactly(1)
+            trips.append(time.perf_counter() - started)
+    async with asyncio.timeout(CONNECT_S + SEND_S):
+        _, sink = second = await asyncio.open_connection(address, port)
+        sink.write(_SINK)
+        num_sent, started = 0, time.perf_counter()
+        while time.perf_counter() < started + SEND_S:
+            sink.write(_CHUNK)
+            await sink.drain()
+            num_sent += len(_CHUNK)
+        sink.write_eof()
+        await second[0].read()  # all has arrived
+        sink.close()
+        return {"latency_s": min(trips), "bytes_per_s": num_sent / (time.perf_counter() - started)}
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send back what arrives, or only read it."""
+    try:
+        kind = await reader.read(1)
+        while data := await reader.read(1 << 20):
+            if kind == _ECHO:
+                writer.write(data)
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Return every ordered pair of hosts, in rounds in which no host takes part twice: the circle of a tournament."""
+    players: Sequence[int] = [*range(count), *([-1] if count % 2 else [])]
+    found = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = [pair for pair in zip(players[:half], reversed(players[half:]), strict=True) if -1 not in pair]
+        found += [pairs, [(second, first) for first, second in pairs]]
+        players = [players[0], players[-1], *players[1:-1]]
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Requests to the API of Kubernetes, by its Python client. Each call blocks, within a limit; `watch` follows pods in a thread.
+
+The client is an optional package, so it is imported where it is used.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanrl.launch.kubernetes.leases import KubernetesError
+from titanrl.launch.kubernetes.manifest import GROUP, MESH_LABEL, PLURAL, POD_NAME, VERSION, Json
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient, ApiException, Configuration
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 15.0
+"""Limit for an answer of the API server."""
+RELEASE_S = 5.0
+"""Limit for the answer to a deletion, during which the run closes."""
+WATCH_S = 300
+"""Seconds after which a watch is opened again. It has no answer for as long as nothing changes."""
+AGAIN_S = 1.0
+"""Pause before a watch that has failed is opened again."""
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Folder in which a pod finds its namespace and its rights."""
+OnPods = Callable[[dict[str, Json]], None]
+"""Receives the pods of a mesh, by name, whenever one changes."""
+
+
+def missing_package() -> str:
+    """Return the message for a missing client; empty if it is installed."""
+    if find_spec("kubernetes") is not None:
+        return ""
+    return (
+        "hosts.kind: kubernetes needs the package kubernetes, which is not installed (got kubernetes). pip install kubernetes"
+    )
+
+
+def in_cluster() -> bool:
+    """Return True if this process runs in a pod."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and SERVICE_ACCOUNT.exists()
+
+
+class Api:
+    """The API of one namespace."""
+
+    def __init__(self, namespace: str | None, context: str | None) -> None:
+        """Read the credentials of the pod, or of the kubeconfig file; connect to nothing yet.
+
+        Args:
+            namespace: namespace; None takes that of the pod or of the context.
+            context: context of the kubeconfig file; None takes the current one.
+
+        Raises:
+            KubernetesError: There are no credentials.
+        """
+        client, default = _client(context)
+        self.namespace = namespace or default
+        """Namespace of all objects."""
+        from kubernetes import client as kubernetes
+
+        self._pods, self._custom = kubernetes.CoreV1Api(client), kubernetes.CustomObjectsApi(client)
+        self._host = client.configuration.host
+        self._where: Json = {"group": GROUP, "version": VERSION, "namespace": self.namespace, "plural": PLURAL}
+
+    def mesh(self, name: str) -> Json | None:
+        """Return a MonarchMesh; None if there is none of this name."""
+        found: Json | None = self._ask(
+            f"get MonarchMesh {name}", self._custom.get_namespaced_custom_object, name=name, **self._where
+        )
+        return found
+
+    def create_mesh(self, body: Json) -> Json:
+        """Create a MonarchMesh."""
+        what = f"create MonarchMesh {body['metadata']['name']}"
+        created: Json | None = self._ask(what, self._custom.create_namespaced_custom_object, body=body, **self._where)
+        if created is None:
+            raise KubernetesError(
+                f"hosts.kind: the cluster at {self._host} has no MonarchMesh resources (got kubernetes). "
+                "Install Monarch's operator (docs/howto/kubernetes.md)."
+            )
+        return created
+
+    def own_mesh(self, name: str, owners: list[Json], version: str | None = None) -> None:
+        """Let a MonarchMesh go with its owners, unless it has changed since the version that was read."""
+        body = {"metadata": {"ownerReferences": owners} | ({} if version is None else {"resourceVersion": version})}
+        self._ask(f"patch MonarchMesh {name}", self._custom.patch_namespaced_custom_object, name=name, body=body, **self._where)
+
+    def delete_mesh(self, name: str) -> None:
+        """Delete a MonarchMesh. One that does not exist is no failure."""
+        delete = self._custom.delete_namespaced_custom_object
+        self._ask(f"delete MonarchMesh {name}", delete, limit_s=RELEASE_S, name=name, **self._where)
+
+    def pod(self, name: str) -> Json | None:
+        """Return a pod; None if there is none of this name."""
+        found: Json | None = self._ask(f"get pod {name}", self._pods.read_namespaced_pod, name=name, namespace=self.namespace)
+        return found
+
+    def owner(self) -> Json | None:
+        """Return the pod of this process as an owner of objects; None outside of the cluster."""
+        if not in_cluster():
+            return None
+        name = os.environ.get(POD_NAME, socket.gethostname())
+        pod = self.pod(name)
+        if pod is None:
+            logger.warning("there is no pod %s; set %s to the name of this pod, so that resources go with it", name, POD_NAME)
+            return None
+        return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": pod["metadata"]["uid"]}
+
+    def watch(self, mesh: str, on_pods: OnPods, on_error: Callable[[KubernetesError], None]) -> "PodWatch":
+        """Follow the pods of a mesh in a thread, until the watch is closed."""
+        return PodWatch(self._pods, self._ask, self.namespace, mesh, on_pods, on_error)
+
+    def _ask(self, what: str, call: Callable[..., Any], *, limit_s: float = ANSWER_S, **arguments: Any) -> Any:
+        """Call the API; return the object as JSON, or None if there is none.
+
+        Raises:
+            KubernetesError: The server refuses, or does not answer.
+        """
+        from kubernetes.client import ApiClient, ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return ApiClient().sanitize_for_serialization(call(**arguments, _request_timeout=limit_s))
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise KubernetesError(refusal(what, self.namespace, error)) from None
+        except HTTPError as error:
+            raise KubernetesError(
+                f"hosts.kubernetes: the API server at {self._host} did not answer to {what!r} (got {error}). "
+                "Look at the cluster, and at the context of the kubeconfig file."
+            ) from None
+
+
+class PodWatch:
+    """Pods of a mesh, followed in a thread."""
+
+    def __init__(
+        self,
+        pods: Any,
+        ask: Callable[..., Any],
+        namespace: str,
+        mesh: str,
+        on_pods: OnPods,
+        on_error: Callable[[KubernetesError], None],
+    ) -> None:
+        """Start the thread, in which `on_pods` and `on_error` are called."""
+        from kubernetes.watch import Watch
+
+        self._pods, self._ask, self._on_pods, self._on_error = pods, ask, on_pods, on_error
+        self._selection = {"namespace": namespace, "label_selector": f"{MESH_LABEL}={mesh}"}
+        self._watch = Watch()
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._run, name=f"pods of {mesh}", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread soon."""
+        self._is_closed.set()
+        self._watch.stop()
+
+    def _run(self) -> None:
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        while not self._is_closed.is_set():
+            try:
+                self._follow()
+            except KubernetesError as error:
+                self._on_error(error)
+                return
+            except (ApiException, HTTPError, OSError, ValueError, LookupError, AttributeError) as error:  # of a lost connection
+                if not self._is_closed.wait(AGAIN_S):
+                    logger.info("the watch of pods is opened again: %r", error)
+
+    def _follow(self) -> None:
+        """List the pods, then apply changes until the watch ends."""
+        listed = self._ask("list pods", self._pods.list_namespaced_pod, **self._selection)
+        pods = {pod["metadata"]["name"]: pod for pod in listed["items"]}
+        self._on_pods(dict(pods))
+        options = {"resource_version": listed["metadata"].get("resourceVersion"), "timeout_seconds": WATCH_S}
+        limits = {"_request_timeout": (ANSWER_S, WATCH_S + ANSWER_S), "deserialize": False}
+        changes = self._watch.stream(self._pods.list_namespaced_pod, **self._selection, **options, **limits)
+        for change in changes:
+            if self._is_closed.is_set():
+                return
+            pod = change["object"]
+            if change["type"] == "ERROR":
+                return  # the version is too old
+            if change["type"] == "DELETED":
+                pods.pop(pod["metadata"]["name"], None)
+            else:
+                pods[pod["metadata"]["name"]] = pod
+            self._on_pods(dict(pods))
+
+
+def refusal(what: str, namespace: str, error: "ApiException") -> str:
+    """Return the message for a request that the API server refuses."""
+    fix = {
+        401: "Log in to the cluster again.",
+        403: "Give the service account of the controller the Role that `titanrl manifest` prints.",
+        409: "Another controller may have changed it; start the run again.",
+    }.get(error.status, "Correct hosts.kubernetes.")
+    reason = _reason(error)
+    return f"hosts.kubernetes: the cluster refuses to {what} in namespace {namespace} (got {error.status}: {reason}). {fix}"
+
+
+def _reason(error: "ApiException") -> str:
+    try:
+        message = json.loads(error.body or "")["message"]
+    except (ValueError, KeyError, TypeError):
+        message = error.reason
+    return " ".join(str(message).split())
+
+
+def _client(context: str | None) -> "tuple[ApiClient, str]":
+    """Return a client, and the namespace that its credentials name."""
+    if problem := missing_package():
+        raise KubernetesError(problem)
+    from kubernetes import client, config
+
+    configuration: Configuration = client.Configuration()
+    try:
+        if in_cluster():
+            config.load_incluster_config(configuration)
+            namespace = (SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+        else:
+            config.load_kube_config(context=context, client_configuration=configuration)
+            contexts, active = config.list_kube_config_contexts()
+            named: Mapping[str, Any] = next((one for one in contexts if one["name"] == context), active)
+            namespace = named["context"].get("namespace") or "default"
+    except (config.ConfigException, OSError) as error:
+        raise KubernetesError(
+            f"hosts.kubernetes.context: there are no credentials for a cluster (got {context!r}: {error}). "
+            "Start the run in a pod of the cluster, or set KUBECONFIG."
+        ) from None
+    return client.ApiClient(configuration), namespace

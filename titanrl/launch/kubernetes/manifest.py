@@ -1,0 +1,235 @@
+"""Objects of a run on Kubernetes: MonarchMesh resources, and the controller's Job with its rights.
+
+Monarch's `KubernetesJob` cannot render without a cluster, and writes pods whose hosts outlive their controller, so the objects
+are rendered here. They follow the schema of Monarch's operator 0.2 (`tests/cluster/monarchmesh_crd.json`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from titanrl.config.choices import DeviceKind
+from titanrl.config.kubernetes import KubernetesConfig
+from titanrl.config.places import host_counts
+from titanrl.config.schema import Config
+from titanrl.launch.kubernetes.pod import POD_IP, TOKEN
+
+GROUP, VERSION, PLURAL = "monarch.pytorch.org", "v1alpha1", "monarchmeshes"
+"""Coordinates of the MonarchMesh resources."""
+MESH_LABEL = "monarch.pytorch.org/mesh-name"
+"""Label by which the operator marks the pods of a mesh."""
+RUN_LABEL, ROLE_LABEL = "titanrl/run", "titanrl/role"
+"""Labels of the objects of a run."""
+POD_NAME = "TITANRL_POD_NAME"
+"""Variable with the name of the controller's pod."""
+CONFIG_FOLDER = "/run/titanrl"
+"""Folder of the configuration in the controller's pod."""
+GRACE_S = 60
+"""Seconds from SIGTERM to SIGKILL for the controller, which may save a checkpoint first."""
+HOST_GRACE_S = 10
+"""The same for the other pods, which have nothing to save."""
+MAX_NAME = 63
+Json = dict[str, Any]
+
+
+def mesh_name(run: str, role: str, suffix: str = "") -> str:
+    """Return the name of a mesh, of which Monarch's operator wants lower-case letters and digits only."""
+    tail = f"{role}{suffix}"
+    letters = re.sub(r"[^a-z0-9]", "", run.lower())
+    return f"{letters if letters[:1].isalpha() else f'run{letters}'}"[: MAX_NAME - len(tail) - len("-svc")] + tail
+
+
+def object_name(run: str) -> str:
+    """Return the name of the controller's objects: a DNS label."""
+    text = re.sub(r"[^a-z0-9]+", "-", f"titanrl-{run.lower()}")
+    return text[: MAX_NAME - 1].strip("-")
+
+
+def mesh(
+    config: Config, device: DeviceKind, role: str, name: str, token: str, *, namespace: str, owner: Json | None = None
+) -> Json:
+    """Return the MonarchMesh of a role.
+
+    Args:
+        config: the run.
+        device: kind of the pods' devices.
+        role: `trainers` or `generators`.
+        name: name of the resource.
+        token: secret of the leases of its pods.
+        namespace: namespace of the resource.
+        owner: object with which the resource goes, as an entry of `ownerReferences`.
+    """
+    kubernetes = config.hosts.kubernetes
+    metadata: Json = {"name": name, "namespace": namespace, "labels": _labels(config, role)}
+    if owner is not None:
+        metadata["ownerReferences"] = [owner]
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "MonarchMesh",
+        "metadata": metadata,
+        "spec": {
+            "replicas": host_counts(config)[role],
+            "port": kubernetes.port,
+            "podTemplate": {
+                "metadata": {"labels": _labels(config, role)},
+                "spec": _host_spec(kubernetes, token, 0 if device == "cpu" else config.hosts.devices_per_host),
+            },
+        },
+    }
+
+
+def token_of(resource: Mapping[str, Any]) -> str:
+    """Return the secret of the pods of a MonarchMesh; empty if it is none of ours."""
+    containers = resource["spec"]["podTemplate"].get("spec", {}).get("containers", ())
+    variables = containers[0].get("env", ()) if containers else ()
+    return next((str(one["value"]) for one in variables if one["name"] == TOKEN and "value" in one), "")
+
+
+def controller(config: Config, text: str, namespace: str, resume: str | None = None, *, examines: bool = False) -> list[Json]:
+    """Return the objects of the controller: its Job, configuration, service account and rights.
+
+    Args:
+        config: the run.
+        text: the run's configuration as YAML.
+        namespace: namespace of the objects.
+        resume: run directory in the pods that the controller continues; None begins a new run.
+        examines: the Job examines the hosts of the run instead (`titanrl doctor`).
+    """
+    kubernetes, name = config.hosts.kubernetes, object_name(f"{config.name}-doctor" if examines else config.name)
+    account = kubernetes.service_account or name
+    objects = [] if kubernetes.service_account is not None else _rights(name, namespace)
+    objects += [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"run.yaml": text}}]
+    source = ["--config", f"{CONFIG_FOLDER}/run.yaml"] if resume is None else ["--resume", resume]
+    objects.append(
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": name},
+            "spec": {
+                "backoffLimit": 0,
+                "ttlSecondsAfterFinished": kubernetes.keep_finished_s,
+                "template": {
+                    "metadata": {"labels": _labels(config, "controller")},
+                    "spec": _controller_spec(kubernetes, name, account, ["doctor" if examines else config.program, *source]),
+                },
+            },
+        }
+    )
+    for one in objects:
+        one["metadata"] |= {"namespace": namespace, "labels": _labels(config, "controller")}
+    return objects
+
+
+def _labels(config: Config, role: str) -> dict[str, str]:
+    return {**config.hosts.kubernetes.labels, RUN_LABEL: object_name(config.name), ROLE_LABEL: role}
+
+
+def _rights(name: str, namespace: str) -> list[Json]:
+    """Return the service account of the controller, and what it may do in its namespace."""
+    api = "rbac.authorization.k8s.io"
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
+        {
+            "apiVersion": f"{api}/v1",
+            "kind": "Role",
+            "metadata": {"name": name},
+            "rules": [
+                {"apiGroups": [GROUP], "resources": [PLURAL], "verbs": ["get", "create", "patch", "delete"]},
+                {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+            ],
+        },
+        {
+            "apiVersion": f"{api}/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": api, "kind": "Role", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+        },
+    ]
+
+
+def _host_spec(kubernetes: KubernetesConfig, token: str, num_devices: int) -> Json:
+    """Return the spec of a trainer or generator pod. It may do nothing at the API."""
+    amounts = {"cpu": kubernetes.cpu, "memory": kubernetes.memory, kubernetes.gpu_resource: num_devices or None}
+    container = _container(
+        kubernetes,
+        ["titanrl.launch.kubernetes.pod", str(kubernetes.port)],
+        {TOKEN: token, POD_IP: "status.podIP"},
+        {key: str(amount) for key, amount in amounts.items() if amount is not None},
+    )
+    container["ports"] = [
+        {"name": "monarch", "containerPort": kubernetes.port},
+        {"name": "lease", "containerPort": kubernetes.port + 1},
+    ]
+    container["readinessProbe"] = {"tcpSocket": {"port": kubernetes.port + 1}, "periodSeconds": 2}
+    spec: Json = {
+        **kubernetes.pod_spec,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": HOST_GRACE_S,
+        "containers": [container],
+        "volumes": _volumes(kubernetes),
+    }
+    if kubernetes.node_selector:
+        spec["nodeSelector"] = kubernetes.node_selector
+    if kubernetes.tolerations:
+        spec["tolerations"] = [one.model_dump(exclude_none=True) for one in kubernetes.tolerations]
+    return spec
+
+
+def _controller_spec(kubernetes: KubernetesConfig, name: str, account: str, command: list[str]) -> Json:
+    amounts = {"cpu": kubernetes.controller_cpu, "memory": kubernetes.controller_memory}
+    container = _container(
+        kubernetes,
+        ["titanrl.cli", *command],
+        {POD_NAME: "metadata.name"},
+        {key: amount for key, amount in amounts.items() if amount is not None},
+    )
+    container["volumeMounts"].append({"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True})
+    return {
+        "serviceAccountName": account,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_S,
+        "containers": [container],
+        "volumes": [*_volumes(kubernetes), {"name": "config", "configMap": {"name": name}}],
+        **{key: value for key, value in kubernetes.pod_spec.items() if key in ("imagePullSecrets", "securityContext")},
+    }
+
+
+def _container(
+    kubernetes: KubernetesConfig, module: list[str], variables: Mapping[str, str], amounts: Mapping[str, str]
+) -> Json:
+    """Return the container of a pod; a variable whose value is a path of the pod's own fields gets that field."""
+    env: list[Json] = [{"name": key, "value": value} for key, value in kubernetes.env.items()]
+    for key, value in variables.items():
+        is_field = value.startswith(("status.", "metadata."))
+        env.append(
+            {"name": key, "valueFrom": {"fieldRef": {"fieldPath": value}}} if is_field else {"name": key, "value": value}
+        )
+    container: Json = {
+        "name": "titanrl",
+        "image": kubernetes.image,
+        "imagePullPolicy": kubernetes.image_pull_policy,
+        "command": [kubernetes.python, "-u", "-m", *module],
+        "env": env,
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    if kubernetes.volumes:
+        container["workingDir"] = kubernetes.volumes[0].mount_path
+    for number, volume in enumerate(kubernetes.volumes):
+        mount: Json = {"name": f"volume-{number}", "mountPath": volume.mount_path}
+        container["volumeMounts"].append({**mount, "readOnly": True} if volume.read_only else mount)
+    if amounts:
+        container["resources"] = {"requests": dict(amounts), "limits": dict(amounts)}
+    return container
+
+
+def _volumes(kubernetes: KubernetesConfig) -> list[Json]:
+    """Return the volumes of a pod. The usual /dev/shm of a container has 64 MB."""
+    memory: Json = {"medium": "Memory"}
+    if kubernetes.shared_memory is not None:
+        memory["sizeLimit"] = kubernetes.shared_memory
+    claims: list[Json] = [
+        {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": volume.claim}}
+        for number, volume in enumerate(kubernetes.volumes)
+    ]
+    return [{"name": "shm", "emptyDir": memory}, *claims]

@@ -1,0 +1,24 @@
+"""Program of each trainer and generator pod: runs Monarch's host for the controller that holds the pod's lease."""
+
+import asyncio
+import os
+import sys
+
+from titanrl.launch.environment import temporary_folder
+from titanrl.launch.kubernetes.leases import PodHost
+
+TOKEN = "TITANRL_TOKEN"
+"""Variable with the secret of the pod's lease."""
+POD_IP = "TITANRL_POD_IP"
+"""Variable with the address of the pod."""
+
+
+def main() -> None:
+    """Serve until Kubernetes ends the pod. The argument is Monarch's port."""
+    token, address = os.environ.pop(TOKEN), os.environ.pop(POD_IP)  # the run's processes need none
+    with temporary_folder():
+        asyncio.run(PodHost(token, address, int(sys.argv[1])).serve())
+
+
+if __name__ == "__main__":
+    main()

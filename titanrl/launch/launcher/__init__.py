@@ -1,0 +1,1 @@
+"""Hosts started by torchrun, srun, mpirun or a platform."""

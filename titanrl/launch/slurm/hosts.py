@@ -1,0 +1,266 @@
+"""Hosts of a Slurm job: requested, waited for in the queue, watched, and given back however the run ends."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+
+from monarch.actor import HostMesh, attach_to_workers, enable_transport
+
+from titanrl.config.choices import DeviceKind
+from titanrl.config.schema import Config
+from titanrl.launch.identities import new_identities
+from titanrl.launch.leases import Host, Leases, Say
+from titanrl.launch.patience import leave_lost_hosts_to_leases
+from titanrl.launch.slurm.jobs import (
+    IN_ALLOCATION,
+    JobStatus,
+    SlurmError,
+    cancel_job,
+    clean_environment,
+    directives,
+    hosts_script,
+    job_status,
+    step_command,
+    submit_job,
+)
+from titanrl.launch.slurm.node import CONTROLLER, IDENTITIES, TOKEN
+from titanrl.private_sockets import private_sockets
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 5.0
+"""Seconds between two questions for the state of a job in the queue. Slurm tells only commands of its own."""
+ATTEMPTS = 6
+"""Questions in a row that may fail."""
+STATUS_S = 2.0
+"""Limit for the state of a job whose host has ended; the message does not wait longer for it."""
+OnLost = Callable[[str, str], None]
+"""Receives a host that has ended: the name that the machine gives itself, and the cause."""
+
+
+class SlurmHosts:
+    """Hosts of a job of their own, or of the allocation in which the controller runs (`titanrl submit`)."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: DeviceKind,
+        meshes: dict[str, int],
+        log_dir: Path,
+        say: Say,
+        *,
+        leases: Leases | None = None,
+        program: str = "titanrl.launch.slurm.node",
+    ) -> None:
+        """Request nothing yet.
+
+        Args:
+            config: the run.
+            device: kind of the hosts' devices.
+            meshes: number of hosts by the name of their mesh.
+            log_dir: folder of the job's output.
+            say: tells the user what the start waits for.
+            leases: those of the hosts; by default the run notices with them that a host ends.
+            program: module that runs on each host.
+        """
+        self._config, self._device, self._meshes, self._log_dir, self._say = config, device, meshes, log_dir, say
+        self._leases = leases or Leases(sum(meshes.values()), self._on_lost, self._on_ending)
+        self._step_command = step_command(config, program)
+        self._job_id = ""
+        self._is_inside = os.environ.get(IN_ALLOCATION) == "1"
+        self._step: asyncio.subprocess.Process | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._notice: asyncio.TimerHandle | None = None
+        self.on_lost: OnLost = lambda name, cause: None
+        """Told of each host that ends while the run uses it."""
+        self.on_ending: Callable[[str], None] = lambda cause: None
+        """Told when Slurm ends the job, or is about to."""
+
+    async def start(self) -> dict[str, HostMesh]:
+        """Request the hosts, wait for them, and return their meshes.
+
+        Raises:
+            SlurmError: Slurm refused or ended the job, or the hosts do not start.
+        """
+        count = sum(self._meshes.values())
+        identities = new_identities(count)
+        try:
+            enable_transport("tcp")  # before the first use of Monarch: by default, hosts cannot connect to this process
+            leave_lost_hosts_to_leases()
+            await self.acquire({IDENTITIES: " ".join(identities)})
+            with private_sockets():
+                return self._attach(identities)
+        except BaseException:  # an interrupt, too: no allocation may outlive a failed start
+            self.kill()
+            raise
+
+    async def acquire(self, variables: Mapping[str, str]) -> None:
+        """Request the hosts, and wait until their programs hold their leases. The caller kills them if this fails.
+
+        Args:
+            variables: for the programs.
+
+        Raises:
+            SlurmError: Slurm refused or ended the job, or the hosts do not start.
+        """
+        address = await self._leases.open(socket.gethostname())
+        variables = {CONTROLLER: address, TOKEN: self._leases.token, **variables}
+        if self._is_inside:
+            await self._start_step(variables)
+        else:
+            await self._submit(sum(self._meshes.values()), variables)
+        await self._wait()
+
+    def _attach(self, identities: list[str]) -> dict[str, HostMesh]:
+        count = len(identities)
+        port, nodes = self._config.hosts.slurm.port, [self._leases.hosts[rank].node for rank in range(count)]
+        addresses = [f"{identity}@tcp://{node}:{port}" for identity, node in zip(identities, nodes, strict=True)]
+        meshes, first = {}, 0
+        for mesh, number in self._meshes.items():
+            meshes[mesh] = attach_to_workers(name=mesh, ca="trust_all_connections", workers=addresses[first : first + number])
+            first += number
+        self._say(f"Slurm job {self._job_id}: {count} hosts ({', '.join(nodes)})")
+        return meshes
+
+    def kill(self) -> None:
+        """Give the hosts back, with every process on them. A second call does nothing."""
+        self._leases.close()
+        if self._notice is not None:
+            self._notice.cancel()
+        for task in self._tasks:
+            task.cancel()
+        job_id, self._job_id = self._job_id, ""
+        if job_id and not self._is_inside and (problem := cancel_job(job_id)):
+            logger.warning("scancel %s: %s; its hosts end by themselves", job_id, problem)
+        if self._step is not None and self._step.returncode is None:
+            self._step.send_signal(signal.SIGTERM)  # srun would wait for nodes that do not answer
+
+    def has_ended(self, mesh: str, number: int) -> bool:
+        """Return True if a host has ended, or cannot be reached."""
+        first = sum(list(self._meshes.values())[: list(self._meshes).index(mesh)])
+        return first + number in self._leases.lost
+
+    def are_alive(self) -> bool:
+        """Return True if every host holds its lease."""
+        return bool(self._job_id) and not self._leases.lost
+
+    async def _submit(self, count: int, variables: Mapping[str, str]) -> None:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        header = directives(self._config, count, self._log_dir / "slurm_%j.log", device=self._device)
+        # If this is cancelled, the job may be in the queue already, so its id is needed before.
+        submitting = asyncio.ensure_future(submit_job(hosts_script(header, self._step_command, variables)))
+        try:
+            self._job_id = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            self._job_id = await submitting
+            raise
+
+    async def _start_step(self, variables: Mapping[str, str]) -> None:
+        """Start the hosts in the allocation that this process is in."""
+        self._job_id = os.environ["SLURM_JOB_ID"]
+        with (self._log_dir / "slurm_hosts.log").open("ab") as log:
+            environment = clean_environment() | dict(variables)
+            environment.pop(IN_ALLOCATION)
+            self._step = await asyncio.create_subprocess_exec(
+                *self._step_command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    async def _wait(self) -> None:
+        """Wait in the queue, and then for the hosts; say what is waited for whenever that changes."""
+        loop, notice_s = asyncio.get_running_loop(), self._config.hosts.slurm.notice_s
+        held = asyncio.create_task(self._leases.all_held())
+        since, running_since, said = loop.time(), None, ""
+        try:
+            while True:
+                status = await self._status()
+                if str(status) != said:
+                    said = str(status)
+                    self._say(f"waiting for Slurm job {self._job_id}: {said}{self._of_hosts(status)}")
+                if status.state == "RUNNING" and running_since is None:
+                    running_since = loop.time()
+                self._check(status, since, running_since)
+                if (await asyncio.wait({held}, timeout=ASK_S))[0]:
+                    break
+        finally:
+            held.cancel()
+        if not self._is_inside and status.left_s is not None:
+            self._notice = loop.call_later(max(0.0, status.left_s - notice_s), self._notice_end)
+
+    async def _status(self) -> JobStatus:
+        """Return the job's state; ask several times, because Slurm's controller may be restarting."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await job_status(self._job_id)
+            except SlurmError as error:
+                self._say(f"{error} Asking again.")
+                await asyncio.sleep(ASK_S)
+        return await job_status(self._job_id)
+
+    def _of_hosts(self, status: JobStatus) -> str:
+        if status.is_waiting:
+            return f"; {sum(self._meshes.values())} nodes requested"
+        return f" on {status.nodes}; its hosts are starting"
+
+    def _check(self, status: JobStatus, since: float, running_since: float | None) -> None:
+        """Raise if the hosts will not come, or take too long."""
+        now, limits = asyncio.get_running_loop().time(), self._config.hosts.slurm
+        logs = f"{self._log_dir}/slurm_{'hosts' if self._is_inside else self._job_id}.log"
+        if status.has_ended or (self._step is not None and self._step.returncode is not None):
+            raise SlurmError(f"hosts.slurm: job {self._job_id} ended before its hosts had started (got {status}). Read {logs}.")
+        if running_since is None and limits.queue_limit_s is not None and now - since > limits.queue_limit_s:
+            raise SlurmError(
+                f"hosts.slurm.queue_limit_s: job {self._job_id} was still in the queue after {limits.queue_limit_s:g} s "
+                f"(got {status}). Raise the limit, or ask for fewer hosts."
+            )
+        if running_since is not None and now - running_since > self._config.timeouts.start_s:
+            raise SlurmError(
+                f"timeouts.start_s: hosts {', '.join(map(str, self._leases.missing))} of job {self._job_id} on {status.nodes} "
+                f"have not connected to {socket.gethostname()} (got {self._config.timeouts.start_s:g}). Read {logs}."
+            )
+
+    def _on_lost(self, host: Host) -> None:
+        self._later(self._report_lost(host))
+
+    async def _report_lost(self, host: Host) -> None:
+        text = ""
+        try:
+            text = f"; Slurm job {self._job_id} is {await asyncio.wait_for(job_status(self._job_id), STATUS_S)}"
+        except (SlurmError, TimeoutError) as error:
+            logger.warning("the state of job %s is unknown: %r", self._job_id, error)
+        self.on_lost(host.name, f"host {host.node} has ended, or its network has{text}")
+
+    def _on_ending(self, host: Host) -> None:
+        """Handle the first of the signals of Slurm, which all hosts get."""
+        if not self._tasks:
+            self._later(self._report_ending())
+
+    async def _report_ending(self) -> None:
+        self.on_ending(f"Slurm ends job {self._job_id} ({await job_status(self._job_id)})")
+
+    def _notice_end(self) -> None:
+        self._later(self._check_end())
+
+    async def _check_end(self) -> None:
+        """Announce the end of the time limit, unless it was moved."""
+        left_s, notice_s = (await job_status(self._job_id)).left_s, self._config.hosts.slurm.notice_s
+        if left_s is None:
+            return
+        if left_s > notice_s + 1:
+            self._notice = asyncio.get_running_loop().call_later(left_s - notice_s, self._notice_end)
+        else:
+            self.on_ending(f"the time limit of Slurm job {self._job_id} is {left_s:g} s away")
+
+    def _later(self, work: Coroutine[object, object, None]) -> None:
+        async def report() -> None:
+            try:
+                await work
+            except SlurmError as error:
+                logger.warning("%s", error)
+
+        task = asyncio.create_task(report())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
