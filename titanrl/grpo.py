@@ -10,7 +10,7 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from titanrl.config import Config, Source
 from titanrl.config.sizes import describe_staleness
 from titanrl.dumped import DumpedRun
 from titanrl.errors import TitanRLError
-from titanrl.launch.past_policies import PastPolicies, PastVersions
+from titanrl.launch.past_policies import PastPolicies
 from titanrl.launch.progress import checkpoint_dir
 from titanrl.launch.trainer_mesh import merge_losses
 from titanrl.loading import import_object
@@ -38,14 +38,24 @@ from titanrl.plugins import loaded
 from titanrl.replay.batch import Batch, Replayed
 from titanrl.replay.directory import TokensLostError
 from titanrl.replay.saved import Freshness, TrainedBatch, joined, versions_behind
-from titanrl.tables import BatchPlan
 from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
-
-_Begun = tuple[StepPlan, PastVersions, dict[str, float], LossSums, "asyncio.Task[OptimUpdate]", "asyncio.Task[GenerationStats]"]
-"""Plan, past policies and metrics of a batch, the losses of its first optimizer step, and the requests behind its passes."""
 
 GROUPS = "groups"
 """Folder of a checkpoint with the state of the buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Results of the optimizer steps on one batch."""
+
+    losses: Sequence[LossSums]
+    """Loss metrics of each optimizer step, summed over ranks and micro-batches."""
+    updates: Sequence[OptimUpdate]
+    """Result of each optimizer step."""
+    generated: GenerationStats
+    """Work of the generators since the previous batch."""
+    batch_metrics: Mapping[str, float]
+    """Metrics that depend on the batch alone."""
 
 
 class GRPO(DumpedRun):
@@ -86,63 +96,57 @@ class GRPO(DumpedRun):
     async def step(self) -> StepMetrics:
         """Take a batch, plan it, train on it, publish the weights, report."""
         await self._hooks.before_step(self)
-        started, session = time.perf_counter(), self.session
-        params = self.steered(adam_params(self.config.algorithm, session.trainer.version, self.config.num_steps))
+        started, buffer = time.perf_counter(), self.session.rollouts.buffer
+        params = self.steered(adam_params(self.config.algorithm, self.session.trainer.version, self.config.num_steps))
         while True:
             with self._timer.phase("rollout"):
                 batch = await self._take_batch()
-            try:
-                with self._timer.phase("train"):
-                    begun = await self._begin(batch, params)
-                break
-            except TitanRLError as error:  # it may come from any trainer rank, in the words of another one
-                await self._take_back(batch, error)
-        plan, past, values, first, stepping, taking = begun
-        with self._timer.phase("sync"):  # the last push reads the weights
-            await session.weights.pushed()
-        with self._timer.phase("optim"):
-            losses, updates, generated = [first], [await stepping], await taking
-        for number, minibatch in enumerate(plan.updates[1:], 2):
             with self._timer.phase("train"):
-                passes, stepping = await self._pass(minibatch, past, params, completes=number == len(plan.updates))
-                losses.append(await passes)
-            with self._timer.phase("optim"):
-                updates.append(await stepping)
-        await self._publish(batch, plan, updates)
-        session.rollouts.buffer.prefetch()
-        values |= metrics_of.optimizer_metrics(updates, params.learning_rate)
-        metrics = self._report(batch, plan, values, losses, updates, generated, time.perf_counter() - started)
+                plan = self._plan(batch)
+                try:
+                    trained = await self._train(batch, plan, params)
+                    break
+                except TitanRLError as error:
+                    await self._return_lost_batch(batch, error)
+        await self._publish(batch, plan, trained.updates)
+        buffer.prefetch()
+        metrics = self._report(batch, plan, trained, params, time.perf_counter() - started)
         await self._hooks.after_step(self, metrics)
         return metrics
 
-    async def _begin(self, batch: Batch, params: AdamParams) -> _Begun:
-        """Plan a batch, and accumulate the gradient of its first mini-batch."""
-        session, ages, plan = self.session, self._ages(batch), self._plan(batch)
+    async def _train(self, batch: Batch, plan: StepPlan, params: AdamParams) -> Trained:
+        """Accumulate the gradient of each mini-batch and step the optimizer.
+
+        Each optimizer step is requested together with its passes, so the trainer does not wait for the controller in between.
+        """
+        trainer, weights, past_policies = self.session.trainer, self.session.weights, self._past
+        ages = self._ages(batch)
         if self.config.trainer.max_optimizer_steps > 1:
-            await session.trainer.hold_rollouts(plan.microbatches)
-        versions = {"version": session.trainer.version, "published": session.weights.versions[-1]}
-        past = await self._past.compute(plan.first_epoch, **versions)
-        passes, stepping = await self._pass(plan.updates[0], past, params, completes=len(plan.updates) == 1)
-        taking = session.generators.take_stats()
-        values = self._batch_metrics(batch, ages)  # while the trainer computes
-        return plan, past, values, await passes, stepping, taking
+            await trainer.hold_rollouts(plan.microbatches)  # no tokens can be lost after the first optimizer step
+        past = await past_policies.compute(plan.first_epoch, version=trainer.version, published=weights.versions[-1])
+        losses: list[LossSums] = []
+        updates: list[OptimUpdate] = []
+        for number, minibatch in enumerate(plan.updates, 1):
+            microbatches = await past_policies.with_correction_totals(minibatch.microbatches, past)
+            passes = trainer.forward_backward(microbatches, proximal_version=past.proximal, reference_version=past.reference)
+            stepping = trainer.optim_step(params, after=weights.pushed, completes=number == len(plan.updates))
+            if number == 1:  # while the trainer computes
+                generated, batch_metrics = self.session.generators.take_stats(), self._batch_metrics(batch, ages)
+            losses.append(await passes)
+            with self._timer.phase("sync"):
+                await weights.pushed()  # the last push still reads the weights
+            with self._timer.phase("optim"):
+                updates.append(await stepping)
+        return Trained(losses=losses, updates=updates, generated=await generated, batch_metrics=batch_metrics)
 
-    async def _pass(
-        self, minibatch: BatchPlan, past: PastVersions, params: AdamParams, *, completes: bool
-    ) -> "tuple[asyncio.Task[LossSums], asyncio.Task[OptimUpdate]]":
-        """Request the passes over a mini-batch, and the optimizer step behind them."""
-        trainer = self.session.trainer
-        microbatches = await self._past.with_correction_totals(minibatch.microbatches, past)
-        passes = trainer.forward_backward(microbatches, proximal_version=past.proximal, reference_version=past.reference)
-        return passes, trainer.optim_step(params, after=self.session.weights.pushed, completes=completes)
-
-    async def _take_back(self, batch: Batch, error: TitanRLError) -> None:
-        """Give a batch back whose tokens are lost, because the rollout worker that had them has died.
+    async def _return_lost_batch(self, batch: Batch, error: TitanRLError) -> None:
+        """Return a batch to the buffer after a rollout worker has died with tokens that the trainer had not fetched.
 
         Raises:
             TitanRLError: The error has another cause.
         """
         workers = self.session.rollouts.workers
+        # Any trainer rank may report the error, also in the words of another rank.
         if TokensLostError.__name__ not in f"{error!r}" or workers.num_deaths == self._num_deaths:
             raise error
         self._num_deaths = workers.num_deaths
@@ -364,28 +368,21 @@ class GRPO(DumpedRun):
         version, num_stored, num_evicted = self.session.trainer.version, replayed.num_stored, replayed.num_evicted
         return metrics_of.replay_metrics(replayed.records, version=version, num_stored=num_stored, num_evicted=num_evicted)
 
-    def _report(
-        self,
-        batch: Batch,
-        plan: StepPlan,
-        batch_metrics: Mapping[str, float],
-        losses: Sequence[LossSums],
-        updates: Sequence[OptimUpdate],
-        generated: GenerationStats,
-        step_s: float,
-    ) -> StepMetrics:
-        """Count the step and record everything about it."""
+    def _report(self, batch: Batch, plan: StepPlan, trained: Trained, params: AdamParams, step_s: float) -> StepMetrics:
+        """Count the step, and record its metrics and groups."""
         self.save_batch(batch)
-        trained = (int(part.sums["num_tokens"]) for part, update in zip(losses, updates, strict=True) if not update.skipped)
-        self._count(batch, trained_tokens=sum(trained))
+        losses, updates = trained.losses, trained.updates
+        num_trained = (int(loss.sums["num_tokens"]) for loss, update in zip(losses, updates, strict=True) if not update.skipped)
+        self._count(batch, trained_tokens=sum(num_trained))
         version, busy_s, merged = updates[-1].version, sum(update.busy_s for update in updates), merge_losses(losses)
         self.state = replace(self.state, step=self.state.step + 1, version=version, next_index=batch.next_index)
         values = {
-            **batch_metrics,
+            **trained.batch_metrics,
+            **metrics_of.optimizer_metrics(updates, params.learning_rate),
             **metrics_of.staleness_metrics(merged),
             **metrics_of.loss_metrics(merged, len(losses)),
             **metrics_of.speed_metrics(
-                trained_tokens=plan.num_placed, generated=generated, trainer_busy_s=busy_s, step_s=step_s
+                trained_tokens=plan.num_placed, generated=trained.generated, trainer_busy_s=busy_s, step_s=step_s
             ),
             **self.session.weights.take_metrics(),
             **self._timer.take(),

@@ -12,6 +12,7 @@ from tests.e2e.conftest import SMALL, Finished
 from titanrl import GRPO, load_config
 from titanrl.algorithms.minibatches import StepPlan
 from titanrl.config import Config
+from titanrl.grpo import Trained
 from titanrl.metrics.run_directory import read_metrics
 from titanrl.replay.batch import Batch
 from titanrl.types import LossSums, OptimUpdate, StepMetrics
@@ -27,18 +28,10 @@ class Watched(GRPO):
         self.passes: list[Sequence[LossSums]] = []
         self.updates: list[Sequence[OptimUpdate]] = []
 
-    def _report(
-        self,
-        batch: Batch,
-        plan: StepPlan,
-        batch_metrics: Any,
-        losses: Sequence[LossSums],
-        updates: Sequence[OptimUpdate],
-        *others: Any,
-    ) -> StepMetrics:
-        self.passes.append(losses)
-        self.updates.append(updates)
-        return super()._report(batch, plan, batch_metrics, losses, updates, *others)
+    def _report(self, batch: Batch, plan: StepPlan, trained: Trained, *others: Any) -> StepMetrics:
+        self.passes.append(trained.losses)
+        self.updates.append(trained.updates)
+        return super()._report(batch, plan, trained, *others)
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
