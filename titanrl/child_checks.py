@@ -110,7 +110,7 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
 
 
 def _data_check(config: Config, data: DataConfig, section: str, check: Callable[..., None], has_tokenizer: bool) -> Check:
-    """Return the check of a data section, which is that of a task or an evaluation set."""
+    """Return the check of the data section of a task or an evaluation set."""
     prompts = partial(check, has_tokenizer=has_tokenizer)
     if data.source == "reasoning_gym":
         return prompts, {f"{section}.task": data.task, f"{section}.task_config": data.task_config}, CHECK_LIMIT_S
@@ -120,7 +120,7 @@ def _data_check(config: Config, data: DataConfig, section: str, check: Callable[
 
 
 def _plugin_checks(config: Config, plugins: Plugins) -> Iterator[Check]:
-    """Yield one check per module, which covers all plugins in it, so that each module is imported only once."""
+    """Yield one check per module for all plugins in it, so that each module is imported only once."""
     by_module: dict[str, list[Plugin]] = defaultdict(list)
     for plugin in plugins.values():
         # Python objects were checked before they were pickled.

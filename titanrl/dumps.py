@@ -97,7 +97,7 @@ class DumpBatches:
     def begin(self, info: DumpInfo, *, step: int, next_index: int, in_flight: Collection[int]) -> None:
         """Prepare the folder for a run at a given step, before the workers write to it.
 
-        Batches of later steps, and rollouts that will be sampled again, are removed, so that the dump has no duplicates.
+        To prevent duplicates, this removes batches of later steps, and rollouts that will be sampled again.
 
         Args:
             info: Metadata of the dump.

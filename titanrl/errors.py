@@ -12,14 +12,14 @@ def describe(error: BaseException) -> str:
 
 
 class FaultError(TitanRLError):
-    """An actor of a run died, hangs, or diverges from its peers. The run can continue from its last checkpoint."""
+    """A component of a run died, hung, or diverged from its peers. The run can continue from its last checkpoint."""
 
     def __init__(self, text: str, part: str = "trainer") -> None:
         """Create the error.
 
         Args:
             text: Message.
-            part: Name of the failed actor, such as `trainer` or `generator_0`.
+            part: Name of the failed component, such as `trainer` or `generator_0`.
         """
         super().__init__(text)
         self.part = part

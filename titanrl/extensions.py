@@ -1,6 +1,6 @@
 """Registry of extension points: the configuration keys and `GRPO` arguments that accept user-defined objects.
 
-Each point has one Protocol, which is defined next to the code that calls the object. `POINTS` lists all extension points.
+Each point has one Protocol, defined next to the code that calls the object. `POINTS` lists all extension points.
 """
 
 import re

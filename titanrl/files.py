@@ -29,7 +29,7 @@ class DamagedError(TitanRLError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an `OSError` that has no file name, such as that of a failed write."""
+    """Add the path to an `OSError` without a file name, such as the error of a failed write."""
     try:
         yield
     except OSError as error:

@@ -44,7 +44,7 @@ class Lifecycle:
     purpose = "Train a policy with GRPO."
     """Description of the subcommand."""
     with_data = False
-    """True if the loop uses the section `data`, whose prompts and rewards are then checked."""
+    """True if the loop uses prompts from the section `data`, which `preflight` then checks."""
 
     def __init__(
         self,
@@ -363,6 +363,6 @@ class Lifecycle:
 
 
 def _import_heavy_packages() -> None:
-    """Import torch and all other packages that `Lifecycle.start` needs, which takes seconds."""
+    """Import torch and the other packages needed by `Lifecycle.start`, which takes seconds."""
     with loading():
         import titanrl.session  # noqa: F401

@@ -388,7 +388,7 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
 
 
 def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
-    """Yield the rules that the teacher of a distillation breaks, such as a vocabulary that differs from the policy's."""
+    """Yield the rules broken by a distillation teacher, whose vocabulary must equal the policy's."""
     if config.distill is None:
         return
     path = config.distill.teacher.path

@@ -59,9 +59,9 @@ GROUP_EXPECTED = "def reward(completions: Sequence[str], entry: Mapping[str, Any
 class RewardFunction(Protocol):
     """A reward of one completion.
 
-    `entry` has the keys `question`, `answer` and `metadata` of the prompt. If the function has a parameter `num_tokens` (number
-    of tokens in the completion), `token_ids` (ids of these tokens) or `finish_reason` (`stop` or `length`), it is passed as a
-    keyword argument.
+    `entry` has the keys `question`, `answer` and `metadata` of the prompt. A function can also declare parameters named
+    `num_tokens` (tokens of the completion), `token_ids` (their ids) or `finish_reason` (`stop` or `length`). They are passed as
+    keyword arguments.
 
     Example:
         def short_and_right(completion: str, entry: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
@@ -76,8 +76,8 @@ class RewardFunction(Protocol):
 class GroupRewardFunction(Protocol):
     """A reward of all completions of a prompt, decorated with `group_reward`. It returns one value per completion, in order.
 
-    If the function has a parameter `num_tokens`, `token_ids` or `finish_reasons`, it is passed as a keyword argument with one
-    value per completion.
+    A function can also declare parameters named `num_tokens`, `token_ids` or `finish_reasons`. They are passed as keyword
+    arguments with one value per completion.
 
     Example:
         @titanrl.group_reward

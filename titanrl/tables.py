@@ -366,7 +366,7 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows of one forward-backward pass on all ranks. A rank without rows runs one empty row."""
+    """Rows that the ranks process in one forward-backward pass. A rank without rows runs one empty row."""
 
     rows: tuple[RowTable, ...]
     """Rows by data-parallel rank."""
@@ -375,7 +375,7 @@ class MicroBatch:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of rows and tokens over all ranks, on which the ranks check that they agree."""
+        """Number of rows and tokens over all ranks. The ranks compare these values to detect different plans."""
         return {
             "rows": sum(map(len, self.rows)),
             "tokens": sum(int((table.sequences["length"] - table.sequences["num_shared"]).sum()) for table in self.rows),

@@ -64,7 +64,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end the completion, in addition to the model's stop tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end the completion, which includes the token that completes the string."""
+    """Stop strings. The completion includes the token that completes the stop string."""
     prompt_logprobs: bool = False
     """True to also return the log-probabilities of the prompt tokens."""
     supports: bool = False
@@ -219,7 +219,7 @@ class GroupHandle:
     slot: int
     """Slot in the buffer."""
     serial: int
-    """Number of reservations of the slot so far, which distinguishes successive groups in a slot."""
+    """Number of reservations of the slot, including this one, which distinguishes successive groups in a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
