@@ -13,7 +13,7 @@ INTRODUCTION = """\
 
 `python -m titanrl.grpo` is the same command as `titanrl train`. The exit codes of a run are 0 (done), 1 (an error, with its
 cause in the last line), 2 (bad configuration or missing packages; nothing was started or written), and 130 or 143 (interrupted
-by Ctrl-C or SIGTERM, and closed in order). The other commands exit with 0, or with 2 after a mistake on the command line;
+by Ctrl-C or SIGTERM, and shut down cleanly). The other commands exit with 0, or with 2 after a mistake on the command line;
 `titanrl doctor` exits with 1 if a run cannot start.
 """
 

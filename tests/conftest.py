@@ -1,19 +1,19 @@
-"""Order of the tests for several workers (`pytest -n 2 --dist loadfile`), and the profile of hypothesis."""
+"""Test order for parallel workers (`pytest -n 2 --dist loadfile`), and the hypothesis profile."""
 
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
+hypothesis.settings.register_profile("any machine", deadline=None)  # tests must not fail on a busy machine
 hypothesis.settings.load_profile("any machine")
 
 HEAVY = ("tests/e2e/", "tests/launch/", "tests/docs/")
-"""Tests that start whole runs. They go first, so that no worker is left with them at the end."""
+"""Tests that start complete runs. They run first, so that no worker is left with a long test at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the tests that take longest."""
+    """Run the longest tests first."""
     items.sort(key=lambda item: not item.nodeid.startswith(HEAVY))
 
 

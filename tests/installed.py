@@ -1,4 +1,4 @@
-"""Distributions of the repository, and environments outside it, for tests of the installed package."""
+"""Helpers that build the package and install it in environments outside the repository."""
 
 import os
 import subprocess
@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def repository_files() -> list[str]:
-    """Return the files that git tracks or would track; a link is one file."""
+    """Return the files that git tracks or would track; a symbolic link is one file."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     return sorted(name for name in set(names) if (ROOT / name).exists())
 
 
 def copy_repository(folder: Path) -> Path:
-    """Copy the files that git tracks or would track, links as links; return the folder."""
+    """Copy the files that git tracks or would track, preserving symbolic links; return the folder."""
     names = "\n".join(repository_files()).encode()
     archive = subprocess.run(["tar", "cf", "-", "-T", "-"], cwd=ROOT, input=names, check=True, capture_output=True).stdout
     folder.mkdir()
@@ -56,7 +56,7 @@ class Environment:
         return folder
 
     def run(self, *command: str, cwd: Path, timeout_s: float = 120, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-        """Run one of its programs, without the variables of this process that lead into the repository."""
+        """Run one of its programs, without this process's environment variables that point into the repository."""
         inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return subprocess.run(
             [f"{self.folder}/bin/{command[0]}", *command[1:]],
@@ -71,7 +71,7 @@ class Environment:
 
 
 def linked_environment(folder: Path, *, without: Sequence[str]) -> Environment:
-    """Make an environment with links to the packages of this one, without TitanRL and without some distributions."""
+    """Create an environment linked to this environment's packages, except TitanRL and the named distributions."""
     venv.create(folder, symlinks=True)
     environment = Environment(folder)
     for entry in Path(sysconfig.get_path("purelib")).iterdir():

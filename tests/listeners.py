@@ -1,4 +1,4 @@
-"""Sockets on which processes listen, and which of them other users or machines can reach."""
+"""Helpers that find the sockets on which processes listen, and those that other users or machines can reach."""
 
 import contextlib
 import ipaddress
@@ -29,7 +29,7 @@ def listeners(pids: Iterable[int]) -> set[str]:
 
 
 def exposed(pids: Iterable[int]) -> set[str]:
-    """Return the listeners that are reachable from other machines, or whose names every user of this one can use."""
+    """Return the listeners reachable from other machines, or from every user of this machine by abstract name."""
     found = set()
     for listener in listeners(pids):
         kind, _, address = listener.partition(" ")
@@ -41,7 +41,7 @@ def exposed(pids: Iterable[int]) -> set[str]:
 
 
 def reachable_by_nobody(pids: Iterable[int]) -> set[str]:
-    """Return the Unix sockets to which a process of another user can connect. Only root can start such a process."""
+    """Return the Unix sockets to which another user's process can connect. Only root can start such a process."""
     names = [listener.removeprefix("unix ") for listener in listeners(pids) if listener.startswith("unix ")]
     ours, theirs = os.pipe()
     pid = os.fork()  # that user may be unable to execute this Python

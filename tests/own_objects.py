@@ -1,4 +1,4 @@
-"""Objects of a user, for tests of the extension points. Each has the effect of the built-in one, and can be recognized."""
+"""User-defined objects for tests of the extension points; most behave like their built-in counterparts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ class Hook(titanrl.Hook):
         run.append("called")
 
 
-# Wrong ones, by the key of their extension point
+# Objects with wrong signatures
 
 
 def two_arguments(inputs: LossInputs, advantages: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Configurations with a mistake, and what the checks before a start say of them."""
+"""Helpers that run the preflight checks on invalid configurations, and return their messages."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ GOOD = "name: a\nnum_steps: 3\ndevice: cpu\n"
 
 
 def problems(text: str = "", *overrides: str) -> list[str]:
-    """Messages of all checks but those of child processes, which take a second."""
+    """Return the messages of all checks except those in child processes, which take a second."""
     path = Path("run.yaml")
     path.write_text(GOOD + text, encoding="utf-8")
     source = read_source(path, overrides)
@@ -32,7 +32,7 @@ def problem(text: str = "", *overrides: str) -> str:
 
 
 def data_problem(text: str = "", *overrides: str) -> str:
-    """Message of the check of task and data, made in this process."""
+    """Return the message of the check of task and data, run in this process."""
     path = Path("run.yaml")
     path.write_text(GOOD + text, encoding="utf-8")
     source = read_source(path, overrides)
@@ -43,13 +43,13 @@ def data_problem(text: str = "", *overrides: str) -> str:
 
 
 def write_questions(num: int) -> str:
-    """Write a JSONL file of questions; return the configuration of it."""
+    """Write a JSONL file of questions, and return its configuration."""
     Path("few.jsonl").write_text("".join(json.dumps({"prompt": f"{i} =", "answer": "1"}) + "\n" for i in range(num)))
     return "source: jsonl, path: few.jsonl"
 
 
 def preflight_error(text: str, *overrides: str) -> str:
-    """Message of the whole preflight; also checks that it writes nothing."""
+    """Return the message of the complete preflight, and check that it writes nothing."""
     path = Path("run.yaml")
     path.write_text(GOOD + text, encoding="utf-8")
     source = read_source(path, overrides)
@@ -61,7 +61,7 @@ def preflight_error(text: str, *overrides: str) -> str:
 
 
 def write_model(**changes: Any) -> Path:
-    """Write the recipe's model as a checkpoint, with changes of its config.json."""
+    """Write the recipe's model as a checkpoint, with changes to its config.json."""
     path = Path("model")
     create_model(path, RecipeConfig(), seed=0)
     config = json.loads((path / "config.json").read_text())

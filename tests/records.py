@@ -9,7 +9,7 @@ from titanrl.types import GroupHandle, GroupRecord
 def make_record(
     index: int, rewards: Sequence[float] = (0.0, 1.0), num_sampled: Sequence[int] = (), **others: Any
 ) -> GroupRecord:
-    """Make the record of a group; by default every completion has two sampled tokens. `others` are further fields."""
+    """Build the record of a group, by default with two sampled tokens per completion. `others` sets additional fields."""
     num_sampled = tuple(num_sampled) or (2,) * len(rewards)
     prompt_len = others.get("prompt_len", 2)
     fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Names in /dev/shm that no living process uses: what a run must not leave behind, also while other tests run."""
+"""Detection of leaked names in /dev/shm, which no running process uses, even while other tests run."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ def abandoned() -> set[str]:
 
 
 def in_use() -> set[str]:
-    """Return the names that some process has mapped or open; of a folder, if it has a file in it mapped or open."""
+    """Return the names that a process has mapped or open; a folder counts if a file in it does."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended

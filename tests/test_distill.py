@@ -51,7 +51,7 @@ def test_discount_adds_the_divergence_of_later_tokens() -> None:
     assert values.tolist() == [1.0, 2.0, 4.0]
 
 
-def test_metrics_are_means_over_tokens_and_leave_failed_rewards_out() -> None:
+def test_metrics_average_over_tokens_and_exclude_failed_rewards() -> None:
     prompt = Prompt(index=0, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={})
     right, wrong = (Scored(reward=reward, parts={"answer": reward}) for reward in (1.0, 0.0))
     metrics = batch_metrics(
@@ -71,7 +71,7 @@ def test_metrics_are_means_over_tokens_and_leave_failed_rewards_out() -> None:
 # Configuration
 
 
-def test_each_command_refuses_the_configuration_of_another() -> None:
+def test_each_command_rejects_configurations_of_others() -> None:
     plain, distillation = load_config("quickstart"), load_config("distill_quickstart")
     check_program(plain, "train")
     check_program(distillation, "distill")
@@ -93,12 +93,12 @@ def test_each_command_refuses_the_configuration_of_another() -> None:
         ("distill.teacher={tp: 2}", "distill.teacher.path is not given"),
     ],
 )
-def test_keys_without_effect_are_refused(override: str, rule: str) -> None:
+def test_keys_without_effect_are_rejected(override: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         load_config("distill_quickstart", [override])
 
 
-def test_teacher_needs_an_accelerator_of_its_own() -> None:
+def test_teacher_needs_separate_accelerator() -> None:
     options = ["device=cuda", "hosts.devices_per_host=2", "distill.teacher.tp=2"]
     with pytest.raises(ConfigError, match="teacher rank on it, which is 4") as raised:
         load_config("distill_quickstart", options)
@@ -125,18 +125,18 @@ def edit(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after))
 
 
-def test_teacher_with_the_vocabulary_of_the_policy_is_accepted(teacher: Path) -> None:
+def test_teacher_with_policy_vocabulary_is_accepted(teacher: Path) -> None:
     assert teacher_problems(f"{TEACHER}={teacher}") == []
 
 
-def test_teacher_with_another_vocabulary_is_refused(teacher: Path) -> None:
+def test_teacher_with_different_vocabulary_is_rejected(teacher: Path) -> None:
     edit(teacher / "tokenizer.json", '"="', '"\u2603"')
     (problem,) = teacher_problems(f"{TEACHER}={teacher}")
     assert "the teacher must have the vocabulary of the policy" in problem
     assert "2 tokens differ, such as '='" in problem
 
 
-def test_missing_incomplete_or_short_teacher_is_refused(teacher: Path) -> None:
+def test_missing_incomplete_or_short_teacher_is_rejected(teacher: Path) -> None:
     (missing,) = teacher_problems(f"{TEACHER}=nowhere")
     assert missing.startswith('distill.teacher.path="nowhere": must be a directory')
     (short,) = teacher_problems(f"{TEACHER}={teacher}", "rollout.max_new_tokens=27")
@@ -146,9 +146,7 @@ def test_missing_incomplete_or_short_teacher_is_refused(teacher: Path) -> None:
     assert "must contain the weights" in incomplete
 
 
-def test_dry_run_shows_the_keys_of_the_teacher(
-    teacher: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_shows_teacher_keys(teacher: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from titanrl.preflight import dry_run
 
     monkeypatch.chdir(teacher.parent)  # a long path would be shortened

@@ -1,4 +1,4 @@
-"""Dumps: what a worker writes is what a replay reads, and a resumed run leaves nothing twice."""
+"""Dumps: rollouts survive write and replay unchanged, and a resumed run leaves no duplicates."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def segment(token_ids: Sequence[int], num_prompt: int, version: int = 4) -> Segm
 
 
 def group(index: int, reward: float = 0.1) -> Group:
-    """Return a group of an episode of two segments, one of a single segment, and one that failed."""
+    """Return a group with an episode of two segments, an episode of one segment, and a failed episode."""
     parts = {"right": 1.0, "turns": 0.1 + 0.2}
     first = Rollout(
         segments=(segment([5, 6, 7, 1], 2), segment([8, 9, 1], 1)),
@@ -65,7 +65,7 @@ def group(index: int, reward: float = 0.1) -> Group:
 
 
 def comparable(value: object) -> object:
-    """Return a carrier as values that compare equal if all bits are."""
+    """Convert a carrier to values that compare equal only if all bits are equal."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.tobytes())
     if isinstance(value, tuple | list):
@@ -76,7 +76,7 @@ def comparable(value: object) -> object:
 
 
 def dump(folder: Path, batches: Sequence[Sequence[int]], *, spare: Sequence[int] = ()) -> DumpBatches:
-    """Write a dump with these batches, two groups per file, and groups that no batch has."""
+    """Write a dump with these batches, two groups per file, and additional groups outside any batch."""
     writer, order = DumpWriter(folder, worker=0), DumpBatches(folder)
     order.begin(INFO, step=0, next_index=0, in_flight=())
     for step, batch in enumerate(batches, 1):
@@ -88,12 +88,12 @@ def dump(folder: Path, batches: Sequence[Sequence[int]], *, spare: Sequence[int]
 
 
 def saved(folder: Path) -> list[int]:
-    """Return the prompts of all rows, in order."""
+    """Return the prompt index of each row, sorted."""
     files = sorted((folder / "rollouts").iterdir())
     return sorted(index for path in files for index in parquet.read_table(path)["index"].to_pylist())
 
 
-def test_group_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_group_survives_write_and_read_unchanged(tmp_path: Path) -> None:
     dump(tmp_path, [[3, 0], [2, 9]], spare=[1])
     reader = DumpReader(tmp_path)
     assert (reader.num_steps, reader.num_groups, reader.info) == (2, 4, INFO)
@@ -102,7 +102,7 @@ def test_group_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert comparable(reader.group(place)) == comparable(expected)
 
 
-def test_page_lists_all_columns_with_their_types(tmp_path: Path) -> None:
+def test_docs_list_all_columns_with_types(tmp_path: Path) -> None:
     (path,) = [DumpWriter(tmp_path, worker=0).write([(group(0), "kept")])]
     table = parquet.read_table(path)
     assert tuple(table.column_names) == COLUMNS
@@ -119,7 +119,7 @@ def test_page_lists_all_columns_with_their_types(tmp_path: Path) -> None:
     assert {name: names.get(kind, kind) for name, kind in described.items() if name in found} == found
 
 
-def test_rows_of_a_group_are_marked_with_outcome_and_status(tmp_path: Path) -> None:
+def test_rows_have_outcome_and_status(tmp_path: Path) -> None:
     rows = parquet.read_table(DumpWriter(tmp_path, worker=3).write([(group(5), "filtered")])).to_pylist()
     assert [(row["rollout"], row["outcome"], row["reward"], row["status"]) for row in rows] == [
         (0, "ok", 0.1, "filtered"),
@@ -130,7 +130,7 @@ def test_rows_of_a_group_are_marked_with_outcome_and_status(tmp_path: Path) -> N
     assert json.loads(rows[0]["messages"]) == [{"role": "user", "content": "1+1="}]
 
 
-def test_text_that_is_no_unicode_is_written(tmp_path: Path) -> None:
+def test_text_with_lone_surrogates_is_written(tmp_path: Path) -> None:
     whole = group(0)
     odd = replace(whole, prompt=replace(whole.prompt, text="a\ud800b", entry={"answer": "\udfff"}))
     rows = parquet.read_table(DumpWriter(tmp_path, worker=0).write([(odd, "kept")])).to_pylist()
@@ -138,7 +138,7 @@ def test_text_that_is_no_unicode_is_written(tmp_path: Path) -> None:
     assert json.loads(rows[0]["entry"]) == {"answer": "\udfff"}
 
 
-def test_resume_removes_what_will_be_sampled_again(tmp_path: Path) -> None:
+def test_resume_removes_rollouts_to_be_sampled_again(tmp_path: Path) -> None:
     order = dump(tmp_path, [[0, 1], [2, 3], [4, 6]], spare=[5, 7, 8])
     (tmp_path / "rollouts" / "000000009-1-0.partial").write_bytes(b"torn")
     with (tmp_path / "batches.jsonl").open("a") as file:
@@ -169,20 +169,20 @@ def problems(folder: Path, **rollout: object) -> str:
     return "\n".join(map(str, broken_rules(rollout_config(replay=folder, **rollout).rollout)))
 
 
-def test_replay_of_what_is_no_dump_is_refused(tmp_path: Path) -> None:
+def test_invalid_dump_is_rejected_for_replay(tmp_path: Path) -> None:
     assert "no dump.json. Give a folder that rollout.save has written." in problems(tmp_path / "absent")
     dump(tmp_path, [])
     assert "the dump has no batch" in problems(tmp_path)
     dump(tmp_path, [[0, 1]])
     assert problems(tmp_path) == ""
-    assert "which are of 2 groups. Set rollout.groups_per_step to 2." in problems(tmp_path, groups_per_step=4)
+    assert "which have 2 groups each. Set rollout.groups_per_step to 2." in problems(tmp_path, groups_per_step=4)
     (tmp_path / "dump.json").write_text(json.dumps({"format": 7}))
-    assert "a dump of format 7, not 1" in problems(tmp_path)
+    assert "the dump must have format 1, not 7" in problems(tmp_path)
     (tmp_path / "dump.json").write_text("{")
     assert "dump.json cannot be read" in problems(tmp_path)
 
 
-def test_missing_and_damaged_rollouts_name_the_folder(tmp_path: Path) -> None:
+def test_missing_and_damaged_rollouts_are_reported_with_path(tmp_path: Path) -> None:
     dump(tmp_path, [[0, 1]])
     (path,) = (tmp_path / "rollouts").iterdir()
     reader = DumpReader(tmp_path)
@@ -201,12 +201,12 @@ def test_missing_and_damaged_rollouts_name_the_folder(tmp_path: Path) -> None:
         ({"rollout": {"save": "a"}, "sft": {"path": "examples.jsonl"}}, "titanrl sft has no groups of rollouts"),
     ],
 )
-def test_sides_that_contradict_are_refused(values: dict[str, object], problem: str) -> None:
+def test_conflicting_keys_are_rejected(values: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         Config.model_validate({"name": "sides", "num_steps": 1, **values})
 
 
-def test_dump_of_another_run_and_training_without_a_trainer_are_refused(tmp_path: Path) -> None:
+def test_dump_of_another_run_and_training_without_trainer_are_rejected(tmp_path: Path) -> None:
     dump(tmp_path, [[0, 1]])
     with pytest.raises(ConfigError, match="the folder holds the dump of another run"):
         GRPO(rollout_config(save=tmp_path))
@@ -220,7 +220,7 @@ def test_dump_of_another_run_and_training_without_a_trainer_are_refused(tmp_path
         GRPO(rollout_config().model_copy(update={"train": False}))
 
 
-def test_preflight_refuses_a_folder_without_a_dump(tmp_path: Path) -> None:
+def test_preflight_rejects_folder_without_dump(tmp_path: Path) -> None:
     config = rollout_config(replay=tmp_path).model_copy(update={"output_dir": tmp_path, "cache_dir": tmp_path})
     with pytest.raises(ConfigError, match=r"rollout.replay.*\n.*no dump.json"):
         preflight(config, rollouts=False, sampling=False)

@@ -1,4 +1,4 @@
-"""The command `titanrl evaluate`: its arguments, its messages and its table. `tests/e2e/test_evaluations.py` runs it."""
+"""The command `titanrl evaluate`: arguments, messages and result table. `tests/e2e/test_evaluations.py` runs it."""
 
 import json
 import shlex
@@ -31,7 +31,7 @@ def made_model(folder: Path) -> Path:
     return folder
 
 
-def test_run_directory_is_evaluated_with_its_own_configuration(tmp_path: Path) -> None:
+def test_run_directory_provides_the_configuration(tmp_path: Path) -> None:
     model = made_model(tmp_path / "run" / "checkpoints" / "final")
     (tmp_path / "run" / "config.yaml").write_text("name: a\nnum_steps: 3\nwarm_start: {num_steps: 5}\n")
     found, config, _ = evaluate.evaluated_model(tmp_path / "run", None, ["evaluation.num_prompts=7"])
@@ -53,9 +53,9 @@ def test_model_directory_needs_a_configuration(tmp_path: Path) -> None:
         evaluate.chosen_sets(config, ["hard", "easy"])
 
 
-def test_configuration_without_prompts_is_refused(tmp_path: Path) -> None:
+def test_configuration_without_prompts_is_rejected(tmp_path: Path) -> None:
     model = made_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match="a fine-tuning has no prompts to evaluate"):
+    with pytest.raises(ConfigError, match="a fine-tuning run has no prompts to evaluate"):
         evaluate.evaluated_model(model, Path("configs/sft_quickstart.yaml"), [])
     quick = Path("configs/quickstart.yaml")
     _, config, _ = evaluate.evaluated_model(model, quick, ["evaluation.num_prompts=0"])
@@ -64,7 +64,7 @@ def test_configuration_without_prompts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("folder", "problem"), [("nowhere", "no config.json"), ("run", "checkpoints/final has no exported")])
-def test_missing_model_ends_with_2_and_names_the_fix(
+def test_missing_model_exits_with_2_and_suggests_fix(
     folder: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -98,7 +98,7 @@ def test_table_and_json_have_every_statistic() -> None:
     }
 
 
-def test_commands_of_the_pages_have_valid_arguments() -> None:
+def test_commands_in_docs_have_valid_arguments() -> None:
     commands = [line for block in all_blocks("sh") for line in shell_lines(block) if line.startswith("titanrl evaluate ")]
     assert len(commands) > 1
     for line in commands:

@@ -1,4 +1,4 @@
-"""Objects of the user in place of built-in ones: rewards and prompts given to `GRPO`, and named in a configuration."""
+"""Custom rewards and prompts, passed to `GRPO` or named in a configuration."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def squares(seed: int, largest: int = 50) -> list[dict[str, str]]:
     return [{"prompt": f"{n} * {n} =", "answer": str(n * n)} for n in range(largest)]
 
 
-def test_configuration_holds_the_options_and_names_of_rewards(tmp_path: Path) -> None:
+def test_configuration_records_names_and_options_of_rewards(tmp_path: Path) -> None:
     rewards = {
         "right": right,
         "brevity": Reward(brief, weight=0.1, weights={"a": 2.0}, trusted=True),
@@ -53,7 +53,7 @@ def test_configuration_holds_the_options_and_names_of_rewards(tmp_path: Path) ->
     assert load_config(tmp_path / "config.yaml") == config
 
 
-def test_rewards_of_python_replace_those_of_the_configuration() -> None:
+def test_python_rewards_replace_configured_rewards() -> None:
     config = load_config(QUICKSTART, ["data.rewards={brevity: {function: a.b:c, weight: 0.5}}"])
     assert with_objects(config, {}).data.rewards["brevity"].weight == 0.5
     config = with_objects(config, {"rewards": right})
@@ -61,11 +61,9 @@ def test_rewards_of_python_replace_those_of_the_configuration() -> None:
     assert plugins_of(config, {"rewards": right}).keys() == {"data.rewards.answer"}
 
 
-def test_recorded_configuration_of_an_object_needs_the_object_again() -> None:
+def test_recorded_object_must_be_passed_again() -> None:
     (plugin,) = plugins_of(with_objects(CONFIG, {"rewards": right}), {}).values()
-    with pytest.raises(
-        ValueError, match=r"^data\.rewards\.answer: an object of Python, .* \(got 'object:right'\)\. Start the run"
-    ):
+    with pytest.raises(ValueError, match=r"^data\.rewards\.answer: a Python object, .* \(got 'object:right'\)\. Start the run"):
         plugin.load()
 
 
@@ -84,23 +82,23 @@ def test_recorded_configuration_of_an_object_needs_the_object_again() -> None:
         ({"prompts": 3}, r"data\.source: not callable"),
     ],
 )
-def test_unusable_object_is_refused_before_the_start(objects: dict[str, Any], problem: str) -> None:
+def test_unusable_object_is_rejected_before_start(objects: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         GRPO(load_config(QUICKSTART, ["warm_start=null"]), **objects)
 
 
-def test_rules_over_several_sections_hold_for_objects() -> None:
+def test_cross_section_rules_apply_to_objects() -> None:
     with pytest.raises(ConfigError, match=r"rule: warm_start requires the task chain_sum of reasoning_gym"):
         GRPO(load_config(QUICKSTART), prompts=squares)
 
 
-def test_unknown_argument_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match=r"rewrads: no such argument\. The objects of a run are .*rewards"):
+def test_unknown_argument_error_lists_known_arguments() -> None:
+    with pytest.raises(TypeError, match=r"rewrads: no such argument\. Choose one of .*rewards"):
         GRPO(CONFIG, rewrads=right)
 
 
 @pytest.mark.parametrize("prompts", [squares, squares(0)])
-def test_run_is_checked_with_prompts_and_rewards_of_python(prompts: Any, tmp_path: Path) -> None:
+def test_preflight_checks_python_prompts_and_rewards(prompts: Any, tmp_path: Path) -> None:
     offset = 1.0
 
     @titanrl.group_reward

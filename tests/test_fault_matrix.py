@@ -1,4 +1,4 @@
-"""The cells of the fault matrix and their table, and what the benchmark of faults counts."""
+"""The cells and table of the fault matrix, and the counts of the fault benchmark."""
 
 import os
 import pickle
@@ -50,7 +50,7 @@ def write_run(run_dir: Path, trained: list[int], saved: BufferState) -> None:
     (groups / "records.pkl").write_bytes(pickle.dumps(saved))
 
 
-def test_lost_and_doubled_samples_are_counted(tmp_path: Path) -> None:
+def test_lost_and_duplicate_samples_are_counted(tmp_path: Path) -> None:
     append_line(tmp_path / "events.jsonl", {"time": 1.0, "kind": "drop", "step": 1, "groups": 1, "reason": "no signal"})
     write_run(tmp_path, [0, 1, 1, 3], state())  # 2 was dropped, 4 is lost
     figures = sample_figures(tmp_path, {"step": 3, "count/prompts": 5})
@@ -63,7 +63,7 @@ def test_lost_and_doubled_samples_are_counted(tmp_path: Path) -> None:
     }
 
 
-def test_recovery_is_the_replacement_of_the_part_or_a_restart() -> None:
+def test_recovery_is_a_replacement_or_a_restart() -> None:
     respawn = {"time": 10.0, "kind": "respawn", "part": "generator_0"}
     assert is_recovery(respawn, "generator_0", 9.0)
     assert not is_recovery(respawn, "generator_1", 9.0)

@@ -1,4 +1,4 @@
-"""Atomic files, and folders whose files are listed with their digests."""
+"""Atomic files, and folders committed with digests."""
 
 import errno
 import hashlib
@@ -58,14 +58,14 @@ def edit_commit(**changes: object) -> Callable[[Path], None]:
         (lambda folder: (folder / COMMIT_FILE).write_bytes(b"[" * 100_000), "commit.json is not JSON"),
         (lambda folder: (folder / COMMIT_FILE).write_bytes(b"9" * 5000), "commit.json is not JSON"),
         (lambda folder: os.truncate(folder / COMMIT_FILE, 90), "commit.json is not JSON"),
-        (edit_commit(format=2), "commit.json has format 2, and this version of TitanRL reads 1"),
+        (edit_commit(format=2), "commit.json has format 2, but this version of TitanRL reads format 1"),
         (edit_commit(files=[]), "commit.json does not list files with digests"),
         (edit_commit(files={"../weights": "1:a"}), "commit.json does not list files with digests"),
         (edit_commit(files={"weights": "3000:a", "a\0b": "1:a"}), "cannot be read"),
         (edit_commit(files={}), "commit.json does not list weights"),
     ],
 )
-def test_damage_is_found_and_named(damage: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
+def test_damaged_file_is_reported_by_name(damage: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "step-1")
     damage(folder)
     with pytest.raises(DamagedError) as raised:
@@ -73,7 +73,7 @@ def test_damage_is_found_and_named(damage: Callable[[Path], None], reason: str, 
     assert reason in str(raised.value)
 
 
-def test_folder_that_is_written_again_is_incomplete(tmp_path: Path) -> None:
+def test_rewritten_folder_is_incomplete(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "step-1")
     uncommit_folder(folder)
     uncommit_folder(folder)
@@ -81,7 +81,7 @@ def test_folder_that_is_written_again_is_incomplete(tmp_path: Path) -> None:
         check_folder(folder)
 
 
-def test_failed_replacement_keeps_the_old_text_and_names_the_file(tmp_path: Path) -> None:
+def test_failed_replacement_keeps_old_text_and_names_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     replace_text(path, "old", durable=True)
     (tmp_path / "state.json.partial").symlink_to("/dev/full")

@@ -1,4 +1,4 @@
-"""A short form of `python -m tests.fuzz`: hostile overrides, files, lines and checkpoints end with exit code 0, 1 or 2."""
+"""A short version of `python -m tests.fuzz`: hostile overrides, files, lines and checkpoints exit with 0, 1 or 2."""
 
 from pathlib import Path
 from random import Random
@@ -11,7 +11,7 @@ NUM_INPUTS = {"overrides": 150, "files": 60, "jsonl": 40, "checkpoints": 100, "c
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_hostile_inputs_end_with_a_message(target: str, tmp_path: Path) -> None:
+def test_hostile_inputs_exit_with_a_message(target: str, tmp_path: Path) -> None:
     codes = set()
     for number in range(NUM_INPUTS[target]):
         folder = tmp_path / f"case-{number}"

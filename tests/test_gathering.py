@@ -1,4 +1,4 @@
-"""Work that waits for all of its callers."""
+"""A function that runs on the combined inputs of all callers."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import pytest
 from titanrl.gathering import Gathering
 
 
-def test_function_gets_all_parts_in_order_and_every_caller_its_result() -> None:
+def test_every_caller_gets_the_result_of_all_parts() -> None:
     seen: list[list[int]] = []
 
     async def run(parts: Mapping[int, str]) -> str:
@@ -29,7 +29,7 @@ def test_function_gets_all_parts_in_order_and_every_caller_its_result() -> None:
     assert seen == [[0, 1, 2, 3]] * 2
 
 
-def test_every_caller_gets_the_exception_and_the_next_round_works() -> None:
+def test_exception_reaches_every_caller_and_next_round_works() -> None:
     async def run(parts: Mapping[int, int]) -> int:
         if 0 in parts.values():
             raise KeyError("zero")
@@ -44,7 +44,7 @@ def test_every_caller_gets_the_exception_and_the_next_round_works() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
-def test_cancelled_caller_leaves_its_parts_to_the_others() -> None:
+def test_cancelled_caller_does_not_withdraw_its_parts() -> None:
     async def run(parts: Mapping[int, int]) -> int:
         return sum(parts.values())
 
@@ -60,7 +60,7 @@ def test_cancelled_caller_leaves_its_parts_to_the_others() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
-def test_reset_fails_the_callers_that_wait_and_cancels_the_function() -> None:
+def test_reset_fails_waiting_callers_and_cancels_function() -> None:
     async def run(parts: Mapping[int, str]) -> str:
         if "slow" in parts.values():
             await asyncio.Event().wait()

@@ -67,7 +67,7 @@ class Unbuildable(Hook):
         raise OSError("no such host")
 
 
-def test_hook_that_raises_is_named() -> None:
+def test_error_names_the_failed_hook() -> None:
     with pytest.raises(HookError, match=r"^hooks: Raising\.after_step raised KeyError: 'reward/mine'$"):
         asyncio.run(hooks(Raising).after_step(None, METRICS))
     with pytest.raises(HookError, match=r"^hooks: Unbuildable raised OSError: no such host$"):
@@ -99,22 +99,22 @@ class NoHook:
     [
         (NoHook, r"not a hook \(got mine, of type type\)\. Write it as `class MyHook\(titanrl\.Hook\)`"),
         (print, r"not a hook \(got mine, of type builtin_function_or_method\)"),
-        (NeedsArguments, r"the class must not need arguments: missing a required argument: 'target'"),
+        (NeedsArguments, r"the class must not require arguments: missing a required argument: 'target'"),
         (
             WrongSignature,
             r"wrong signature: too many positional arguments \(got mine\.after_step\(run: object\) -> None\)\. "
             r"Write it as `def after_step\(self, run: Any, metrics: titanrl\.types\.StepMetrics\)",
         ),
-        (Misspelt(), r"no such method of a hook \(got mine\.after_steps\)\. Its methods are before_step, after_step, "),
+        (Misspelt(), r"hooks have no such method \(got mine\.after_steps\)\. Choose one of before_step, after_step, "),
     ],
     ids=["no-hook", "function", "arguments", "signature", "name"],
 )
-def test_wrong_hook_is_refused(hook: object, problem: str) -> None:
+def test_invalid_hook_is_rejected(hook: object, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^hooks\.0: {problem}"):
         check_hook(hook, key="hooks.0", name="mine")
 
 
-def test_fitting_hooks_are_accepted() -> None:
+def test_valid_hooks_are_accepted() -> None:
     for hook in (Plain, Plain(), Asynchronous, NeedsArguments(0.5)):
         check_hook(hook, key="hooks.0", name="mine")
 
@@ -126,7 +126,7 @@ def test_learning_rate_must_be_finite(rate: float) -> None:
         run.set_learning_rate(rate)
 
 
-def test_steered_step_takes_the_learning_rate_that_was_set(tmp_path: Path) -> None:
+def test_step_uses_the_learning_rate_that_was_set(tmp_path: Path) -> None:
     run, params = object.__new__(GRPO), AdamParams(learning_rate=1e-3)
     run.state = RunState(step=3, version=3, next_index=24)
     assert run.steered(params) == params
@@ -139,7 +139,7 @@ def test_steered_step_takes_the_learning_rate_that_was_set(tmp_path: Path) -> No
     assert resumable(tmp_path).state == run.state
 
 
-def test_hook_of_the_example_slows_down_once() -> None:
+def test_example_hook_lowers_learning_rate_once() -> None:
     class Run:
         def __init__(self) -> None:
             self.rates: list[float] = []

@@ -1,4 +1,4 @@
-"""Garbage collection and imports of configured objects."""
+"""Garbage collection during imports, and imports of configured objects."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ def thaw() -> object:
     gc.unfreeze()
 
 
-def test_imports_run_without_garbage_collection_and_are_then_frozen() -> None:
+def test_imports_run_without_garbage_collection_then_freeze() -> None:
     with loading():
         assert not gc.isenabled()
         kept = [[] for _ in range(5000)]  # enough to trigger a collection otherwise

@@ -1,4 +1,4 @@
-"""`titanrl manifest`: the objects of a run, without a cluster."""
+"""`titanrl manifest`: the Kubernetes objects of a run, checked without a cluster."""
 
 from typing import Any
 
@@ -50,14 +50,14 @@ def named(found: list[Json], kind: str) -> list[Json]:
 
 
 @pytest.mark.parametrize("overrides", [(), ALL])
-def test_meshes_are_valid_for_the_operator(overrides: tuple[str, ...]) -> None:
+def test_meshes_match_operator_schema(overrides: tuple[str, ...]) -> None:
     meshes = named(manifest(*overrides), "MonarchMesh")
     for mesh in meshes:
         check_mesh(mesh)
     assert [mesh["metadata"]["name"] for mesh in meshes] == ["quickstarttrainers", "quickstartgenerators"]
 
 
-def test_schema_refuses_wrong_and_unknown_fields() -> None:
+def test_schema_rejects_wrong_and_unknown_fields() -> None:
     mesh = named(manifest(), "MonarchMesh")[0]
     with pytest.raises(Refused, match=r"replicas: 'two' is not of type 'integer'"):
         check_mesh({**mesh, "spec": {**mesh["spec"], "replicas": "two"}})
@@ -67,7 +67,7 @@ def test_schema_refuses_wrong_and_unknown_fields() -> None:
 
 
 @pytest.mark.parametrize("overrides", [(), ALL])
-def test_other_objects_are_valid_for_kubernetes(overrides: tuple[str, ...]) -> None:
+def test_other_objects_match_kubernetes_schema(overrides: tuple[str, ...]) -> None:
     found = [one for one in manifest(*overrides) if one["kind"] != "MonarchMesh"]
     assert [one["kind"] for one in found] == list(MODELS)
     for one in found:
@@ -75,7 +75,7 @@ def test_other_objects_are_valid_for_kubernetes(overrides: tuple[str, ...]) -> N
         assert known == one, "the client drops fields that Kubernetes does not have"
 
 
-def test_pods_request_what_the_configuration_says() -> None:
+def test_pods_request_configured_resources() -> None:
     trainers, _ = named(manifest(*ALL, "hosts.trainer_hosts=2", "trainer.parallelism.dp_shard=2"), "MonarchMesh")
     assert trainers["spec"]["replicas"] == 2
     assert trainers["metadata"]["namespace"] == "research"
@@ -98,18 +98,18 @@ def test_pods_request_what_the_configuration_says() -> None:
     assert container["workingDir"] == "/mnt/titan"
 
 
-def test_generators_beside_trainers_have_no_pods_of_their_own() -> None:
+def test_colocated_generators_have_no_separate_pods() -> None:
     (trainers,) = named(manifest("placement.generator=trainers"), "MonarchMesh")
     assert trainers["metadata"]["name"].endswith("trainers")
 
 
-def test_pods_request_their_accelerators() -> None:
+def test_pods_request_accelerators() -> None:
     for mesh in named(manifest("device=cuda", "hosts.devices_per_host=4"), "MonarchMesh"):
         (container,) = mesh["spec"]["podTemplate"]["spec"]["containers"]
         assert container["resources"] == {"requests": {"nvidia.com/gpu": "4"}, "limits": {"nvidia.com/gpu": "4"}}
 
 
-def test_controller_may_do_what_it_needs_in_one_namespace() -> None:
+def test_controller_has_service_account_and_job_in_namespace() -> None:
     found = manifest(*ALL)
     (binding,), (job,) = named(found, "RoleBinding"), named(found, "Job")
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "titanrl-quickstart", "namespace": "research"}]
@@ -128,13 +128,13 @@ def test_resumed_run_reads_its_own_configuration() -> None:
     assert job["spec"]["template"]["spec"]["containers"][0]["command"][4:] == ["train", "--resume", "/mnt/titan/runs/a"]
 
 
-def test_parts_of_a_manifest_can_be_had_alone() -> None:
+def test_only_prints_one_part_of_the_manifest() -> None:
     config = load_config("configs/quickstart.yaml", PODS)
     assert {one["kind"] for one in objects(config, "", only="meshes")} == {"MonarchMesh"}
     assert [one["kind"] for one in objects(config, "", only="controller")] == list(MODELS)
 
 
-def test_job_of_the_doctor_examines_the_hosts_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_job_checks_hosts_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--config", "configs/quickstart.yaml", *PODS, "--doctor"])
     found = list(yaml.safe_load_all(capsys.readouterr().out))
     assert {one["metadata"]["name"] for one in found} == {"titanrl-quickstart-doctor"}
@@ -143,10 +143,10 @@ def test_job_of_the_doctor_examines_the_hosts_of_the_run(capsys: pytest.CaptureF
     assert named(found, "MonarchMesh") == []
     with pytest.raises(SystemExit):
         main(["--config", "configs/quickstart.yaml", *PODS, "--doctor", "--only", "meshes"])
-    assert "exclude each other" in capsys.readouterr().err
+    assert "cannot be combined" in capsys.readouterr().err
 
 
-def test_each_manifest_has_a_secret_of_its_own() -> None:
+def test_each_manifest_has_a_new_secret() -> None:
     first, second = (token_of(named(manifest(), "MonarchMesh")[0]) for _ in range(2))
     assert len(first) == 32
     assert first != second
@@ -160,11 +160,11 @@ def test_each_manifest_has_a_secret_of_its_own() -> None:
         ("é", "runtrainers", "titanrl"),
     ],
 )
-def test_names_are_those_that_kubernetes_allows(run: str, mesh: str, label: str) -> None:
+def test_names_are_valid_in_kubernetes(run: str, mesh: str, label: str) -> None:
     assert (mesh_name(run, "trainers"), object_name(run)) == (mesh, label)
 
 
-def test_long_names_are_cut() -> None:
+def test_long_names_are_truncated() -> None:
     assert len(mesh_name("a" * 100, "generators", "0123ab") + "-svc") == 63
     assert len(object_name("a" * 100)) == 62
 
@@ -178,7 +178,7 @@ def test_command_prints_the_configuration_as_written(capsys: pytest.CaptureFixtu
     assert yaml.safe_load(text)["num_steps"] == 7
 
 
-def test_command_refuses_other_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_rejects_other_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--config", "quickstart"])
     assert ended.value.code == 2

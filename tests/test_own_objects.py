@@ -1,4 +1,4 @@
-"""Loss, advantage, group filter, priority, tracker and hooks of a user: by import path, by file and by object."""
+"""Custom loss, advantage, group filter, priority, tracker and hooks, given by module, by file and as objects."""
 
 import ast
 import asyncio
@@ -54,7 +54,7 @@ ARGUMENTS = {
 
 
 def yaml(names: dict[str, str], module: str) -> str:
-    """Return a configuration that names objects of a module."""
+    """Return a configuration that names objects in a module."""
     path = {key: f"{module}:{name}" for key, name in names.items()}
     return (
         f"name: own\nnum_steps: 1\ndevice: cpu\nhooks: ['{path['hooks']}']\n"
@@ -83,7 +83,7 @@ def configured(how: str, folder: Path) -> tuple[Config, Plugins]:
 
 @pytest.fixture(params=["module", "file", "object"])
 def own(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Config, Plugins]:
-    """Configuration and plugins of a run with six objects of the user."""
+    """Configuration and plugins of a run with six custom objects."""
     config, plugins = configured(request.param, tmp_path)
     return with_declared_traits(config, plugins), plugins
 
@@ -91,7 +91,7 @@ def own(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Config, Plugins
 Own = tuple[Config, Plugins]
 
 
-def test_own_loss_gives_the_bits_of_its_built_in_equal(own: Own) -> None:
+def test_custom_loss_matches_built_in_bit_for_bit(own: Own) -> None:
     config, plugins = own
     assert not config.algorithm.runs_without_advantage, "the declared traits must be known"
     inputs = example(dtype=torch.float32)
@@ -104,7 +104,7 @@ def test_own_loss_gives_the_bits_of_its_built_in_equal(own: Own) -> None:
     assert torch.equal(*gradients)
 
 
-def test_own_advantage_plans_the_same_batch(own: Own) -> None:
+def test_custom_advantage_plans_the_same_batch(own: Own) -> None:
     config, plugins = own
     records = RecordTable.of([make_record(0, rewards=[1.0, 0.0, 0.25]), make_record(1, rewards=[0.5, 0.5])])
     sizes: dict[str, Any] = {"constant_length": 26, "row_tokens": 99, "rows_per_microbatch": 1, "dp_size": 1}
@@ -113,13 +113,13 @@ def test_own_advantage_plans_the_same_batch(own: Own) -> None:
     assert plan.advantages_N.tolist() == plan_batch(records, algorithm=AlgorithmConfig(), **sizes).advantages_N.tolist()
 
 
-def test_own_filter_keeps_some_groups(own: Own) -> None:
+def test_custom_filter_keeps_some_groups(own: Own) -> None:
     _, plugins = own
     assert GROUP.prompt.index == 7
     assert keeps(loaded(plugins, "rollout.group_filter"), GROUP, decode, "odd")
 
 
-def test_own_priority_gives_the_values_of_its_built_in_equal(own: Own) -> None:
+def test_custom_priority_matches_built_in(own: Own) -> None:
     config, plugins = own
     records, advantages = RecordTable.of([make_record(0), make_record(1)]), np.array([-0.5, 0.5, -0.25, 0.25])
     schedules = [ReplaySchedule(config.replay, 1, loaded(plugins, "replay.priority")), ReplaySchedule(ReplayConfig(), 1)]
@@ -127,7 +127,7 @@ def test_own_priority_gives_the_values_of_its_built_in_equal(own: Own) -> None:
     assert values == [[0.5, 0.25]] * 2
 
 
-def test_own_tracker_is_started_and_gets_metrics(own: Own, tmp_path: Path) -> None:
+def test_custom_tracker_is_started_and_gets_metrics(own: Own, tmp_path: Path) -> None:
     config, plugins = own
     trackers = make_trackers(config.logging.loggers, tmp_path, {}, warn=pytest.fail, plugins=plugins)
     trackers.log(3, {"reward/mean": 0.5})
@@ -135,7 +135,7 @@ def test_own_tracker_is_started_and_gets_metrics(own: Own, tmp_path: Path) -> No
     assert tracker.logged == [3]  # type: ignore[attr-defined]
 
 
-def test_own_hook_is_called(own: Own) -> None:
+def test_custom_hook_is_called(own: Own) -> None:
     _, plugins = own
     run: list[str] = []
     asyncio.run(Hooks.of(plugins).before_step(run))
@@ -150,14 +150,14 @@ def test_configuration_records_the_names_of_objects(tmp_path: Path) -> None:
     assert config.replay.priority == "object:closeness"
     assert (config.rollout.group_filter, config.logging.loggers) == ("object:odd", ("object:Tracker",))
     assert config.hooks == ("object:Hook",)
-    with pytest.raises(ValueError, match=r"^algorithm\.loss: an object of Python, which a configuration cannot hold"):
+    with pytest.raises(ValueError, match=r"^algorithm\.loss: a Python object, which a configuration cannot hold"):
         loaded(plugins_of(config, {}), "algorithm.loss")
     resumed = with_objects(config, ARGUMENTS)  # the objects again
     assert resumed == config
     assert loaded(plugins_of(resumed, ARGUMENTS), "hooks.0") is ARGUMENTS["hooks"][0]
 
 
-def test_given_trackers_and_hooks_follow_the_configured_ones() -> None:
+def test_python_trackers_and_hooks_follow_configured_ones() -> None:
     config = Config.model_validate({"name": "own", "num_steps": 1, "logging": {"loggers": ["tensorboard"]}, "hooks": ["a.b:C"]})
     config = with_objects(config, {"trackers": own_objects.Tracker, "hooks": [own_objects.Hook(), "c.d:E"]})
     assert config.logging.loggers == ("tensorboard", "object:Tracker")
@@ -171,7 +171,7 @@ def test_given_trackers_and_hooks_follow_the_configured_ones() -> None:
     }
 
 
-def test_name_of_a_built_in_replaces_the_configured_one() -> None:
+def test_name_of_built_in_replaces_configured_value() -> None:
     config = with_objects(Config(name="own", num_steps=1), {"loss": "reinforce", "advantage": "rloo"})
     assert (config.algorithm.loss, config.algorithm.advantage) == ("reinforce", "rloo")
     assert plugins_of(config, {"loss": "reinforce", "advantage": "rloo"}) == {}
@@ -202,13 +202,13 @@ def wrong_hook() -> None:
     ],
     ids=["loss", "advantage", "group_filter", "priority", "trackers", "hooks"],
 )
-def test_object_with_a_wrong_signature_is_refused(arguments: dict[str, Any], problem: str) -> None:
+def test_object_with_wrong_signature_is_rejected(arguments: dict[str, Any], problem: str) -> None:
     config = with_objects(Config(name="own", num_steps=1, replay=ReplayConfig(fraction=0.5)), arguments)
     with pytest.raises(ValueError, match=problem):
         plugins_of(config, arguments)
 
 
-def test_wrong_signatures_end_the_command_with_2_and_the_expected_ones(tmp_path: Path) -> None:
+def test_wrong_signatures_exit_with_2_and_show_expected_ones(tmp_path: Path) -> None:
     shutil.copy(own_objects.__file__, tmp_path / "mine.py")
     wrong = {
         "algorithm.loss": "two_arguments",
@@ -241,7 +241,7 @@ def test_wrong_signatures_end_the_command_with_2_and_the_expected_ones(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["mine.py", "run.yaml"]
 
 
-def test_contradicting_traits_are_found_before_the_start(tmp_path: Path) -> None:
+def test_conflicting_traits_are_rejected_before_start(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def loss(inputs):\n    return -inputs.ratio_N * inputs.advantages_N\n")
     (tmp_path / "run.yaml").write_text("name: own\nnum_steps: 1\nmax_staleness: 1\nalgorithm: {loss: 'mine.py:loss'}\n")
     source = read_source(tmp_path / "run.yaml")

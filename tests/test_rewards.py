@@ -1,4 +1,4 @@
-"""Calls of rewards: arguments, returned values, and their check at the start."""
+"""Calls of rewards: arguments, return values, and the signature check at startup."""
 
 import functools
 import pickle
@@ -60,7 +60,7 @@ class Judge:
         (lambda completion, entry: len(completion), [1, 4]),
     ],
 )
-def test_reward_gets_the_arguments_that_it_takes(function: Callable[..., Any], expected: list[object]) -> None:
+def test_reward_gets_the_arguments_it_accepts(function: Callable[..., Any], expected: list[object]) -> None:
     reward = BoundReward("answer", function)
     assert [reward.call_one(ANSWERS, index) for index in range(2)] == expected
     assert not reward.is_group
@@ -78,7 +78,7 @@ def test_group_reward_gets_all_completions() -> None:
     assert reward.call_group(ANSWERS) == [(["4", "five"], "4", [2, 3], [[8, 1], [9, 9, 9]]), ["stop", "length"]]
 
 
-def test_marked_function_can_be_called_and_is_pickled_by_value() -> None:
+def test_decorated_function_is_callable_and_pickled_by_value() -> None:
     offset = 3.0
 
     @titanrl.group_reward
@@ -124,7 +124,7 @@ def test_value_becomes_parts(value: object, parts: dict[str, float]) -> None:
     "value",
     ["1.5", None, float("nan"), float("inf"), [1.0], 1j, {}, {"style": "good"}, {"a b": 1.0}, {1: 1.0}, {"x": float("nan")}],
 )
-def test_value_that_is_no_reward_is_an_error(value: object) -> None:
+def test_invalid_value_is_an_error(value: object) -> None:
     with pytest.raises(TypeError, match=r"^the reward returned .*Expected "):
         BoundReward("judge", plain).parts(value)
 
@@ -141,7 +141,7 @@ def test_wrong_number_of_values_is_an_error(returned: object) -> None:
 
 
 @pytest.mark.parametrize("function", [plain, measured, rest, Judge(""), titanrl.group_reward(plain), len.__call__])
-def test_usable_signatures_are_accepted(function: object) -> None:
+def test_valid_signatures_are_accepted(function: object) -> None:
     check_reward(function, key="data.rewards.x", name="x")
 
 
@@ -165,7 +165,7 @@ def test_wrong_signature_shows_the_expected_one(function: object, problem: str, 
     assert f"Write it as `{expected}" in str(raised.value)
 
 
-def test_rewards_of_tokens_are_a_part_like_a_number() -> None:
+def test_token_rewards_become_parts() -> None:
     reward = BoundReward("process", plain)
     made = TokenRewards(tokens=[np.float32(0.5), 1], steps=[(2, True)], whole=0)
     checked = TokenRewards(tokens=[0.5, 1.0], steps=[(2, 1.0)], whole=0.0)
@@ -181,10 +181,10 @@ def test_rewards_of_tokens_are_a_part_like_a_number() -> None:
         (TokenRewards(tokens=[1.0, float("nan")]), "returned nan. Expected a finite number"),
         (TokenRewards(whole=float("inf")), "returned inf. Expected a finite number"),
         (TokenRewards(steps=[(3, "1.0")]), "returned '1.0'. Expected a finite number"),  # type: ignore[list-item]
-        (TokenRewards(steps=[(0, 1.0)]), r"steps that end after \[0\] characters. Expected whole numbers from 1 up"),
+        (TokenRewards(steps=[(0, 1.0)]), r"steps that end after \[0\] characters. Expected positive integers"),
         (TokenRewards(steps=[(1.5, 1.0)]), r"steps that end after \[1.5\] characters"),  # type: ignore[list-item]
     ],
 )
-def test_wrong_rewards_of_tokens_are_refused(value: TokenRewards, problem: str) -> None:
+def test_invalid_token_rewards_are_rejected(value: TokenRewards, problem: str) -> None:
     with pytest.raises(TypeError, match=problem):
         BoundReward("process", plain).parts(value)

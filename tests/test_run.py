@@ -1,4 +1,4 @@
-"""A run without processes: how it counts skipped steps, and how it stops on a full disk."""
+"""A run without processes: counting skipped steps, and stopping on a full disk."""
 
 import asyncio
 import re
@@ -38,7 +38,7 @@ def run_in(path: Path) -> GRPO:
         (1.0, "Lower the learning rate; grad/norm in metrics.jsonl shows where it began."),
     ],
 )
-def test_huge_rewards_are_named_as_the_cause_of_skipped_steps(largest_reward: float, advice: str, tmp_path: Path) -> None:
+def test_skipped_steps_advice_names_huge_rewards(largest_reward: float, advice: str, tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     run.count_skipped(SKIPPED, largest_reward)
     with pytest.raises(NonFiniteGradientError, match=re.escape(advice)):

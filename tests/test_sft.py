@@ -1,4 +1,4 @@
-"""Fine-tuning runs of a real trainer: the same curve as a loop in plain PyTorch, resumed, sharded, and with adapters."""
+"""Fine-tuning with a real trainer: the same loss curve as a plain PyTorch loop, after a resume, sharded, with adapters."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ def config_in(folder: Path, *overrides: str) -> Config:
 
 
 def fine_tune(config: Config, resume: Path | None = None) -> Path:
-    """Do a whole run; return its directory."""
+    """Execute a complete run, and return its directory."""
 
     async def whole_run() -> Path:
         run = SFT(config, resume=resume)
@@ -79,7 +79,7 @@ def curve(run_dir: Path, name: str = "loss/train") -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def tuned(folder: Path) -> Path:
-    """The directory of an uninterrupted run on one rank."""
+    """Directory of an uninterrupted run on one rank."""
     return fine_tune(config_in(folder))
 
 
@@ -125,7 +125,7 @@ class Plain:
         return losses
 
 
-def test_loss_curve_equals_that_of_a_plain_loop(folder: Path, tuned: Path) -> None:
+def test_loss_curve_equals_plain_pytorch_loop(folder: Path, tuned: Path) -> None:
     plain = Plain(prepare_starting_model(config_in(folder)).initial, folder / "examples.jsonl")
     with torch.no_grad():
         before = plain.loss(plain.heldout).item()
@@ -140,7 +140,7 @@ def test_loss_curve_equals_that_of_a_plain_loop(folder: Path, tuned: Path) -> No
     np.testing.assert_allclose([heldout[0], heldout[NUM_STEPS]], [before, after], atol=1e-5)
 
 
-def test_every_metric_of_a_fine_tuning_is_documented(tuned: Path) -> None:
+def test_every_fine_tuning_metric_is_documented(tuned: Path) -> None:
     names = re.findall(r"^\| `([^`]+)` \|", DOCS.read_text(), re.MULTILINE)
     patterns = [re.compile(re.sub(r"<\w+>", "[^/]+", name)) for name in names]
     written = {name for row in read_metrics(tuned / "metrics.jsonl") for name in row if "/" in name}
@@ -148,7 +148,7 @@ def test_every_metric_of_a_fine_tuning_is_documented(tuned: Path) -> None:
     assert {name for name in written if not any(pattern.fullmatch(name) for pattern in patterns)} == set()
 
 
-def test_run_continues_bit_for_bit_after_a_kill(folder: Path, tuned: Path) -> None:
+def test_killed_run_resumes_bit_for_bit(folder: Path, tuned: Path) -> None:
     killed = folder / "runs/killed"  # has written metrics after its newest checkpoint
     shutil.copytree(tuned, killed)
     shutil.rmtree(killed / f"checkpoints/step-{NUM_STEPS}")
@@ -158,7 +158,7 @@ def test_run_continues_bit_for_bit_after_a_kill(folder: Path, tuned: Path) -> No
         assert curve(killed, name) == curve(tuned, name)
 
 
-def test_two_ranks_train_as_one_does(folder: Path, tuned: Path) -> None:
+def test_two_ranks_train_like_one(folder: Path, tuned: Path) -> None:
     sharded = fine_tune(config_in(folder, "name=sharded", "trainer.parallelism.dp_shard=2"))
     for name in ("loss/train", "loss/eval"):
         np.testing.assert_allclose(list(curve(sharded, name).values()), list(curve(tuned, name).values()), atol=1e-5)
@@ -182,7 +182,7 @@ def test_adapters_learn_and_are_exported_merged(folder: Path) -> None:
 
 
 def refusal(kind: type[SFT] | type[GRPO], capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return what a command prints that exits with 2."""
+    """Run a command that must exit with 2, and return its output."""
     with pytest.raises(SystemExit) as ended:
         command.main(kind, arguments, prog=f"titanrl {kind.program}")
     assert ended.value.code == 2
@@ -190,7 +190,7 @@ def refusal(kind: type[SFT] | type[GRPO], capsys: pytest.CaptureFixture[str], *a
 
 
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
-def test_wrong_line_exits_with_2_before_anything_starts(
+def test_invalid_line_exits_with_2_before_start(
     folder: Path, option: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a long path would be shortened in the message
@@ -206,14 +206,14 @@ def test_wrong_line_exits_with_2_before_anything_starts(
     assert not output.exists()
 
 
-def test_each_command_refuses_the_configurations_of_the_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_rejects_configurations_of_the_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = refusal(GRPO, capsys, "--config", str(folder / "tuned.yaml"))
     assert "only `titanrl sft` uses this section" in text
     assert "fix:  run `titanrl sft`, or remove the section" in text
     assert "`titanrl sft` requires this section" in refusal(SFT, capsys, "--config", "quickstart")
 
 
-def test_dry_run_prints_the_numbers_of_the_examples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_summarizes_the_examples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(SFT, ["--config", str(folder / "tuned.yaml"), "--dry-run", f"sft.path={folder}/examples.jsonl"])
     assert ended.value.code == 0

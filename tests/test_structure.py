@@ -1,4 +1,4 @@
-"""Structure of the package: no import cycle, short files and functions, one place for model families."""
+"""Structure of the package: no import cycles, short files and functions, model families defined in one place."""
 
 import ast
 import graphlib

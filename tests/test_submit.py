@@ -1,4 +1,4 @@
-"""`titanrl submit`: the script of the job, and the run directory that it resumes. `tests/cluster` submits it."""
+"""`titanrl submit`: the job script, and the run directory that it resumes. `tests/cluster` submits jobs."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def test_script_requests_nodes_for_all_roles_and_a_notice(tmp_path: Path) -> Non
     assert "scontrol" not in text
 
 
-def test_requeued_job_is_put_back_only_while_it_runs(tmp_path: Path) -> None:
+def test_job_is_requeued_only_while_running(tmp_path: Path) -> None:
     text = script(config(tmp_path, "hosts.slurm.requeue=true"), tmp_path / "job")
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert "#SBATCH --requeue\n" in text
@@ -36,7 +36,7 @@ def test_requeued_job_is_put_back_only_while_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("state", "requeued"), [("RUNNING", True), ("CANCELLED", False)])
-def test_notice_reaches_the_controller_and_requeues_the_job(tmp_path: Path, state: str, requeued: bool) -> None:
+def test_notice_reaches_controller_and_requeues_job(tmp_path: Path, state: str, requeued: bool) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, text in {"squeue": f"echo {state}", "scontrol": f"echo $1 $2 > {tmp_path}/requeued"}.items():
@@ -57,7 +57,7 @@ def test_notice_reaches_the_controller_and_requeues_the_job(tmp_path: Path, stat
     assert (tmp_path / "requeued").exists() == requeued
 
 
-def test_submitted_run_begins_although_it_has_no_checkpoint(tmp_path: Path) -> None:
+def test_submitted_run_starts_without_a_checkpoint(tmp_path: Path) -> None:
     run_dir = prepare(config(tmp_path), None)
     assert run_dir == tmp_path / "job"
     assert resumable(run_dir).state == FIRST
@@ -67,11 +67,11 @@ def test_submitted_run_begins_although_it_has_no_checkpoint(tmp_path: Path) -> N
         resumable(run_dir)
 
 
-def test_each_submission_has_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_each_submission_has_a_new_directory(tmp_path: Path) -> None:
     assert prepare(config(tmp_path), None) != prepare(config(tmp_path), None)
 
 
-def test_run_that_goes_on_is_not_submitted_again(tmp_path: Path) -> None:
+def test_running_run_cannot_be_submitted_again(tmp_path: Path) -> None:
     run_dir = prepare(config(tmp_path), None)
     lock = RunLock(run_dir)
     with pytest.raises(ConfigError, match="the run has not ended"):
@@ -79,7 +79,7 @@ def test_run_that_goes_on_is_not_submitted_again(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_other_hosts_cannot_be_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_slurm_hosts_can_be_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--config", "configs/quickstart.yaml", f"output_dir={tmp_path}"])
     assert ended.value.code == 2

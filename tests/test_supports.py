@@ -18,7 +18,7 @@ def lists(made: Supports) -> list[list[int]]:
     return [made.ids(token).tolist() for token in range(len(made))]
 
 
-def test_small_supports_are_ids_and_others_bitmaps() -> None:
+def test_small_supports_are_ids_and_large_ones_bitmaps() -> None:
     made = supports([[4, 9], [0, 1, 2, 69], list(range(70))], 70)
     assert made.counts_S.tolist() == [2, 3, 0]
     assert made.words_K.tolist() == [4, 9, 7, 0, 32]
@@ -51,7 +51,7 @@ def drawn(draw: st.DrawFn) -> tuple[list[list[int]], int]:
 
 
 @given(drawn(), st.integers(0, 6), st.integers(0, 6))
-def test_parts_and_copies_have_the_same_ids(example: tuple[list[list[int]], int], first: int, last: int) -> None:
+def test_slices_and_copies_have_the_same_ids(example: tuple[list[list[int]], int], first: int, last: int) -> None:
     ids, vocab_size = example
     made = supports(ids, vocab_size)
     assert lists(made) == ids

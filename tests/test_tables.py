@@ -1,4 +1,4 @@
-"""Tables compared with the carriers they are made of."""
+"""Tables, compared with the carriers they are built from."""
 
 import math
 import pickle
@@ -76,7 +76,7 @@ def vars_of(made: GroupRecord) -> dict[str, object]:
     return {name: getattr(made, name) for name in GroupRecord.__slots__}
 
 
-def test_by_index_sorts_groups_with_their_rollouts() -> None:
+def test_by_index_sorts_groups_and_rollouts() -> None:
     ordered, expected = RecordTable.of(RECORDS).by_index(), RecordTable.of(sorted(RECORDS, key=lambda made: made.index))
     assert ordered.groups.tolist() == expected.groups.tolist()
     for column in ("rewards", "lengths", "num_sampled"):

@@ -1,4 +1,4 @@
-"""Prompts of a task for a loop of one's own, with and without a mixture."""
+"""Prompts of a task for custom loops, with and without a mixture."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from titanrl.task import Task
 SUMS = {"task_config": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, "num_prompts": 50}
 
 
-def test_prompts_follow_each_other_in_the_ratio_of_the_weights(tmp_path: Path) -> None:
+def test_mixture_alternates_tasks_in_ratio_of_weights(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     mixture = {"sums": {"weight": 2.0}, "others": {}}
@@ -28,7 +28,7 @@ def test_prompts_follow_each_other_in_the_ratio_of_the_weights(tmp_path: Path) -
         task.heldout(1, task="words")
 
 
-def test_prompts_without_a_mixture_are_those_of_the_stream(tmp_path: Path) -> None:
+def test_prompts_without_mixture_follow_the_stream(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     config = Config.model_validate({"name": "a", "num_steps": 1, "seed": 3, "data": SUMS})

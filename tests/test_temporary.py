@@ -1,4 +1,4 @@
-"""Temporary folders, also of processes that were killed."""
+"""Temporary folders, including those of killed processes."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def test_folder_is_private_and_deleted_with_its_content(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_next_folder_deletes_those_of_killed_processes_only(tmp_path: Path) -> None:
+def test_new_folder_deletes_only_folders_of_killed_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     holders = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = [Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout is not None]

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or ASCII, and signals before a run has begun."""
+"""Standard streams that are closed, full or ASCII, and signals before a run has started."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def shell(script: str, **environment: str) -> "subprocess.CompletedProcess[str]"
     ("redirection", "cause"),
     [("> /dev/full", "No space left on device"), (">&-", None), ("> /dev/null 2> /dev/full", None), ("0<&- >&- 2>&-", None)],
 )
-def test_command_continues_without_an_output_that_fails(redirection: str, cause: str | None, tmp_path: Path) -> None:
+def test_command_continues_after_output_fails(redirection: str, cause: str | None, tmp_path: Path) -> None:
     program = PRINT + f"open({str(tmp_path / 'done')!r}, 'w')"
     result = shell(f'"$1" -c "{program}" {redirection}')
     assert result.returncode == 0, result.stderr
@@ -32,7 +32,7 @@ def test_command_continues_without_an_output_that_fails(redirection: str, cause:
     assert result.stderr == (f"warning: stdout: {cause}; the command continues without it\n" if cause else "")
 
 
-def test_reader_that_leaves_does_not_end_the_command(tmp_path: Path) -> None:
+def test_closed_pipe_does_not_stop_the_command(tmp_path: Path) -> None:
     program = PRINT + "import time; time.sleep(0.5); print('third'); print('fourth')"
     result = shell(f'set -o pipefail; "$1" -c "{program}" | head -n 1')
     assert result.returncode == 0
@@ -40,7 +40,7 @@ def test_reader_that_leaves_does_not_end_the_command(tmp_path: Path) -> None:
     assert result.stderr == "warning: stdout: Broken pipe; the command continues without it\n"
 
 
-def test_characters_that_the_locale_lacks_are_replaced() -> None:
+def test_unencodable_characters_are_replaced() -> None:
     result = shell(f'"$1" -c "{PRINT}"', **ASCII)
     assert (result.returncode, result.stdout, result.stderr) == (0, "first ? line\nsecond\n", "")
 
@@ -52,7 +52,7 @@ def test_dry_run_works_in_an_ascii_locale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_signal_in_the_first_second_ends_without_traceback(number: signal.Signals) -> None:
+def test_early_signal_exits_without_traceback(number: signal.Signals) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "titanrl.grpo", "--config", "quickstart"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -34,7 +34,7 @@ def arrays_of(carrier: Completion | Segment) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
-def test_tokens_are_pickled_bit_for_bit_in_half_the_bytes(pickler: object) -> None:
+def test_tokens_pickle_bit_for_bit_in_half_the_bytes(pickler: object) -> None:
     whole = np.arange(4000)
     logprobs = np.linspace(-9.0, 0.0, 4000, dtype=np.float32)
     logprobs[[3, 5]] = -np.inf, np.nan
@@ -59,7 +59,7 @@ def test_tokens_are_pickled_bit_for_bit_in_half_the_bytes(pickler: object) -> No
 
 
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
-def test_supports_are_pickled_with_their_tokens_and_cost_nothing_without_truncation(pickler: object) -> None:
+def test_supports_are_pickled_only_with_truncated_sampling(pickler: object) -> None:
     dumps = {"pickle": pickle.dumps, "cloudpickle": cloudpickle.dumps}[vars(pickler)["__name__"]]
     tokens = np.arange(1000)
     plain = Segment(token_ids=tokens, mask=tokens > 9, logprobs=np.zeros(1000, np.float32), versions=tokens)

@@ -1,6 +1,6 @@
 """TitanRL: reinforcement-learning post-training of language models, from a laptop CPU to a cluster.
 
-Importing this package loads none of torch, vllm or monarch; the names below load what they need when they are first used.
+Importing this package does not import torch, vLLM or Monarch; each public name imports its dependencies on first use.
 """
 
 import importlib
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# All are read by torchmonarch when it is imported. Without the first a dead process is noticed after 10 s only; the
-# second is what torchstore would otherwise set, too late and with a warning, so that large messages may be sent.
+# torchmonarch reads these variables at import. The first detects a dead process within 1 s instead of 10 s. The second permits
+# large messages; torchstore sets the same value, but too late and with a warning.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
-os.environ.setdefault("MONARCH_FILE_LOG", "error")  # all runs of a user share this log, which would grow by 100 kB per run
+os.environ.setdefault("MONARCH_FILE_LOG", "error")  # a user's runs share this log, which would otherwise grow by 100 kB each
 
-if sys.argv[:1] == ["-m"]:  # `python -m titanrl.grpo`: the imports take a second, in which Ctrl-C would print a traceback
-    from titanrl.terminal import end_quietly
+if sys.argv[:1] == ["-m"]:  # `python -m titanrl.grpo`: imports take a second, during which Ctrl-C would print a traceback
+    from titanrl.terminal import exit_on_signals
 
-    end_quietly()
+    exit_on_signals()
 
 if TYPE_CHECKING:
     from titanrl.algorithms.advantages import group_advantages

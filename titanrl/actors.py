@@ -1,11 +1,11 @@
-"""Base of all actors: endpoints that survive any exception, and processes that log to their own file.
+"""Actor base: endpoint decorators that make exceptions safe to send, and the setup of an actor's process and log.
 
 In torchmonarch 0.7.0, an exception that cannot be pickled hangs the caller of a concurrent endpoint and kills the actor of a
-plain one, and a `CancelledError` that leaves an endpoint silently ends the actor's dispatch loop. The endpoints defined here
-replace such exceptions by ones that can be pickled.
+plain one. A `CancelledError` raised by an endpoint silently stops the actor's dispatch loop. The decorators defined here
+replace such exceptions with picklable ones.
 
-`SupervisionError`, which a request raises when its actor's process has ended, is a private name of torchmonarch. Only this
-module imports it.
+A request raises `SupervisionError` if its actor's process died. The name is private to torchmonarch; import it from this
+module only.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ __all__ = [
 _log_file: Path | None = None  # of this process; None in the controller
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""Signal at which a process appends the Python stacks of its threads to its log."""
+"""Signal that makes a process append the Python stacks of all its threads to its log."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +57,7 @@ SelfT = TypeVar("SelfT", bound=Actor)
 
 
 class RemoteError(TitanRLError):
-    """An actor's exception that cannot be pickled, as one line of text; the actor's log has its traceback."""
+    """An actor's unpicklable exception, reduced to one line of text; the actor's log has the traceback."""
 
 
 class StoppedError(TitanRLError):
@@ -65,14 +65,14 @@ class StoppedError(TitanRLError):
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what an actor raised if the error is that of a request to it, else the error itself."""
+    """Return the exception that an actor raised, unwrapped from `ActorError`; return any other exception unchanged."""
     while isinstance(error, ActorError):
         error = error.exception
     return error
 
 
 def portable(error: BaseException) -> Exception:
-    """Return the error, or what another actor raised, if it survives pickling, else a `RemoteError` with its text."""
+    """Return the cause of the error (see `cause_of`) if it survives pickling, else a `RemoteError` with its text."""
     error = cause_of(error)
     if isinstance(error, Exception):
         try:
@@ -84,20 +84,23 @@ def portable(error: BaseException) -> Exception:
 
 
 def located(error: ErrorT) -> ErrorT:
-    """Note on an error, unless its text was written for the user, that this process raised it and where the traceback is."""
-    is_told = isinstance(error, TitanRLError) and not isinstance(error, RemoteError)
-    if _log_file is not None and not is_told and not hasattr(error, "__notes__"):
+    """Add a note to an error that names this process and the log with the traceback.
+
+    Errors with a text written for the user, and errors that already have a note, are left unchanged.
+    """
+    is_for_user = isinstance(error, TitanRLError) and not isinstance(error, RemoteError)
+    if _log_file is not None and not is_for_user and not hasattr(error, "__notes__"):
         error.add_note(f"raised in {_log_file.stem}; traceback: {_log_file}")
     return error
 
 
 def is_stop(error: BaseException) -> bool:
-    """Return True if the error only reports that a request was cancelled or its actor stopped, which is no failure."""
+    """Return True if the error only reports a cancelled request or a stopped actor, neither of which is a failure."""
     return isinstance(cause_of(error), asyncio.CancelledError | StoppedError)
 
 
 def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[..., Coroutine[Any, Any, R]]:
-    """Wrap an endpoint so that its exceptions reach the caller and the actor continues."""
+    """Wrap an endpoint so that its exceptions reach the caller and the actor keeps running."""
 
     @functools.wraps(method)
     async def reply(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -105,7 +108,7 @@ def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[
             return await method(self, *args, **kwargs)
         except GeneratorExit:  # the coroutine is being discarded
             raise
-        except BaseException as error:  # some libraries derive exceptions from it
+        except BaseException as error:  # some libraries derive their exceptions from it
             log = logging.getLogger(type(self).__name__)
             if is_stop(error):
                 log.info("%s did not finish: %r", method.__name__, error)
@@ -117,41 +120,47 @@ def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[
 
 
 def endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:
-    """Declare an endpoint whose calls run one at a time. While one runs, Monarch starts no other endpoint of the actor."""
+    """Declare an endpoint whose calls run one at a time. While one runs, Monarch starts no other endpoint of this actor."""
     return monarch.actor.endpoint(replying(method))
 
 
 def concurrent_endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:
-    """Declare an endpoint whose calls overlap with each other; a plain endpoint may start while they run."""
+    """Declare an endpoint whose calls may overlap; a plain endpoint may also start while they run."""
     return monarch.actor.concurrent_endpoint(replying(method))
 
 
 class ProcessVariables(Actor):
-    """Sets environment variables of its process."""
+    """Actor that sets environment variables in its process."""
 
     @endpoint
     async def set(self, values: Mapping[str, str]) -> None:
-        """Set these variables; later calls of C libraries see them, too."""
+        """Set environment variables, which C libraries in the process also see from now on."""
         os.environ.update(values)
 
 
 async def resolve(call: Awaitable[R]) -> R:
-    """Await a call. A Monarch future is not a coroutine, which `asyncio.create_task` needs."""
+    """Await a call. This turns a Monarch future into the coroutine that `asyncio.create_task` requires."""
     return await call
 
 
 def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Sequence[str] = ()) -> None:
-    """Redirect a new process's output to `<log_dir>/<role>_<rank>.log`, then import the modules of its actors.
+    """Redirect a new process's output to `<log_dir>/<role>_<rank>.log`, then import its actors' modules.
 
-    `path` is the controller's `sys.path`, so that modules of the user can be imported here, too.
+    Redirecting the file descriptors, in addition to `sys.stdout`, also captures the output of C++ libraries. The process id and
+    host name in `<role>_<rank>.pid` identify the process if it dies.
 
-    `<role>_<rank>.pid` identifies the process if it dies. Redirecting the file descriptors, not only `sys.stdout`, also
-    captures the output of C++ libraries. The imports run here because actors spawned at the same time would import on several
-    threads, where packages with circular imports fail.
+    Modules are imported here because actors that are spawned at the same time import on several threads, where packages with
+    circular imports fail.
+
+    Args:
+        role: Role of the process, such as `trainer`.
+        log_dir: Folder of the logs.
+        imports: Modules to import.
+        path: The controller's `sys.path`, so that user modules can be imported.
     """
     global _log_file
     file = _log_file = log_dir / f"{role}_{current_rank().rank}.log"
-    log = file.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")  # open until the process ends
+    log = file.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")  # stays open until the process exits
     file.with_suffix(".pid").write_text(f"{os.getpid()} {socket.gethostname()}")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -167,10 +176,10 @@ def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Seque
 
 
 def _exit_without_teardown(log: TextIO) -> None:
-    """Exit after the other exit handlers, but without tearing down the interpreter.
+    """Exit without tearing down the interpreter, after all other exit handlers have run.
 
     With torch loaded, the teardown takes most of a second of CPU time per process, longer than a run on a busy machine waits.
-    The exit code is then always 0; the supervisor uses the time at which a process ended, not its exit code.
+    The exit code is therefore always 0. The supervisor relies on the time of an exit, not on its code.
     """
     log.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
-"""Talk to a trained policy: `titanrl chat RUN_DIR`.
+"""Chat with a trained policy: `titanrl chat RUN_DIR`.
 
-transformers loads the policy from the run's Hugging Face export, so it completes prompts as it does in any other program.
+transformers loads the policy from the run's Hugging Face export, so it behaves as in any other program.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from titanrl.packages import installed_version
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.chat") -> None:
-    """Complete one prompt per line until the input ends."""
-    parser = argparse.ArgumentParser(prog=prog, description="Talk to a trained policy.")
+    """Complete one prompt per line until end of input."""
+    parser = argparse.ArgumentParser(prog=prog, description="Chat with a trained policy.")
     parser.add_argument("run_dir", type=Path, help="directory of a finished run")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 (the default) is greedy")
     arguments = parser.parse_args(argv)
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.ch
     if not (model_dir / "config.json").is_file():
         parser.exit(2, f"RUN_DIR: checkpoints/final has no trained model (got {arguments.run_dir}). Name a finished run.\n")
     if installed_version("torch") is None:
-        parser.exit(2, "torch: the package is not installed. Install what TitanRL needs: titanrl doctor --install\n")
+        parser.exit(2, "torch: the package is not installed. Install the required packages: titanrl doctor --install\n")
     try:
         config = load_config(arguments.run_dir / "config.yaml")
     except ConfigError as error:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.ch
 
 
 def read_prompts() -> Iterator[str]:
-    """Yield the lines of standard input, without empty ones, until its end or Ctrl-C."""
+    """Yield the non-empty lines of standard input until end of file or Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:
@@ -55,7 +55,7 @@ def read_prompts() -> Iterator[str]:
 
 
 def load_policy(model_dir: Path, config: Config, temperature: float) -> Callable[[str], str]:
-    """Return a function from prompt to completion."""
+    """Return a function that maps a prompt to the policy's completion."""
     import torch
     import transformers
 

@@ -1,7 +1,7 @@
-"""Checks of data and of the user's objects before a start, each in a child process.
+"""Preflight checks of data and user-defined objects, each in a child process.
 
-Code of the user or of a task may crash or hang there, and the checks run in parallel with whatever the caller does meanwhile.
-Nothing here imports torch or vLLM.
+User or task code may crash or hang, so it does not run in the controller. The checks also run in parallel with the caller's
+other work. This module does not import torch or vLLM.
 """
 
 import os
@@ -33,10 +33,10 @@ from titanrl.rollout.renderers import make_renderer
 from titanrl.sandbox.confine import end_with_parent
 
 Check = tuple[Callable[[], None], dict[str, object], float]
-"""Function to call in a child process, the keys that it checks with their values, and its time limit."""
+"""Function to call in a child process, the checked keys with their values, and the time limit in seconds."""
 
 CHECK_LIMIT_S = 60.0
-"""Limit of importing an object of the user, and of sampling from a task."""
+"""Time limit for importing a user-defined object, or for sampling from a task."""
 HELDOUT_LIMIT_S = 2.0
 """Time after which the search for held-out prompts stops without an error."""
 
@@ -44,26 +44,26 @@ _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from 
 
 
 class Child:
-    """A check that runs in a child process."""
+    """A running check in a child process."""
 
     def __init__(self, check: Callable[[], None], values: Mapping[str, object], limit_s: float) -> None:
         """Start the check.
 
         Args:
             check: Function to call; it raises `ValueError` if a rule is broken.
-            values: Keys that it checks, with their values, for the messages.
-            limit_s: Time limit.
+            values: Checked keys with their values, for error messages.
+            limit_s: Time limit in seconds.
         """
         self._values, self._limit_s = values, limit_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
-        with tempfile.TemporaryFile() as order:
-            order.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, values)))
-            order.seek(0)
+        with tempfile.TemporaryFile() as request:
+            request.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, values)))
+            request.seek(0)
             command = [sys.executable, "-c", _CHILD]
-            self._process = subprocess.Popen(command, stdin=order, stdout=subprocess.PIPE, stderr=self._errors)
+            self._process = subprocess.Popen(command, stdin=request, stdout=subprocess.PIPE, stderr=self._errors)
 
     def result(self) -> tuple[BrokenRule, ...]:
-        """Wait for the check; return the rules that are broken."""
+        """Wait for the check, and return the broken rules."""
         try:
             output, _ = self._process.communicate(timeout=self._limit_s)
         except subprocess.TimeoutExpired:
@@ -86,13 +86,13 @@ class Child:
 
 
 def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_tokenizer: bool) -> list[Child]:
-    """Start the checks of prompts and rewards, and of the user's objects that are named by an import path.
+    """Start the checks of prompts, rewards, and user-defined objects given by import path.
 
     Args:
         config: Configuration.
-        plugins: The user's objects.
-        with_data: Check the prompts.
-        has_tokenizer: False if `model.path` has no usable tokenizer, so that prompts are checked without their length.
+        plugins: User-defined objects.
+        with_data: True to check the prompts.
+        has_tokenizer: False if `model.path` has no usable tokenizer; the lengths of prompts are then not checked.
     """
     sets = [subset for subset in config.evaluation_sets.values() if subset.has_own_data] if with_data else []
     tasks = config.data.tasks if with_data else {}
@@ -110,7 +110,7 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
 
 
 def _data_check(config: Config, data: DataConfig, section: str, check: Callable[..., None], has_tokenizer: bool) -> Check:
-    """Return the check of the data of a section: those of a task, or of an evaluation set."""
+    """Return the check of the data section of a task or an evaluation set."""
     prompts = partial(check, has_tokenizer=has_tokenizer)
     if data.source == "reasoning_gym":
         return prompts, {f"{section}.task": data.task, f"{section}.task_config": data.task_config}, CHECK_LIMIT_S
@@ -120,19 +120,18 @@ def _data_check(config: Config, data: DataConfig, section: str, check: Callable[
 
 
 def _plugin_checks(config: Config, plugins: Plugins) -> Iterator[Check]:
-    """Yield one check for all objects of a module, which is then imported once."""
+    """Yield one check per module for all plugins in it, so that each module is imported only once."""
     by_module: dict[str, list[Plugin]] = defaultdict(list)
     for plugin in plugins.values():
-        if (
-            not plugin.is_object and point_of(plugin.key).key != "data.source"
-        ):  # objects of Python are checked before they are pickled
+        # Python objects were checked before they were pickled.
+        if not plugin.is_object and point_of(plugin.key).key != "data.source":
             by_module[plugin.name.rpartition(":")[0]].append(plugin)
     for same_module in by_module.values():
         yield partial(check_plugins, same_module, config), {plugin.key: plugin.name for plugin in same_module}, CHECK_LIMIT_S
 
 
 def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
-    """Import objects that configuration keys name, and check that each fits its extension point.
+    """Import the objects named by configuration keys, and check that each fits its extension point.
 
     Raises:
         BrokenRules: An object cannot be used.
@@ -150,13 +149,13 @@ def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
 
 
 def check_data(config: Config, plugins: Plugins, task: str | None = None, *, has_tokenizer: bool = True) -> None:
-    """Read the prompts of a task of the run, and split and tokenize them as a rollout worker does.
+    """Read, split and tokenize the prompts of a training task as a rollout worker does.
 
     Args:
         config: Configuration.
-        plugins: The user's objects.
-        task: Name of the task; None checks all.
-        has_tokenizer: False to check the prompts without their length.
+        plugins: User-defined objects.
+        task: Name of the task; None checks all tasks.
+        has_tokenizer: False to skip the check of prompt lengths.
 
     Raises:
         ValueError: The data cannot be used.
@@ -180,7 +179,7 @@ def _check_task(config: Config, plugins: Plugins, name: str, *, has_tokenizer: b
 
 
 def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True) -> None:
-    """Read the prompts of an evaluation set with data of its own; see `check_data`.
+    """Read the prompts of an evaluation set that has a separate data section; see `check_data`.
 
     Raises:
         ValueError: The data cannot be used.
@@ -195,7 +194,7 @@ def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_to
 
 
 def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode:
-    """Return the function that tokenizes questions, after checks of environment and reward."""
+    """Check environment and rewards, then return the function that tokenizes questions."""
     encode: Encode = lambda asked: []  # noqa: E731
     if has_tokenizer:
         try:
@@ -203,7 +202,7 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise BrokenRules(rule_of(str(error), model_values(config))) from error
         encoder = make_encoder(data, tokenizer)
-        # Rendering a chat imports transformers, which takes seconds; such prompts are checked without their length.
+        # Rendering a chat template imports transformers, which takes seconds; the lengths of such prompts are not checked.
         encode = encode if uses_chat_template(data, tokenizer) else encoder
         if data.environment is not None:
             check_environment(data.environment, tokenizer)
@@ -213,10 +212,10 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
 
 
 def check_environment(environment: EnvironmentConfig, tokenizer: Tokenizer) -> None:
-    """Make the renderer, and a built-in environment; those of the user are checked as extension points.
+    """Build the renderer and, if it is built-in, the environment. Custom environments are checked as extension points.
 
     Raises:
-        ValueError: One of them cannot be used.
+        ValueError: The renderer or the environment cannot be used.
     """
     make_renderer(tokenizer, environment.renderer, environment.renderer_options)
     if environment.python is None and environment.function in ENVIRONMENTS:
@@ -224,7 +223,7 @@ def check_environment(environment: EnvironmentConfig, tokenizer: Tokenizer) -> N
 
 
 def policy_tokenizer(config: Config) -> Tokenizer:
-    """Return the tokenizer that the policy will have.
+    """Return the policy's tokenizer.
 
     Raises:
         ValueError: `model.path` has no usable tokenizer.
@@ -237,7 +236,7 @@ def policy_tokenizer(config: Config) -> Tokenizer:
 
 
 def _serve() -> None:
-    """Run one check in a child process: read it from stdin, and write the broken rules to stdout."""
+    """Run one check in a child process: read it from stdin, then write the broken rules to stdout."""
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # imported modules may print
     parent_pid, check, values = pickle.load(sys.stdin.buffer)
@@ -247,9 +246,9 @@ def _serve() -> None:
         check()
     except BrokenRules as error:
         broken = error.broken
-    except Exception as error:  # raised by a task or a file in a way that no rule covers
+    except Exception as error:  # tasks and user modules may raise anything
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         broken = (rule_of(text, values),)
     with results:
         pickle.dump(broken, results)
-    os._exit(0)  # threads of imported modules must not delay the end
+    os._exit(0)  # threads of imported modules must not delay the exit

@@ -1,4 +1,4 @@
-"""The command `titanrl`. A subcommand's module is imported only when it is called, so that help appears at once."""
+"""The `titanrl` command. It imports only the requested subcommand's module, so that help appears without delay."""
 
 import argparse
 import os
@@ -10,20 +10,17 @@ from titanrl import __version__, terminal
 
 COMMANDS = {
     "train": ("titanrl.grpo", "train a policy, or continue a run"),
-    "sft": ("titanrl.sft", "fine-tune a model on examples, or continue such a run"),
-    "distill": ("titanrl.distill", "distill a teacher into a policy, on samples of the policy"),
-    "submit": ("titanrl.submit", "run a configuration as one Slurm job, with the controller on its first node"),
-    "manifest": ("titanrl.manifest", "print the objects of a run on Kubernetes, for kubectl apply"),
+    "sft": ("titanrl.sft", "fine-tune a model on examples, or continue a fine-tuning run"),
+    "distill": ("titanrl.distill", "distill a teacher into a policy on the policy's samples"),
+    "submit": ("titanrl.submit", "submit a configuration as one Slurm job, with the controller on its first node"),
+    "manifest": ("titanrl.manifest", "print the Kubernetes objects of a run, for kubectl apply"),
     "evaluate": ("titanrl.evaluate", "evaluate a model on the evaluation sets of a configuration"),
-    "chat": ("titanrl.chat", "talk to a trained policy"),
-    "configs": ("titanrl.config.shipped", "list the configurations that come with TitanRL, or copy one"),
-    "doctor": (
-        "titanrl.doctor",
-        "check this machine or the hosts of a configuration, or install the packages that a run needs",
-    ),
+    "chat": ("titanrl.chat", "chat with a trained policy"),
+    "configs": ("titanrl.config.shipped", "list the configurations shipped with TitanRL, or copy one"),
+    "doctor": ("titanrl.doctor", "check this machine or the hosts of a configuration, or install the required packages"),
 }
-"""Module and help of each subcommand. The module has `main(argv: Sequence[str] | None, *, prog: str) -> None`, which ends with
-`SystemExit` if the exit code is not 0."""
+"""Module and help text of each subcommand. The module defines `main(argv: Sequence[str] | None, *, prog: str) -> None`, which
+raises `SystemExit` if the exit code is not 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,21 +30,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="titanrl",
         description="Post-train language models with reinforcement learning.",
-        epilog="`titanrl COMMAND --help` explains a command.",
+        epilog="Run `titanrl COMMAND --help` for the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"titanrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, purpose) in COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)
-    command = parser.parse_args(arguments[:1]).command  # the rest is for the subcommand's own parser
-    # A script starts with its own folder on the path. Modules of the user are found where `python -m` finds them.
+    command = parser.parse_args(arguments[:1]).command  # the subcommand's parser handles the other arguments
+    # A script has its own folder on `sys.path`. Add the working directory, as `python -m` does, to find user modules.
     sys.path.insert(0, os.getcwd())
     try:
         module = import_module(COMMANDS[command][0])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("titanrl"):
             raise
-        parser.exit(2, f"{error.name}: the package is not installed. Install TitanRL again, with its dependencies.\n")
+        parser.exit(2, f"{error.name}: the package is not installed. Reinstall TitanRL with its dependencies.\n")
     module.main(arguments[1:], prog=f"titanrl {command}")
 
 

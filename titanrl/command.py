@@ -1,7 +1,7 @@
-"""A run as a command: arguments, signals, exit codes, and the last lines.
+"""Command-line driver of a run: arguments, signal handling, shutdown and exit codes.
 
-Exit codes: 0 done, 2 bad configuration (message only), 130 (SIGINT), 143 (SIGTERM) or 129 (SIGHUP) interrupted and closed in
-order, 1 anything else.
+Exit codes: 0 success; 2 invalid configuration (message only); 130 (SIGINT), 143 (SIGTERM) or 129 (SIGHUP) interrupted and shut
+down cleanly; 1 any other error.
 """
 
 import argparse
@@ -34,15 +34,15 @@ from titanrl.preflight import dry_run
 from titanrl.run import Run
 
 CLOSE_LIMIT_S = 25.0
-"""Longest time from the end of the work to the end of every process, even if something hangs."""
+"""Time limit for shutdown, from the end of the work until every process has exited, even if something hangs."""
 REPEAT_S = 2.0
-"""Seconds in which a second signal to a run on several machines is taken for the first one."""
+"""Time in which a run on several machines treats another signal as a repetition of the first."""
 SAVE_LIMIT_S = 10.0
-"""Longest time from an interrupt to the end of the checkpoint that `checkpoint.on_interrupt` asks for."""
+"""Time limit from an interrupt until the checkpoint of `checkpoint.on_interrupt` is complete."""
 
 
 def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "titanrl train") -> None:
-    """Run the command line of a kind of run, then end the process."""
+    """Run the command of a kind of run, then exit the process."""
     terminal.prepare()
     arguments = parse(argv, prog=prog, purpose=kind.purpose)
     try:
@@ -55,8 +55,8 @@ def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "tit
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    # Everything is closed by now. torchmonarch's own clean-up at the interpreter's end takes seconds and can hang.
-    leave(code)
+    # Everything is closed by now. torchmonarch's cleanup at interpreter exit takes seconds and can hang.
+    exit_process(code)
 
 
 def parse(argv: Sequence[str] | None, *, prog: str = "titanrl train", purpose: str = "") -> argparse.Namespace:
@@ -66,15 +66,15 @@ def parse(argv: Sequence[str] | None, *, prog: str = "titanrl train", purpose: s
     which.add_argument("--config", type=Path, help="YAML file of the run, or the name of a shipped configuration")
     which.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and start nothing")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     return parser.parse_args(argv)
 
 
 def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source]:
-    """Return the configuration of the command line, and its source.
+    """Return the configuration given on the command line, and its source.
 
     Raises:
-        ConfigError: It cannot be used. If a launcher has started this process, the others know.
+        ConfigError: The configuration is invalid. Under a launcher, the other processes are notified.
     """
     source = None
     try:
@@ -89,12 +89,12 @@ def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source
 
 
 def run(kind: type[Run], config: Config, resume: Path | None, source: Source) -> int:
-    """Train, and print how the run ended; return the exit code.
+    """Train, print the outcome, and return the exit code.
 
     Raises:
-        ConfigError: a file or device that the configuration names is missing; nothing was started.
+        ConfigError: A file or device named by the configuration is missing; nothing was started.
     """
-    with own_stderr() as stderr:
+    with original_stderr() as stderr:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
         code, cause = 1, ""
@@ -104,25 +104,25 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source) ->
                 code, cause, watchdog = asyncio.run(train(training, err))
             watchdog.cancel()
             training.summarize(code=code, cause=cause)
-        except OSError as error:  # before the start or after the end: the run directory cannot be written
-            place = "" if error.filename else f": '{config.run_dir}'"
-            code, cause = code or 1, cause or f"{type(error).__name__}: {error}{place}"
+        except OSError as error:  # before startup or after shutdown: the run directory is not writable
+            location = "" if error.filename else f": '{config.run_dir}'"
+            code, cause = code or 1, cause or f"{type(error).__name__}: {error}{location}"
         if code == 1:
             err.print(f"error: {cause}", markup=False, highlight=False)
     return code
 
 
 async def train(training: Run, err: rich.console.Console) -> tuple[int, str, threading.Timer]:
-    """Train to the end, then stop every process.
+    """Train to completion, then stop every process.
 
     Returns:
-        The exit code, the cause if the code is not 0, and a running watchdog. If the watchdog is not cancelled in time,
-        something hangs, and it ends this process.
+        The exit code, the cause if the code is not 0, and a running watchdog timer. The caller must cancel the timer in time;
+        otherwise the watchdog treats the shutdown as hung, and exits this process.
     """
     code, cause = await outcome(training)
     logging.getLogger(__name__).info("closing; exit code %d", code)
     limit_s = CLOSE_LIMIT_S - SAVE_LIMIT_S / 2 if training.config.checkpoint.on_interrupt else CLOSE_LIMIT_S  # 30 s in all
-    watchdog = threading.Timer(limit_s, leave_at_once, (code, cause, err, limit_s))
+    watchdog = threading.Timer(limit_s, exit_hung_process, (code, cause, err, limit_s))
     watchdog.daemon = True
     watchdog.start()
     await training.stop(code=code, cause=cause)
@@ -130,7 +130,7 @@ async def train(training: Run, err: rich.console.Console) -> tuple[int, str, thr
 
 
 async def outcome(training: Run) -> tuple[int, str]:
-    """Train to the end; return the exit code, and the cause if it is not 0."""
+    """Train to completion; return the exit code, and the cause if the code is not 0."""
     task = asyncio.create_task(training.start_and_train())
     interrupt = Interrupt(task, training)
     try:
@@ -138,9 +138,9 @@ async def outcome(training: Run) -> tuple[int, str]:
     except asyncio.CancelledError:
         interrupt.report(is_saved=False)
         return interrupt.code, "interrupted"
-    except Exception as error:  # the edge of the program: the user gets the cause, the log the traceback
+    except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
         logging.getLogger(__name__).exception("the run failed")
-        return 1, describe(error)  # the last line of the output
+        return 1, describe(error)
     if interrupt.saves:
         interrupt.report(is_saved=True)
         return interrupt.code, "interrupted"
@@ -148,20 +148,20 @@ async def outcome(training: Run) -> tuple[int, str]:
 
 
 def save_limit_s(config: Config) -> float:
-    """Return the longest time from an interrupt to the end of its checkpoint; Slurm gives notice of the end of a job early."""
+    """Return the time limit from an interrupt until its checkpoint is complete; Slurm's early notice may extend it."""
     if config.hosts.kind != "slurm":
         return SAVE_LIMIT_S
     return max(SAVE_LIMIT_S, config.hosts.slurm.notice_s - CLOSE_LIMIT_S - SAVE_LIMIT_S)
 
 
 class Interrupt:
-    """Handles SIGINT, SIGTERM and SIGHUP: the first closes the run in order, the second ends this process at once.
+    """Handler of SIGINT, SIGTERM and SIGHUP: the first signal shuts the run down cleanly, the second exits immediately.
 
-    With `checkpoint.on_interrupt`, the first lets the running step end and saves a checkpoint before the run closes.
+    With `checkpoint.on_interrupt`, the first signal lets the current step finish and saves a checkpoint before the shutdown.
     """
 
     def __init__(self, task: "asyncio.Task[None]", training: Run) -> None:
-        """Install the handlers. Signals of Python's own, not the loop's, are handled even while the loop is blocked."""
+        """Install the handlers with `signal.signal`, whose handlers run even while the event loop is blocked."""
         self._task, self._training = task, training
         self._loop = asyncio.get_running_loop()
         self._since = 0.0
@@ -175,21 +175,21 @@ class Interrupt:
         terminal.handle_ending(self._second, is_ending=True)
         self.saves = self._training.is_training and self._training.config.checkpoint.on_interrupt
         if self.saves:
-            doing, offer = "interrupted; saving a checkpoint after the running step, then closing in order", ""
+            doing, offer = "interrupted; saving a checkpoint after the current step, then shutting down", ""
             self._loop.call_soon_threadsafe(self._save)
         else:
             steps = self._training.num_unsaved_steps
-            doing = "interrupted; closing in order" + (f"; the last {steps} steps are in no checkpoint" if steps else "")
+            doing = "interrupted; shutting down" + (f"; the last {steps} steps are in no checkpoint" if steps else "")
             offer = " With checkpoint.on_interrupt=true, a run saves one first." if steps else ""
             self._loop.call_soon_threadsafe(self._task.cancel)
-        self._training.console.warn(f"{doing}. A second signal ends the run at once.{offer}")
+        self._training.console.warn(f"{doing}. A second signal ends the run immediately.{offer}")
 
     def _save(self) -> None:
         self._training.end_after_step()
         self._loop.call_later(save_limit_s(self._training.config), self._task.cancel)
 
     def report(self, *, is_saved: bool) -> None:
-        """Say what became of the checkpoint that an interrupt waited for."""
+        """Report whether the checkpoint of an interrupt was saved; do nothing if none was due."""
         if not self.saves:
             return
         steps = self._training.num_unsaved_steps
@@ -197,16 +197,16 @@ class Interrupt:
             self._training.console.warn(f"saved step {self._training.state.step}; --resume continues after it")
         else:
             reason = f"step and checkpoint took more than {save_limit_s(self._training.config):g} s"
-            self._training.console.warn(f"no checkpoint was saved, because {reason}; the last {steps} steps are in none")
+            self._training.console.warn(f"no checkpoint was saved: {reason}; the last {steps} steps are in no checkpoint")
 
     def _second(self, number: int, frame: FrameType | None) -> None:
-        # Schedulers and launchers signal all hosts, which pass it on, so that the first signal may come twice.
+        # Schedulers and launchers signal all hosts, which forward the signal, so the first one may arrive twice.
         if not self._training.config.hosts.across_machines or time.monotonic() > self._since + REPEAT_S:
             os._exit(self.code)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process without the interpreter's clean-up; every file is written by now."""
+def exit_process(code: int) -> NoReturn:
+    """Delete temporary folders, flush logs and standard streams, and exit without the interpreter's cleanup."""
     temporary.delete_all()
     logging.shutdown()
     sys.stdout.flush()
@@ -214,16 +214,16 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave_at_once(code: int, cause: str, err: rich.console.Console, limit_s: float) -> None:
-    """End this process although something hangs; the run's processes end with it."""
+def exit_hung_process(code: int, cause: str, err: rich.console.Console, limit_s: float) -> None:
+    """Exit this process after a shutdown that hangs; the run's other processes exit with it."""
     slow = f"closing took more than {limit_s:g} s"
     err.print(f"error: {cause} ({slow})" if cause else f"error: {slow}", markup=False, highlight=False)
     os._exit(code or 1)
 
 
 @contextlib.contextmanager
-def own_stderr() -> Iterator[TextIO]:
-    """Yield a stream to the real stderr; until `log_to`, file descriptor 2 still leads there for libraries, too."""
+def original_stderr() -> Iterator[TextIO]:
+    """Yield a stream to the original stderr. `log_to` redirects only file descriptor 2, which this restores on exit."""
     descriptor = os.dup(2)
     stream = terminal.lasting_stream(descriptor)
     try:
@@ -236,7 +236,7 @@ def own_stderr() -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Send log records, and everything that libraries write to file descriptor 2, to a file."""
+    """Redirect log records, and everything that libraries write to file descriptor 2, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
         os.dup2(log.fileno(), 2)

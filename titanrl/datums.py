@@ -1,4 +1,4 @@
-"""Data of a loop of one's own, in Tinker's format, and the helpers that keep such a loop short."""
+"""Training data for custom loops, in Tinker's format, with helpers to build and batch it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,31 +14,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """A sequence from the user, in Tinker's format: targets are already shifted, all arrays are `[S]`.
+    """A training sequence in Tinker's format. Targets are already shifted, and all arrays are `[S]`.
 
-    Example: tokens `[5, 6, 7, 1]` with the last two sampled: `model_input=[5, 6, 7]`, `loss_fn_inputs={"target_tokens":
-    [6, 7, 1], "logprobs": [0, -0.1, -0.7], "advantages": [0, 1.5, 1.5]}`; for `cross_entropy` `{"target_tokens": [6, 7, 1],
-    "weights": [0, 1, 1]}`.
+    Example: for tokens `[5, 6, 7, 1]`, the last two of which were sampled, `model_input=[5, 6, 7]` and
+    `loss_fn_inputs={"target_tokens": [6, 7, 1], "logprobs": [0, -0.1, -0.7], "advantages": [0, 1.5, 1.5]}`; with the loss
+    `cross_entropy`, `loss_fn_inputs={"target_tokens": [6, 7, 1], "weights": [0, 1, 1]}`.
     """
 
     model_input: IntArray
     """Input tokens of the model."""
     loss_fn_inputs: Mapping[str, IntArray | FloatArray]
-    """`target_tokens`, the token that follows each input token, and the inputs of the loss: `weights` (loss weights, 1 by
-    default), `logprobs` (of the sampler) and `advantages`."""
+    """Inputs of the loss: `target_tokens` (the token after each input token), `weights` (loss weights, 1 by default),
+    `logprobs` (from the sampler) and `advantages`."""
     supports: Supports | None = None
-    """Supports of the distributions that the targets were sampled from, if sampling was truncated; the trainer normalizes over
-    the same tokens."""
+    """Supports of the sampling distributions, if sampling was truncated; the trainer normalizes over the same tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardOutput:
-    """Result of a pass over data."""
+    """Result of a forward or forward-backward pass."""
 
     loss_fn_outputs: tuple[Mapping[str, FloatArray], ...]
-    """Outputs of each datum, in the order of the data: `logprobs` of its targets, `[S]`."""
+    """Outputs of each datum, in input order: `logprobs` of its targets, `[S]`."""
     metrics: Mapping[str, float]
-    """Metrics; the suffix of a name is its reduction, as in `loss:sum`."""
+    """Metrics; the suffix of a name is the reduction, as in `loss:sum`."""
     version: int
     """Policy version that computed them."""
 
@@ -51,14 +50,14 @@ def sampled_datum(
     weight: float = 1.0,
     supports: Supports | None = None,
 ) -> Datum:
-    """Return the datum of a sampled completion for a policy loss, such as `ppo` or `importance_sampling`.
+    """Build the datum of a sampled completion for a policy loss such as `ppo` or `importance_sampling`.
 
     Args:
-        prompt: Prompt tokens, `[P]`; they have the loss weight 0.
+        prompt: Prompt tokens, `[P]`; their loss weight is 0.
         tokens: Sampled tokens, `[T]`.
         logprobs: Log-probability of each sampled token under the policy that sampled it, `[T]`.
         advantage: Advantage of the completion, or of each of its tokens, `[T]`.
-        weight: Loss weight of each sampled token, such as 1 / number of tokens of the batch for a mean.
+        weight: Loss weight of each sampled token, such as 1 / number of tokens in the batch for a mean.
         supports: Support of each sampled token, `[T]`, if sampling was truncated.
     """
     inputs = {
@@ -73,10 +72,10 @@ def sampled_datum(
 
 
 def supervised_datum(prompt: Sequence[int] | IntArray, tokens: Sequence[int] | IntArray, weight: float = 1.0) -> Datum:
-    """Return the datum of a prompt and the answer to learn, for the loss `cross_entropy`.
+    """Build the datum of a prompt and the answer to learn, for the loss `cross_entropy`.
 
     Args:
-        prompt: Prompt tokens, `[P]`; they have the loss weight 0.
+        prompt: Prompt tokens, `[P]`; their loss weight is 0.
         tokens: Answer tokens, `[T]`.
         weight: Loss weight of each answer token.
     """
@@ -84,11 +83,11 @@ def supervised_datum(prompt: Sequence[int] | IntArray, tokens: Sequence[int] | I
 
 
 def batches(items: Sequence[T], size: int, *, seed: int = 0, num_epochs: int | None = None) -> Iterator[list[T]]:
-    """Yield batches of `size` items, shuffled again in every epoch; the last items of an epoch that fill no batch are left out.
+    """Yield batches of `size` items, reshuffled every epoch. An incomplete last batch of an epoch is dropped.
 
     Args:
-        items: Items to choose from.
-        size: Items of a batch.
+        items: Items to batch.
+        size: Number of items per batch.
         seed: Seed of the order.
         num_epochs: Number of epochs; None repeats forever.
 
@@ -106,12 +105,12 @@ def batches(items: Sequence[T], size: int, *, seed: int = 0, num_epochs: int | N
 
 
 def _datum(prompt: Sequence[int] | IntArray, tokens: Sequence[int] | IntArray, after_prompt: Mapping[str, FloatArray]) -> Datum:
-    """Shift prompt and tokens by one, and put zeros before the values that belong to the tokens."""
+    """Build a datum: shift prompt and tokens by one, and pad the per-token inputs with zeros at the prompt."""
     if not (len(prompt) and len(tokens)):
         raise ValueError(
             f"prompt, tokens: must not be empty (got {len(prompt)} and {len(tokens)} tokens). Leave the datum out."
         )
-    whole = np.concatenate([np.asarray(prompt, np.int64), np.asarray(tokens, np.int64)])
+    sequence = np.concatenate([np.asarray(prompt, np.int64), np.asarray(tokens, np.int64)])
     zeros = np.zeros(len(prompt) - 1, np.float32)
     inputs = {name: np.concatenate([zeros, values]) for name, values in after_prompt.items()}
-    return Datum(model_input=whole[:-1], loss_fn_inputs={"target_tokens": whole[1:], **inputs})
+    return Datum(model_input=sequence[:-1], loss_fn_inputs={"target_tokens": sequence[1:], **inputs})

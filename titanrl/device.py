@@ -1,4 +1,4 @@
-"""Kinds of devices and their capabilities, determined without importing torch."""
+"""Supported device types and their availability on this machine, determined without importing torch."""
 
 import os
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from titanrl.packages import installed_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Properties of one kind of device."""
+    """Properties of a device type."""
 
     kind: DeviceKind
     """torch's name of the device type."""
     backend: str
     """Process-group backend."""
     visible_devices: str | None
-    """Environment variable that selects the devices of a process; None if there is nothing to select."""
+    """Environment variable that selects a process's devices; None if there is nothing to select."""
     attention: Literal["dense", "flex"]
     """Attention over packed rows: SDPA with a dense mask, or FlexAttention with a block mask."""
 
@@ -31,7 +31,7 @@ DEVICES: dict[DeviceKind, Device] = {
 
 
 def resolve_device(name: DeviceName) -> Device:
-    """Return the device of a run; `auto` selects the first of NPU, CUDA and CPU that has a driver and a build of torch.
+    """Return the device of a run. `auto` selects the first of NPU, CUDA and CPU with a driver and a matching torch build.
 
     Raises:
         ValueError: This machine cannot use the requested device.
@@ -45,9 +45,9 @@ def resolve_device(name: DeviceName) -> Device:
 
 
 def missing_for(kind: DeviceKind) -> str | None:
-    """Return the missing prerequisite of a device on this machine, or None if the device is usable.
+    """Return the prerequisite that this machine lacks for a device, or None if the device is usable.
 
-    While torch is not installed, the driver alone decides; `titanrl.packages` reports that torch is missing.
+    If torch is not installed, only the driver is checked; `titanrl.packages` reports missing packages.
     """
     torch = installed_version("torch")
     if kind == "npu":
@@ -62,8 +62,12 @@ def missing_for(kind: DeviceKind) -> str | None:
 
 
 def num_threads(num_processes: int, *, num_taken: int = 0) -> int:
-    """Return the CPU threads of each process, so that all of them together use the cores that are not taken; at least 1.
+    """Return the number of CPU threads per process, at least 1, for processes that share the available cores.
 
-    With more threads than cores, OpenMP's barriers spin against each other, which costs far more than the threads gain.
+    With more threads than cores, OpenMP barriers spin against each other, which costs far more than extra threads gain.
+
+    Args:
+        num_processes: Number of processes that share the cores.
+        num_taken: Number of cores to leave to other processes.
     """
     return max(1, (len(os.sched_getaffinity(0)) - num_taken) // num_processes)

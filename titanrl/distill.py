@@ -1,8 +1,9 @@
-"""On-policy distillation: the loop, and the command `titanrl distill --config FILE`.
+"""On-policy distillation: the training loop, and the command `titanrl distill --config FILE`.
 
-The policy samples completions. A teacher computes the log-probabilities of their tokens, and the advantage of a token is the
-teacher's log-probability minus the policy's. The policy thus lowers its reverse KL divergence from the teacher on its own
-samples; rewards are only measured.
+The policy samples completions, and a teacher computes the log-probabilities of their tokens. The advantage of a token is the
+teacher's log-probability minus the policy's, so training lowers the policy's reverse KL divergence from the teacher. Rewards
+are only measured.
+
 Source: Thinking Machines, On-Policy Distillation (https://thinkingmachines.ai/blog/on-policy-distillation/), and the recipe
 `distillation` of tinker-cookbook.
 """
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The samples of a step, with their scores and advantages."""
+    """Samples of one step with their scores and divergences from the teacher."""
 
     prompts: Sequence[Prompt]
     """Prompts of the step."""
@@ -45,11 +46,11 @@ class Batch:
     scores: Sequence[Sequence[Scored]]
     """Scores of the samples of each prompt."""
     divergences: Sequence[FloatArray]
-    """Log-probability of the policy minus that of the teacher for each token of each sample, `[T]`."""
+    """Log-probability of the policy minus the teacher's for each token, `[T]` for each sample."""
 
 
 class Distill(EvaluatedRun):
-    """A distillation run: trainer, generators and teacher, and the order in which they are called.
+    """A distillation run, which calls generators, teacher and trainer in order.
 
     Example:
         async with Distill(load_config("distill_quickstart")) as run:
@@ -57,13 +58,13 @@ class Distill(EvaluatedRun):
     """
 
     program = "distill"
-    purpose = "Distill a teacher into a policy, on samples of the policy."
+    purpose = "Distill a teacher into a policy on the policy's samples."
     with_data = True
     _teacher: "SamplingClient"
     _task: "Task"
 
     async def step(self) -> StepMetrics:
-        """Sample, compute the teacher's log-probabilities, train, publish the weights, report."""
+        """Sample, compute the teacher's log-probabilities, train, publish the weights, and report."""
         await self._hooks.before_step(self)
         started, config = time.perf_counter(), self.config
         assert config.distill is not None
@@ -115,7 +116,7 @@ class Distill(EvaluatedRun):
         return await self._task.evaluate(self.sampling, name=name)
 
     async def evaluate_teacher(self) -> EvaluationResult:
-        """Score greedy completions of held-out prompts, sampled by the teacher."""
+        """Sample greedy completions of held-out prompts from the teacher, and score them."""
         with self._timer.phase("evaluate"):
             result = await self._task.evaluate(self._teacher)
         self.recorder.directory.event("teacher", mean=result.mean, response_len_mean=result.response_len_mean)
@@ -127,7 +128,7 @@ class Distill(EvaluatedRun):
         return Roles()
 
     async def begin(self) -> None:
-        """Publish the policy to the generators, and start the teacher and the processes of the rewards."""
+        """Publish the policy to the generators, and start the teacher and the reward processes."""
         assert self.config.distill is not None
         teacher = self.config.distill.teacher
         await self.resume()
@@ -140,7 +141,7 @@ class Distill(EvaluatedRun):
     # Details of a step
 
     async def _sample(self) -> Batch:
-        """Sample completions of the next prompts; get their scores and the teacher's log-probabilities."""
+        """Sample completions of the next prompts, then compute their scores and the teacher's log-probabilities."""
         rollout, start = self.config.rollout, self.state.next_index
         with self._timer.phase("rollout"):
             prompts = self._task.prompts(rollout.groups_per_step, start=start)
@@ -170,7 +171,7 @@ class Distill(EvaluatedRun):
         generated: GenerationStats,
         step_s: float,
     ) -> dict[str, float]:
-        """Return the metrics of the loss, the speed and the weight sync."""
+        """Return the metrics of loss, speed and weight sync."""
         reported = {name.rpartition(":")[0]: value for name, value in output.metrics.items()}
         num_tokens = sum(len(datum.model_input) for datum in data)
         return {
@@ -184,7 +185,7 @@ class Distill(EvaluatedRun):
         }
 
     def _report(self, batch: Batch, values: dict[str, float]) -> StepMetrics:
-        """Record everything about a step."""
+        """Record metrics, scorer errors and rollouts of a step."""
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
         self.recorder.step(metrics)
         errors = [score.error for group in batch.scores for score in group if score.reward is None]
@@ -194,7 +195,7 @@ class Distill(EvaluatedRun):
         return metrics
 
     def _record_groups(self, batch: Batch) -> None:
-        """Write the first groups of a step to `rollouts.jsonl`, and the mean advantage of each of their completions."""
+        """Write the first groups of a step to `rollouts.jsonl`, and log the mean advantage of each of their completions."""
         directory, tokenizer = self.recorder.directory, self.session.tokenizer
         means = iter([-float(divergence.mean()) for divergence in batch.divergences])
         shown = list(zip(batch.prompts, batch.groups, batch.scores, strict=True))[: self.config.logging.rollouts_per_step]
@@ -218,12 +219,12 @@ class Distill(EvaluatedRun):
 
 
 def distillation_data(samples: "Sequence[Sample]", divergences: Sequence[FloatArray], discount: float) -> "list[Datum]":
-    """Return the data of a step, with weights that make the sum of the losses their mean over all sampled tokens.
+    """Build the training data of a step. Loss weights make the summed loss a mean over all sampled tokens.
 
     Args:
         samples: Samples of the policy.
-        divergences: Log-probability of the policy minus that of the teacher, `[T]` for each sample.
-        discount: Factor per token for later tokens.
+        divergences: Log-probability of the policy minus the teacher's, `[T]` for each sample.
+        discount: Discount factor per token for the divergences of later tokens.
     """
     weight = 1.0 / sum(len(sample.tokens) for sample in samples)
     return [
@@ -232,7 +233,7 @@ def distillation_data(samples: "Sequence[Sample]", divergences: Sequence[FloatAr
 
 
 def discounted(values: FloatArray, discount: float) -> FloatArray:
-    """Return sum over k of discount^k * values[t + k] for each t, `[T]`."""
+    """Return the discounted sum over k of `discount**k * values[t + k]` for each t, `[T]`."""
     sums = np.array(values, np.float32)
     if discount:
         for t in range(len(sums) - 2, -1, -1):
@@ -241,7 +242,7 @@ def discounted(values: FloatArray, discount: float) -> FloatArray:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Return the metrics of the samples: divergence from the teacher, rewards, lengths."""
+    """Return the metrics of a batch's samples: divergence from the teacher, rewards and lengths."""
     samples, scores = list(chain(*batch.groups)), list(chain(*batch.scores))
     scored = [score for score in scores if score.reward is not None]
     lengths = [len(sample.tokens) for sample in samples]
@@ -261,7 +262,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 main = partial(command.main, Distill, prog="titanrl distill")
-"""Function `main(argv, prog=...)` that distills as a command."""
+"""Entry point of `titanrl distill`, called as `main(argv, prog=...)`."""
 
 
 if __name__ == "__main__":

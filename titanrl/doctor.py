@@ -1,4 +1,4 @@
-"""Check that this machine, or the hosts of a configuration, can run TitanRL: `titanrl doctor`."""
+"""Check whether this machine, or the hosts of a configuration, can run TitanRL: `titanrl doctor`."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ from titanrl.packages import install, packages
 from titanrl.sandbox.confine import landlock_abi, missing_features
 
 IMPORT_LIMIT_S = 180.0
-"""Limit of importing every package; on a cold disk it takes a minute."""
+"""Time limit for importing all packages, which takes a minute on a cold disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +29,15 @@ class Finding:
     """One line of the report."""
 
     name: str
-    """Subject: a package, or a part of the machine."""
+    """Subject of the check: a package, or a resource of the machine."""
     found: str
-    """State here."""
+    """State found on this machine."""
     required: str = ""
-    """State that a run needs; empty if any will do."""
+    """State that a run requires; empty if there is no requirement."""
     status: Literal["ok", "slower", "error"] = "ok"
-    """`slower`: a run works without it, but takes longer."""
+    """`slower`: a run works, but takes longer."""
     fix: str = ""
-    """Change that makes it ok."""
+    """Action that resolves the problem."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.doctor") -> None:
@@ -49,15 +49,15 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.do
         "values",
         nargs="*",
         metavar="DEVICE | key.path=value",
-        help="device of the runs: auto, cpu, cuda or npu (default: auto); with --config, values that replace those of the file",
+        help="device to check: auto, cpu, cuda or npu (default: auto); with --config, values that override the file's",
     )
-    parser.add_argument("--config", type=Path, help="configuration whose hosts are acquired and examined")
-    parser.add_argument("--install", action="store_true", help="first install the pinned packages of the device with pip")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_intermixed_args(argv)  # values may be on both sides of an option
+    parser.add_argument("--config", type=Path, help="configuration whose hosts are acquired and checked")
+    parser.add_argument("--install", action="store_true", help="first install the device's pinned packages with pip")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    arguments = parser.parse_intermixed_args(argv)  # positional values may come before and after an option
     if arguments.config is not None:
         if arguments.install:
-            parser.error("--install and --config exclude each other")
+            parser.error("--install cannot be combined with --config")
         from titanrl.launch.checkup.command import diagnose
 
         sys.exit(diagnose(arguments.config, arguments.values, as_json=arguments.json))
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.do
     if arguments.install:
         if code := install(device):
             sys.exit(code)
-        # The packages of this process may have been replaced.
+        # Check in a new process, because pip may have replaced packages that this one has imported.
         rest = [device, "--json"] if arguments.json else [device]
         sys.exit(subprocess.run([sys.executable, "-m", "titanrl.doctor", *rest], check=False).returncode)
     findings = [*check_packages(device), *check_machine(device)]
@@ -101,7 +101,7 @@ def print_report(findings: Sequence[Finding], device: DeviceKind) -> None:
 
 
 def check_packages(device: DeviceKind) -> Iterator[Finding]:
-    """Yield the packages with their versions, then the result of importing them."""
+    """Yield a finding per package with its version, then the result of importing them all."""
     fix = f"install the packages with `titanrl doctor {device} --install`"
     are_complete = True
     for package in packages(device):
@@ -113,9 +113,9 @@ def check_packages(device: DeviceKind) -> Iterator[Finding]:
 
 
 def check_imports(device: DeviceKind) -> Finding:
-    """Import the packages in a child process, and return vLLM's platform or the first error."""
+    """Import the packages in a child process, and report vLLM's platform or the last line of the error."""
     program = "import torch, monarch.actor, torchstore, torchtitan"
-    if device != "npu":  # there is no vLLM to install
+    if device != "npu":  # no vLLM package is installed for NPU
         program += ", vllm.platforms; print('vLLM on', vllm.platforms.current_platform.device_type)"
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
@@ -131,11 +131,11 @@ def check_imports(device: DeviceKind) -> Finding:
         return Finding(name="imports", found=f"took more than {IMPORT_LIMIT_S:g} s", status="error", fix="check the disk")
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        fix = f"install the packages again with `titanrl doctor {device} --install`, in a new environment"
+        fix = f"reinstall the packages with `titanrl doctor {device} --install` in a new environment"
         return Finding(name="imports", found=last, status="error", fix=fix)
     platform = (child.stdout.strip().splitlines() or ["without vLLM"])[-1]
     wrong = device != "npu" and platform != f"vLLM on {device}"
-    fix = f"remove other builds of vLLM, then `titanrl doctor {device} --install`" if wrong else ""
+    fix = f"remove other builds of vLLM, then run `titanrl doctor {device} --install`" if wrong else ""
     return Finding(
         name="imports",
         found=platform,
@@ -149,7 +149,7 @@ def check_imports(device: DeviceKind) -> Finding:
 
 
 def check_machine(device: DeviceKind) -> Iterator[Finding]:
-    """Yield what the machine offers."""
+    """Yield the findings about the machine: device, cores, memory, sandbox and copy extension."""
     yield check_device(device)
     yield Finding(name="cores", found=str(len(os.sched_getaffinity(0))))
     yield Finding(name="memory", found=f"{gigabytes(host_bytes())}, {gigabytes(available_bytes())} available")
@@ -159,7 +159,7 @@ def check_machine(device: DeviceKind) -> Iterator[Finding]:
 
 
 def check_device(device: DeviceKind) -> Finding:
-    """Return the state of the device."""
+    """Check the device, and list its GPUs if nvidia-smi is available."""
     missing = missing_for(device)
     if missing is not None:
         return Finding(name="device", found=missing, required=device, status="error", fix="name another device, such as cpu")
@@ -171,7 +171,7 @@ def check_device(device: DeviceKind) -> Finding:
 
 
 def available_bytes() -> int:
-    """Return the memory that processes can still allocate."""
+    """Return the memory that processes can still allocate, in bytes; 0 if unknown."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -179,7 +179,7 @@ def available_bytes() -> int:
 
 
 def check_shared_memory() -> Finding:
-    """Return the state of /dev/shm, where torch and vLLM keep the semaphores and buffers that processes share."""
+    """Check /dev/shm, where torch and vLLM keep semaphores and buffers shared between processes."""
     folder = Path("/dev/shm")
     if not os.access(folder, os.W_OK):
         fix = "mount a tmpfs on /dev/shm; in a container, use `--shm-size` or `--ipc=host`"
@@ -188,7 +188,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Return the state of the kernel features that confine rewards."""
+    """Check the kernel features that the reward sandbox needs."""
     missing = missing_features()
     if missing:
         return Finding(
@@ -202,10 +202,10 @@ def check_sandbox() -> Finding:
 
 
 def check_copy_extension() -> Finding:
-    """Return the state of the extension that copies weights."""
+    """Check that the C extension for copying weights is built."""
     if importlib.util.find_spec("titanrl.weights._stream") is not None:
         return Finding(name="titanrl.weights._stream", found="built")
-    fix = "install a C compiler and Python's headers, then install TitanRL again, to copy weights faster"
+    fix = "to copy weights faster, install a C compiler and Python's headers, then reinstall TitanRL"
     return Finding(name="titanrl.weights._stream", found="not built", required="a C compiler", status="slower", fix=fix)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a dump: a rollout each, and the groups that they are of. docs/howto/dump.md describes the columns."""
+"""Conversion between groups and the rows of a dump, one row per rollout. docs/howto/dump.md describes the columns."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> "pyarrow.Table":
-    """Return rows as a table of the documented columns."""
+    """Convert rows to a pyarrow table with the documented columns."""
     import pyarrow
 
     lists = {"token_ids": "int32", "mask": "bool", "logprobs": "float32", "versions": "int32", "segment_lengths": "int32"}
@@ -69,13 +69,13 @@ COLUMNS = (
     "score_s",
     "counts",
 )
-"""Columns of `rollouts/*.parquet`, in their order."""
+"""Columns of `rollouts/*.parquet`, in file order."""
 TOKEN_COLUMNS = ("token_ids", "mask", "logprobs", "versions", "support_counts", "support_words")
-"""Columns with values of tokens, which are read as arrays."""
+"""Columns with per-token values, which are read as arrays."""
 
 
 def rows_of(group: Group, status: str, sampled_at: int, worker: int) -> Iterator[dict[str, Any]]:
-    """Yield a row per rollout: those with a reward in their order, then the others."""
+    """Yield one row per rollout of a group: first the scored rollouts in order, then the failed ones."""
     prompt = group.prompt
     common = {
         "index": prompt.index,
@@ -120,7 +120,7 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
 
 
 def _support_columns(segments: Sequence[Segment]) -> dict[str, Any]:
-    """Return the columns of truncated sampling; all of a rollout's segments have supports, or none."""
+    """Return the columns of truncated sampling. Either all segments of a rollout have supports, or none has."""
     supports = [segment.supports for segment in segments if segment.supports is not None]
     if not supports:
         return {"support_counts": [], "support_words": [], "support_vocabulary": None}
@@ -154,13 +154,13 @@ def _failed(failure: ScorerFailure) -> dict[str, Any]:
     }
 
 
-def group_of(rows: Sequence[Mapping[str, Any]], place: int) -> Group:
-    """Return the group of some rows, whose prompt is at a place of the stream."""
+def group_of(rows: Sequence[Mapping[str, Any]], index: int) -> Group:
+    """Rebuild a group from its rows; `index` becomes its prompt's position in the stream."""
     rows = sorted(rows, key=lambda row: row["rollout"])
     scored, first = [row for row in rows if row["outcome"] == "ok"], rows[0]
     return Group(
         prompt=Prompt(
-            index=place,
+            index=index,
             task=first["task"],
             text=first["question"],
             token_ids=tuple(first["prompt_token_ids"]),
@@ -184,7 +184,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     token_ids, versions = (np.split(row[name].astype(np.int64), ends) for name in ("token_ids", "versions"))
     columns = zip(token_ids, np.split(row["mask"], ends), np.split(row["logprobs"], ends), versions, strict=True)
     turns = zip(row["turn_segments"], row["turn_ends"], row["turn_rewards"], strict=True)
-    token_rewards = row.get("token_rewards")  # a dump of an earlier version lacks them
+    token_rewards = row.get("token_rewards")  # missing in dumps of earlier versions
     return Rollout(
         segments=tuple(
             Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=sampled_by, supports=supports)
@@ -200,7 +200,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
 
 
 def _supports(row: Mapping[str, Any]) -> Sequence[Supports | None]:
-    """Return the supports of each segment; None without truncated sampling."""
+    """Return the supports of each segment, or None per segment without truncated sampling."""
     lengths = row["segment_lengths"]
     if row["support_vocabulary"] is None:
         return [None] * len(lengths)
@@ -220,12 +220,12 @@ def _completion(row: Mapping[str, Any]) -> Completion:
 
 
 def _text(text: str) -> str:
-    """Return a text without lone surrogates, which no file of texts can have."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _json(value: object) -> str:
-    """Encode a value; an object that JSON lacks becomes its text."""
+    """Encode a value as JSON; types that JSON does not support become strings."""
     return json.dumps(value, default=_plain)
 
 

@@ -1,4 +1,4 @@
-"""A run that saves its rollouts whole, or trains on saved ones instead of sampling."""
+"""Base of runs that save their rollouts to a dump, or replay a dump instead of sampling."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from titanrl.replay.batch import Batch
 
 
 class DumpedRun(EvaluatedRun):
-    """Base of the loop with rollouts: its dump, and the dump that it replays."""
+    """Base of loops with rollouts, which adds writing (`rollout.save`) and replaying (`rollout.replay`) dumps."""
 
     def __init__(
         self,
@@ -25,14 +25,14 @@ class DumpedRun(EvaluatedRun):
         source: Source | None = None,
         **objects: object,
     ) -> None:
-        """Check the folders; see `Lifecycle`.
+        """Check the dump folders; see `Lifecycle` for the arguments.
 
         Raises:
-            ConfigError: The folder of a new run's dump holds another one.
+            ConfigError: `rollout.save` already holds the dump of another run, or `train: false` needs another class.
         """
         save, replay = config.rollout.save, config.rollout.replay
         if save is not None and holds_dump(save) and (resume is None or read_info(save).run != config.name):
-            fix = "choose another folder, remove this one, or continue its run with --resume"
+            fix = "choose another folder, remove this one, or resume its run with --resume"
             rule = BrokenRule(values={"rollout.save": str(save)}, rule="the folder holds the dump of another run", fix=fix)
             raise ConfigError(explain_rule(rule, source))
         if not isinstance(self, self.for_config(config)):
@@ -45,28 +45,28 @@ class DumpedRun(EvaluatedRun):
         self._recorded = None if replay is None else DumpReader(replay.resolve())
 
     def roles(self) -> Roles:
-        """Return all roles; a replay has no generators."""
+        """Return all roles, except generators in a replay."""
         return Roles(generators=self._recorded is None, rollouts=True)
 
     @property
     def ends_early(self) -> bool:
-        """True if too many evaluations in a row brought no better policy, or the dump has no further batch."""
+        """True if evaluations have stopped improving (see `EvaluatedRun`), or if all batches of the dump are used."""
         return super().ends_early or (self._num_recorded is not None and self.state.step >= self._num_recorded)
 
     def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
-        """Return the sets that are due after this step; none without generators."""
+        """Return the evaluation sets due after this step; none without generators."""
         return super().due_evaluations(is_last=is_last) if self.config.evaluates else ()
 
     async def finish_parts(self) -> None:
-        """Wait until the order of the saved groups is on disk."""
+        """Wait until the dump's list of batches is on disk."""
         if self._dump is not None:
             self._dump.flush()
 
     def open_dump(self) -> None:
-        """Prepare the folder of the dump for the state of the run, and check the one to replay.
+        """Prepare the dump folder for the run's current state, and check the dump to replay.
 
         Raises:
-            DumpError: The dump has the tokens of another tokenizer.
+            DumpError: The replayed dump was written with another tokenizer.
         """
         state, vocabulary = self.state, self.session.tokenizer.vocabulary
         info = DumpInfo(
@@ -81,15 +81,15 @@ class DumpedRun(EvaluatedRun):
             return
         if self._recorded.info.tokenizer != info.tokenizer:
             raise DumpError(
-                f"rollout.replay: the dump has tokens of another tokenizer (got {self._recorded.folder}, of "
-                f"{self._recorded.info.vocabulary} tokens, and a model of {info.vocabulary}). Set model to the one it is of."
+                f"rollout.replay: the dump was written with another tokenizer (got {self._recorded.folder} with "
+                f"{self._recorded.info.vocabulary} tokens; the model has {info.vocabulary}). Set model to the dump's model."
             )
         num_steps, wanted = self._num_recorded or 0, self.config.num_steps
-        ending = f"; it has no more, so training ends after step {num_steps}" if num_steps < wanted else ""
+        ending = f"; it has no more batches, so training ends after step {num_steps}" if num_steps < wanted else ""
         self.console.note(f"replay: {min(num_steps, wanted)} batches of {self._recorded.folder}, without evaluations{ending}")
 
     def save_batch(self, batch: Batch) -> None:
-        """Add the batch of the running step to the dump."""
+        """Add the batch of the current step to the dump."""
         if self._dump is None:
             return
         groups = batch.records.by_index().groups["index"].tolist()
@@ -97,13 +97,13 @@ class DumpedRun(EvaluatedRun):
         self._dump.add(self.state.step + 1, self.state.version, groups, replayed)
 
     def drop_saved(self, indices: Collection[int]) -> None:
-        """Remove the rollouts of prompts that will be sampled again."""
+        """Remove the saved rollouts of prompts that will be sampled again."""
         if self._dump is not None and indices:
             self._dump.drop(lambda index: index in indices)
 
     @property
     def _num_recorded(self) -> int | None:
-        """Number of steps that the dump has batches for, in whole intervals between publications; None without a replay."""
+        """Number of steps to replay, rounded down to a multiple of `updates_per_publish`; None without a replay."""
         if self._recorded is None:
             return None
         return self._recorded.num_steps - self._recorded.num_steps % self.config.algorithm.updates_per_publish

@@ -1,7 +1,7 @@
 """Dumps of rollouts: `rollout.save` writes them, `rollout.replay` trains on them. docs/howto/dump.md describes the columns.
 
-A dump is a folder. Rollout workers write `rollouts/*.parquet`, one file per delivery of finished groups, before the buffer
-knows them. The controller writes `batches.jsonl`, a line per step with the groups that it trained on, and `dump.json`.
+A dump is a folder. Rollout workers write `rollouts/*.parquet`, one file per delivery of finished groups, before they announce
+the groups to the buffer. The controller writes `dump.json`, and `batches.jsonl`, one line per step with the groups trained on.
 """
 
 import hashlib
@@ -33,45 +33,45 @@ class DumpError(TitanRLError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpInfo:
-    """Facts of the run that wrote a dump, which a replay checks."""
+    """Metadata of a dump, with which a replay checks compatibility."""
 
     run: str
-    """Name of the run."""
+    """Name of the run that wrote the dump."""
     groups_per_step: int
-    """Groups of each batch."""
+    """Groups per batch."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
     vocabulary: int
-    """Number of its tokens."""
+    """Number of tokens in the tokenizer's vocabulary."""
     format: int = FORMAT
     """Version of the layout."""
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Return a digest of the ids of all tokens."""
+    """Return the SHA-256 digest of a vocabulary, which maps tokens to ids."""
     ordered = json.dumps(sorted(vocabulary.items(), key=lambda item: item[1]))
     return hashlib.sha256(ordered.encode()).hexdigest()
 
 
 class DumpWriter:
-    """Writes the rollouts of one worker."""
+    """Writer of one worker's rollouts."""
 
     def __init__(self, folder: Path, worker: int) -> None:
         """Create the folder if it does not exist.
 
         Args:
             folder: Folder of the dump.
-            worker: Number of the worker.
+            worker: Index of the worker.
         """
-        import pyarrow.parquet  # noqa: F401  # takes a moment, which the first delivery should not
+        import pyarrow.parquet  # noqa: F401  # slow import, which must not delay the first delivery
 
         self._folder, self._worker = folder / ROLLOUTS, worker
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, groups: Sequence[tuple[Group, str]]) -> Path:
-        """Write groups, each with its status, to a file of their own; return it.
+        """Write groups, each with its status, to a new file, and return its path.
 
-        The file is complete and on disk, or it does not exist.
+        The write is atomic and durable: the file is complete and on disk, or does not exist.
         """
         from pyarrow import parquet
 
@@ -88,22 +88,22 @@ class DumpWriter:
 
 
 class DumpBatches:
-    """The controller's part of a dump: the order in which groups were trained on."""
+    """The controller's files of a dump: its metadata, and the batches in training order."""
 
     def __init__(self, folder: Path) -> None:
-        """Use a folder."""
+        """Use an existing or new folder."""
         self._folder = folder
 
     def begin(self, info: DumpInfo, *, step: int, next_index: int, in_flight: Collection[int]) -> None:
-        """Prepare the folder for a run that continues from a step, before the workers write to it.
+        """Prepare the folder for a run at a given step, before the workers write to it.
 
-        Batches of later steps and rollouts that will be sampled again are removed, so that nothing is there twice.
+        To prevent duplicates, this removes batches of later steps, and rollouts that will be sampled again.
 
         Args:
-            info: Facts of the run.
-            step: Steps that the run has taken.
-            next_index: First prompt that is sampled again.
-            in_flight: Earlier prompts that are sampled again, too.
+            info: Metadata of the dump.
+            step: Steps taken so far.
+            next_index: First prompt that will be sampled.
+            in_flight: Earlier prompts that will also be sampled again.
         """
         folder = self._folder / ROLLOUTS
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ class DumpBatches:
         replace_text(self._folder / META, text + "\n", durable=True)
 
     def drop(self, drops: Callable[[int], bool]) -> None:
-        """Remove the rollouts of some prompts."""
+        """Remove the rollouts of all prompts for whose index `drops` returns True."""
         from pyarrow import parquet
 
         for path in sorted((self._folder / ROLLOUTS).glob("*.parquet")):
@@ -133,10 +133,10 @@ class DumpBatches:
         """Append the batch of a step.
 
         Args:
-            step: Number of the step, from 1.
-            version: Version of the weights before the step.
-            groups: Prompts of its groups, in their order in the batch.
-            replayed: Prompts of the groups of earlier batches that were trained on again.
+            step: Step number, from 1.
+            version: Weight version before the step.
+            groups: Prompt index of each group, in batch order.
+            replayed: Prompt indices of the groups of earlier batches that were trained on again.
         """
         line = {"step": step, "version": version, "groups": list(groups), "replayed": list(replayed)}
         path = self._folder / BATCHES
@@ -149,18 +149,18 @@ class DumpBatches:
 
 
 class DumpReader:
-    """Reads a dump: groups by their place in the order in which they were trained on."""
+    """Reader of a dump, which returns groups by their position in training order."""
 
     def __init__(self, folder: Path) -> None:
-        """Read which groups there are.
+        """Read the metadata and the list of batches.
 
         Raises:
-            DumpError: The folder is no dump, or not all of it is there.
+            DumpError: The folder is not a dump, or its metadata cannot be read.
         """
         self.folder = folder
         self.info = read_info(folder)
         self.batches: list[list[int]] = [line["groups"] for line in _batches(folder)]
-        """Prompts of the groups of each batch."""
+        """Prompt indices of the groups of each batch."""
         self._order = [index for batch in self.batches for index in batch]
 
     @property
@@ -173,23 +173,21 @@ class DumpReader:
         """Number of groups in all batches."""
         return len(self._order)
 
-    def group(self, place: int) -> Group:
-        """Return the group at a place in the order, from 0; its prompt has this place as its index.
+    def group(self, position: int) -> Group:
+        """Return the group at a position in training order, from 0. Its prompt gets this position as index.
 
         Raises:
             DumpError: A file is missing or cannot be read.
         """
-        index = self._order[place]
+        index = self._order[position]
         if index not in self._files:
-            raise DumpError(
-                f"rollout.replay: {self.folder} lists group {index}, but has no rollouts of it. Copy all of its files."
-            )
+            raise DumpError(f"rollout.replay: {self.folder} lists group {index}, but has no rollouts of it. Copy all files.")
         rows = [row for row in _read(self._files[index]) if row["index"] == index]
-        return group_of(rows, place)
+        return group_of(rows, position)
 
     @cached_property
     def _files(self) -> dict[int, Path]:
-        """File of each group; that of the newest attempt, if a group had to be sampled again after a fault."""
+        """File of each group by prompt index; the newest one if a group was sampled again after a fault."""
         from pyarrow import parquet
 
         newest: dict[int, tuple[int, Path]] = {}
@@ -201,24 +199,26 @@ class DumpReader:
 
 
 def read_info(folder: Path) -> DumpInfo:
-    """Read the facts of the run that wrote a dump.
+    """Read the metadata of a dump.
 
     Raises:
-        DumpError: The folder is no dump, or one of another version.
+        DumpError: The folder is not a dump, or its format is of another version.
     """
     try:
-        facts = json.loads((folder / META).read_text(encoding="utf-8"))
+        metadata = json.loads((folder / META).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DumpError(f"rollout.replay: no {META} (got {folder}). Give a folder that rollout.save has written.") from None
     except (OSError, ValueError) as error:
         raise DumpError(f"rollout.replay: {META} cannot be read: {error} (got {folder}). Restore the file.") from error
-    if facts.get("format") != FORMAT:
-        raise DumpError(f"rollout.replay: a dump of format {facts.get('format')}, not {FORMAT} (got {folder}). Save it again.")
-    return DumpInfo(**{name: facts[name] for name in DumpInfo.__slots__})
+    if metadata.get("format") != FORMAT:
+        raise DumpError(
+            f"rollout.replay: the dump must have format {FORMAT}, not {metadata.get('format')} (got {folder}). Save it again."
+        )
+    return DumpInfo(**{name: metadata[name] for name in DumpInfo.__slots__})
 
 
 def broken_rules(rollout: RolloutConfig) -> Iterator[BrokenRule]:
-    """Yield the rules that dumps break on this machine."""
+    """Yield the rules that `rollout.save` and `rollout.replay` break on this machine."""
     given = {"rollout.save": rollout.save, "rollout.replay": rollout.replay}
     values = {key: str(path) for key, path in given.items() if path is not None}
     if values and importlib.util.find_spec("pyarrow") is None:
@@ -233,11 +233,11 @@ def broken_rules(rollout: RolloutConfig) -> Iterator[BrokenRule]:
     if reader.info.groups_per_step != rollout.groups_per_step:
         yield BrokenRule(
             values={"rollout.groups_per_step": rollout.groups_per_step, **values},
-            rule=f"a replay has the batches of its dump, which are of {reader.info.groups_per_step} groups",
+            rule=f"a replay uses the batches of its dump, which have {reader.info.groups_per_step} groups each",
             fix=f"set rollout.groups_per_step to {reader.info.groups_per_step}",
         )
     if not reader.num_steps:
-        yield BrokenRule(values=values, rule="the dump has no batch", fix="give the dump of a run that has taken a step")
+        yield BrokenRule(values=values, rule="the dump has no batches", fix="give the dump of a run that has taken a step")
 
 
 def holds_dump(folder: Path) -> bool:
@@ -246,7 +246,7 @@ def holds_dump(folder: Path) -> bool:
 
 
 def _batches(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of `batches.jsonl`, without a last one that a killed process left unfinished."""
+    """Yield the parsed lines of `batches.jsonl`, except an incomplete last line of a killed process."""
     path = folder / BATCHES
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for line in lines:
@@ -256,7 +256,7 @@ def _batches(folder: Path) -> Iterator[dict[str, Any]]:
 
 @lru_cache(maxsize=16)
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, of which the groups are usually read one after another."""
+    """Return the rows of a file. Results are cached, because the groups of a file are usually read consecutively."""
     import pyarrow
     from pyarrow import parquet
 

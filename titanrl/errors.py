@@ -1,8 +1,8 @@
-"""The base classes of the exceptions that TitanRL defines, and the line in which a user reads an exception."""
+"""Base classes of TitanRL's exceptions, and the formatting of exceptions for users."""
 
 
 class TitanRLError(Exception):
-    """Base of all exceptions of TitanRL, such as `ConfigError`, `DeadlineError` and `ActorDiedError`."""
+    """Base class of all TitanRL exceptions, such as `ConfigError`, `DeadlineError` and `ActorDiedError`."""
 
 
 def describe(error: BaseException) -> str:
@@ -12,9 +12,14 @@ def describe(error: BaseException) -> str:
 
 
 class FaultError(TitanRLError):
-    """A part of a run died, hangs, or does not do the same as others. The run can continue from its last checkpoint."""
+    """A component of a run died, hung, or diverged from its peers. The run can continue from its last checkpoint."""
 
     def __init__(self, text: str, part: str = "trainer") -> None:
-        """Keep the text, and the name of the part, such as `trainer` or `generator_0`."""
+        """Create the error.
+
+        Args:
+            text: Message.
+            part: Name of the failed component, such as `trainer` or `generator_0`.
+        """
         super().__init__(text)
         self.part = part

@@ -1,7 +1,7 @@
 """Evaluate a model: `titanrl evaluate --model DIR --config FILE`.
 
-The prompts, rewards and generators are those of a training run with this configuration, and so are the names and the meaning of
-the results. vLLM runs its own implementation of the model.
+Prompts, rewards, generators and the names and meaning of the results are the same as in a training run with this configuration.
+vLLM runs its own implementation of the model.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Results = Mapping[str, EvaluationResult]
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.evaluate") -> None:
-    """Run the command line, then end the process."""
+    """Run the command, then exit the process."""
     terminal.prepare()
     arguments = parse(argv, prog=prog)
     try:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.ev
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    command.leave(run(model, config, names, as_json=arguments.json))
+    command.exit_process(run(model, config, names, as_json=arguments.json))
 
 
 def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
@@ -62,26 +62,26 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--config",
         type=Path,
-        help="YAML file with the sets, or the name of a shipped configuration; that of the run by default",
+        help="YAML file with the evaluation sets, or the name of a shipped configuration (default: the run's configuration)",
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME", help="evaluation set, all by default; the option can be repeated"
+        "--set", action="append", default=[], metavar="NAME", help="evaluation set; may be repeated (default: all sets)"
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     return parser.parse_args(argv)
 
 
 def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[str]) -> tuple[Path, Config, Source]:
-    """Return the directory of a model, and the configuration that evaluates it.
+    """Return the directory of the model, and the configuration and source to evaluate it with.
 
     Args:
-        folder: Hugging Face directory, or run directory, whose exported model is evaluated.
-        config_file: Configuration; None takes that of the run directory.
-        overrides: Overrides of it.
+        folder: Hugging Face model directory, or a run directory, whose exported model is evaluated.
+        config_file: Configuration file; None uses the run directory's.
+        overrides: Overrides of the configuration.
 
     Raises:
-        ConfigError: There is no model or no configuration, or it has no prompts.
+        ConfigError: The model or the configuration is missing, or the configuration has no prompts.
     """
     is_run = (folder / "checkpoints").is_dir()
     model = folder / "checkpoints" / "final" if is_run else folder
@@ -90,21 +90,22 @@ def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[
         raise ConfigError(f"--model: {where} (got {folder}). Give a Hugging Face model directory, or a finished run.")
     if config_file is None and not is_run:
         raise ConfigError("--config: required, unless --model is a run directory. Give the file with the evaluation sets.")
-    own = (f"model.path={json.dumps(str(model.absolute()))}", "warm_start=null", "distill=null")
-    source = read_source(config_file or folder / "config.yaml", [*overrides, *own])
+    fixed = (f"model.path={json.dumps(str(model.absolute()))}", "warm_start=null", "distill=null")
+    source = read_source(config_file or folder / "config.yaml", [*overrides, *fixed])
     config = validate(source)
     if config.sft is not None:
         raise ConfigError(
-            f"--config: a fine-tuning has no prompts to evaluate (got {source.path}). Give a configuration of `titanrl train`."
+            f"--config: a fine-tuning run has no prompts to evaluate (got {source.path}). "
+            "Give a configuration of `titanrl train`."
         )
     return model, config, source
 
 
 def chosen_sets(config: Config, names: Sequence[str]) -> list[str]:
-    """Return the names of the sets to evaluate: those that were named, or all.
+    """Return the names of the sets to evaluate, which are all sets if `names` is empty.
 
     Raises:
-        ConfigError: There is no set, or none of this name.
+        ConfigError: The configuration has no evaluation set, or none of the given name.
     """
     try:
         chosen = [evaluation_set(config, name).name for name in names or config.evaluation_sets]
@@ -117,14 +118,14 @@ def run(model: Path, config: Config, names: Sequence[str], *, as_json: bool) -> 
     """Evaluate a model and print the results; return the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="titanrl-evaluate-"))
     config = config.model_copy(update={"output_dir": folder})
-    with command.own_stderr() as stderr:
+    with command.original_stderr() as stderr:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         mode: ConsoleMode = "off" if as_json or config.logging.console == "off" else "plain"
         console = Console(mode, total_steps=0, title=config.name, out=err, err=err)
         try:
             with command.log_to(folder / "controller.log"), temporary_folder():
                 results, code = asyncio.run(_interruptibly(config, names, console))
-        except Exception as error:  # the edge of the program: the user gets the cause, the log the traceback
+        except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
             err.print(f"error: {describe(error)}. The logs are in {folder}", markup=False, highlight=False)
             return 1
     shutil.rmtree(folder, ignore_errors=True)
@@ -137,7 +138,7 @@ def run(model: Path, config: Config, names: Sequence[str], *, as_json: bool) -> 
 
 
 async def evaluate_sets(config: Config, names: Sequence[str], console: Console) -> dict[str, EvaluationResult]:
-    """Start the generators with the model of a configuration, and evaluate it on some sets."""
+    """Start generators with the configured model, and evaluate it on the named sets."""
     from titanrl.session import connect  # imports torch
 
     results = {}
@@ -150,7 +151,7 @@ async def evaluate_sets(config: Config, names: Sequence[str], console: Console) 
 
 
 def as_dict(model: Path, results: Results) -> dict[str, Any]:
-    """Return the results as the JSON of the command."""
+    """Return the results as the object that `--json` prints."""
     sets = {
         name: {
             **result.statistics,
@@ -167,7 +168,7 @@ def as_dict(model: Path, results: Results) -> dict[str, Any]:
 
 
 def rows(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield the rows of the table."""
+    """Yield the rows of the result table: set, completions, metric, value and 95 % interval."""
     for name, result in results.items():
         first = name, f"{result.num_prompts} x {result.num_samples}"
         for metric, value in result.statistics.items():
@@ -184,13 +185,13 @@ def rows(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 async def _interruptibly(config: Config, names: Sequence[str], console: Console) -> tuple[dict[str, EvaluationResult], int]:
-    """Evaluate until a signal comes; return the results and the exit code. A second signal ends the process at once."""
+    """Evaluate until done or interrupted; return results and exit code. A second signal exits the process immediately."""
     task, loop, code = asyncio.create_task(evaluate_sets(config, names, console)), asyncio.get_running_loop(), 0
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal code
         code = 128 + number
-        terminal.end_quietly()
+        terminal.exit_on_signals()
         loop.call_soon_threadsafe(task.cancel)
 
     terminal.handle_ending(end)

@@ -1,4 +1,4 @@
-"""A run whose policy answers the prompts of evaluation sets: when each set is due, and what its result leads to."""
+"""Base of runs with evaluation sets: schedules evaluations, keeps the best policy, and stops early."""
 
 import asyncio
 import shutil
@@ -15,28 +15,28 @@ from titanrl.run import Run, is_due
 from titanrl.types import EvaluationResult
 
 BEST = "best"
-"""Folder of the exported model with the best evaluation, beside the checkpoints."""
+"""Folder of the exported model with the best evaluation, in the checkpoint folder."""
 
 
 @dataclass(slots=True)
 class _Background:
-    """Evaluations that run beside training."""
+    """Evaluations that run concurrently with training."""
 
     step: int
     """Step after which they were due."""
     version: int
-    """Version that they evaluate."""
+    """Policy version that they evaluate."""
     names: Sequence[str]
     """Evaluation sets, in the order of their results."""
     sampling: "asyncio.Task[None]"
     results: list[EvaluationResult] = field(default_factory=list)
-    """Results that are not recorded yet."""
+    """Results that have not been recorded yet."""
     num_taken: int = 0
-    """Results that were taken before these."""
+    """Number of results recorded before these."""
 
 
 class EvaluatedRun(Run):
-    """Base of the loops with evaluation sets. A loop also defines `sample_evaluation`."""
+    """Base of the loops with evaluation sets. In addition to the methods of `Run`, a loop defines `sample_evaluation`."""
 
     _background: _Background | None = None
     _warned_of_skip = False
@@ -46,15 +46,16 @@ class EvaluatedRun(Run):
         raise NotImplementedError
 
     async def sample_beside_training(self, names: Sequence[str], version: int, results: list[EvaluationResult]) -> None:
-        """Evaluate sets with the version published last, while training goes on; append each result.
+        """Evaluate sets with the last published version while training continues, and append each result.
 
         Raises:
-            StoppedError: The generator that evaluates has ended; or `PartDiedError`.
+            StoppedError: The evaluating generator stopped.
+            PartDiedError: The evaluating generator died.
         """
         raise NotImplementedError
 
     async def evaluate(self, name: str | None = None) -> EvaluationResult:
-        """Evaluate the newest weights, and record the result. It is not compared with the best one.
+        """Evaluate the newest weights, and record the result without comparing it to the best one.
 
         Args:
             name: Evaluation set; None means the first, which is the default set unless it was left out.
@@ -70,17 +71,21 @@ class EvaluatedRun(Run):
 
     @property
     def ends_early(self) -> bool:
-        """True if too many evaluations in a row brought no better policy."""
+        """True if `evaluation.patience` evaluations in a row have not improved on the best policy."""
         patience = self.config.evaluation.patience
         return patience is not None and self.state.num_without_better >= patience
 
     def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
-        """Return the sets that are due after this step."""
+        """Return the evaluation sets due after this step."""
         step, sets = self.state.step, self.config.evaluation_sets
         return [name for name, subset in sets.items() if is_last or step == 0 or is_due(step, subset.every_steps)]
 
     async def evaluate_all(self, names: Sequence[str], *, is_last: bool) -> None:
-        """Evaluate sets: in the background between the first and the last step of asynchronous training, else at once."""
+        """Evaluate sets and compare their results with the best one.
+
+        In asynchronous training, sets due between the first and the last step run in the background (see
+        `config.num_evaluator_ranks`). Otherwise this method waits for the results.
+        """
         is_between = self.state.step > 0 and not is_last
         if is_between and self.config.num_evaluator_ranks:
             await self._start_evaluations(names)
@@ -91,7 +96,10 @@ class EvaluatedRun(Run):
                 await self._compare(self.state.step, result)
 
     async def _evaluate_if_due(self, num_steps: int) -> None:
-        """Record what has finished in the background, and evaluate what is due. When training ends early, all sets are due."""
+        """Record finished background evaluations, and evaluate the sets that are due.
+
+        If training ends early, all sets are due.
+        """
         ended_early = self.ends_early
         if self._background is not None:
             await self._unless_ending(self._take_results(wait=self._is_last(num_steps)))
@@ -108,18 +116,18 @@ class EvaluatedRun(Run):
         self.recorder.evaluation(step, result)
         await self._hooks.after_evaluation(self, result)
 
-    # In the background
+    # Background evaluations
 
     async def _start_evaluations(self, names: Sequence[str]) -> None:
-        """Start evaluations of the version published last, unless earlier ones still run."""
+        """Start background evaluations of the last published version; skip them if earlier ones are still running."""
         running, step = self._background, self.state.step
         if running is not None:
             self.recorder.directory.event("evaluation_skipped", step=step, sets=list(names), running_since=running.step)
             if not self._warned_of_skip:
                 self._warned_of_skip = True
                 self.console.warn(
-                    f"the evaluation after step {step} is left out, because that of step {running.step} still runs; raise "
-                    "every_steps of the evaluation sets, or lower num_prompts or num_samples"
+                    f"skipping the evaluation after step {step}: the evaluation after step {running.step} is still running; "
+                    "raise every_steps of the evaluation sets, or lower num_prompts or num_samples"
                 )
             return
         if any(map(self._decides, names)):
@@ -129,10 +137,10 @@ class EvaluatedRun(Run):
         self._background = _Background(step, version, names, sampling, results)
 
     async def _take_results(self, *, wait: bool) -> None:
-        """Record the results of evaluations in the background, between two steps.
+        """Record results of background evaluations; called between two steps.
 
         Args:
-            wait: Wait for those that still run.
+            wait: True to wait for evaluations that are still running.
         """
         running = self._background
         if running is None:
@@ -140,14 +148,14 @@ class EvaluatedRun(Run):
         if wait:
             with self._timer.phase("evaluate"):
                 await asyncio.wait({running.sampling})
-        has_ended = running.sampling.done()
+        is_done = running.sampling.done()
         results, running.results[:] = [*running.results], []
         problem, lost = "", list[str]()
-        if has_ended:
+        if is_done:
             self._background = None
             error = running.sampling.exception()
             if isinstance(error, PartDiedError | StoppedError):
-                problem, lost = "its generator has ended", [*running.names[running.num_taken + len(results) :]]
+                problem, lost = "its generator stopped", [*running.names[running.num_taken + len(results) :]]
             elif error is not None:
                 raise error
         running.num_taken += len(results)
@@ -163,26 +171,26 @@ class EvaluatedRun(Run):
             self.console.warn(f"the evaluation of {', '.join(lost)} after step {running.step} is lost: {problem}")
 
     async def _close_session(self, *, keeps_generators: bool = False) -> None:
-        """Stop every process, or all but the generators'; an evaluation in the background is abandoned."""
+        """Cancel background evaluations, then stop all processes, except generators if `keeps_generators`."""
         if self._background is not None:
             background, self._background = self._background, None
             background.sampling.cancel()
             await asyncio.gather(background.sampling, return_exceptions=True)
         await super()._close_session(keeps_generators=keeps_generators)
 
-    # The best policy
+    # Best policy
 
     def _decides(self, name: str) -> bool:
-        """Return True if `evaluation.best_metric` is one of a set."""
+        """Return True if `evaluation.best_metric` is a metric of this set, so that its results select the best policy."""
         return self.config.evaluation.best_metric in self.config.evaluation_sets[name].metrics
 
     async def _compare(self, step: int, result: EvaluationResult, *, has_candidate: bool = False) -> None:
-        """Compare a result with the best one; keep the policy if it is better.
+        """Compare a result with the best one, and keep the policy if it is better.
 
         Args:
             step: Step after which the policy was evaluated.
-            result: Its result.
-            has_candidate: True if the policy has been exported.
+            result: Result of the evaluation.
+            has_candidate: True if the policy has already been exported.
         """
         evaluation = self.config.evaluation
         value = evaluation_metrics(result).get(str(evaluation.best_metric))
@@ -198,7 +206,7 @@ class EvaluatedRun(Run):
         self.recorder.directory.event("best", step=step, version=result.version, metric=evaluation.best_metric, value=value)
 
     async def _export_candidate(self) -> None:
-        """Export the policy, which may turn out to be the best one."""
+        """Export the policy as a candidate for the best one."""
         with self._timer.phase("export"):
             await self.session.weights.pushed()
             shutil.rmtree(self._candidate, ignore_errors=True)

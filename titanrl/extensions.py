@@ -1,6 +1,6 @@
-"""The extension points of a run: which key of the configuration, and which argument of `GRPO`, takes the user's object.
+"""Registry of extension points: the configuration keys and `GRPO` arguments that accept user-defined objects.
 
-Each point has one Protocol, defined where its objects are used. `POINTS` is the only list of them.
+Each point has one Protocol, defined next to the code that calls the object. `POINTS` lists all extension points.
 """
 
 import re
@@ -46,24 +46,26 @@ class Point:
     """
 
     key: str
-    """Configuration key that names a built-in or an import path."""
+    """Configuration key whose value is the name of a built-in or an import path."""
     argument: str
     """Argument of `GRPO` that takes the object."""
     protocol: Callable[..., Any]
     """`__call__` of the Protocol that the object must satisfy."""
     expected: str
-    """Code of such an object, for the error message."""
+    """Signature of such an object, as code for the error message."""
     values: Callable[[Config], Mapping[str, object]] | None = None
-    """Function that returns the configured values by full key, if `key` holds several; None reads the value of `key`."""
+    """Function that returns the configured values by full key, for a `key` with several values; None reads the value of
+    `key`."""
     objects: Callable[[Any, Config], Mapping[str, object]] | None = None
-    """Function from the argument of `GRPO`, and the configuration it is written in, to the objects by full key; None takes a
-    mapping for several objects by name."""
+    """Function that returns the objects by full key, given the argument of `GRPO` and the configuration that records it; None
+    treats a mapping as several objects by name."""
     written: Callable[[Config, Any], Config] | None = None
-    """Function that writes the argument of `GRPO` into the configuration, as far as it can hold it; None leaves it as it is."""
+    """Function that returns the configuration with the argument of `GRPO` recorded, as far as YAML can express it; None leaves
+    the configuration unchanged."""
     checked: Callable[[object, Plugin, Config], None] | None = None
-    """Check of an object that needs more than a comparison with `protocol`."""
+    """Check of the object; None compares its signature with `protocol`."""
     in_controller: bool = False
-    """True if only the controller uses the object, so that it is not pickled."""
+    """True if only the controller uses the object, so that it need not be pickled."""
 
     def configured(self, config: Config) -> Mapping[str, object]:
         """Return the configured values by full key."""
@@ -75,7 +77,12 @@ class Point:
         return {self.key: value}
 
     def given(self, argument: object, config: Config) -> Mapping[str, object]:
-        """Return the objects of an argument of `GRPO`, which `with_objects` wrote into the configuration, by full key."""
+        """Return the objects of a `GRPO` argument by full key.
+
+        Args:
+            argument: Value of the argument.
+            config: Configuration that records the argument; see `with_objects`.
+        """
         if self.objects is not None:
             return self.objects(argument, config)
         if isinstance(argument, Mapping):
@@ -83,10 +90,10 @@ class Point:
         return {self.key: argument}
 
     def check(self, plugin: Plugin, config: Config) -> None:
-        """Load a plugin of this point, and check that it can be called as its Protocol says.
+        """Load a plugin of this point, and check that it satisfies the Protocol.
 
         Raises:
-            ValueError: It cannot be imported or called so.
+            ValueError: The plugin cannot be imported, or has the wrong signature.
         """
         candidate = plugin.load()
         if self.checked is not None:
@@ -96,7 +103,7 @@ class Point:
 
 
 def _rewards(argument: Any) -> dict[str, Reward]:
-    """Return rewards given in Python by name; a single one is `answer`."""
+    """Return the rewards of the argument by name; a single reward is named `answer`."""
     rewards = argument if isinstance(argument, Mapping) else {"answer": argument}
     return {name: reward if isinstance(reward, Reward) else Reward(reward) for name, reward in rewards.items()}
 
@@ -120,7 +127,7 @@ def _with_prompts(config: Config, argument: Any) -> Config:
 
 
 def _environment_values(config: Config) -> dict[str, object]:
-    """Return the environment, unless another interpreter imports it."""
+    """Return the configured environment by key; none if another Python interpreter imports it."""
     environment = config.data.environment
     if environment is None or environment.python is not None:
         return {}
@@ -150,7 +157,7 @@ def _with_sampler(config: Config, argument: Any) -> Config:
                 "argument sampler",
                 "data.curriculum=null",
                 "a sampler chooses among the levels of a curriculum",
-                "say in data.curriculum which levels there are",
+                "define the levels in data.curriculum",
             )
         )
     return _with_section(config, "data", curriculum=levels.model_dump() | {"sampler": _written_name(argument)})
@@ -162,10 +169,10 @@ def _check_sampler(candidate: Any, plugin: Plugin, config: Config) -> None:
 
 
 def _with_section(config: Config, name: str, **changes: object) -> Config:
-    """Return the configuration with other values in a section, validated.
+    """Return the configuration with changed values in a section, after validation.
 
     Raises:
-        ConfigError: A value is invalid, or a rule is broken.
+        ConfigError: A value is invalid, or the configuration breaks a rule.
     """
     section: tuple[str, ...] = (name,)
     before: Section = getattr(config, name)
@@ -182,7 +189,7 @@ def _list(argument: object) -> list[object]:
 
 
 def _appended(names: Sequence[str], argument: object) -> tuple[str, ...]:
-    """Return the entries of a list with the objects of an argument, in place of those of the run that is resumed."""
+    """Append the objects of an argument to a list of names, replacing entries for objects recorded by a resumed run."""
     return (*(name for name in names if not name.startswith(f"{OBJECT}:")), *map(_written_name, _list(argument)))
 
 
@@ -191,7 +198,7 @@ def _listed(key: str, values: Sequence[object]) -> dict[str, object]:
 
 
 def _last(key: str, argument: object, length: int) -> dict[str, object]:
-    """Return the objects of an argument by full key, as the last entries of a list."""
+    """Return the objects of an argument by full key, given that they are the last entries of a list of this length."""
     objects = _list(argument)
     return {f"{key}.{length - len(objects) + i}": value for i, value in enumerate(objects)}
 
@@ -209,7 +216,7 @@ def _explain(details: Any, section: tuple[str, ...]) -> list[str]:
 
 
 def _written_name(value: object) -> str:
-    """Return the text of an object in a configuration; the import path or the name of a built-in itself."""
+    """Return the text that represents a value in the configuration. Names of built-ins and import paths stay unchanged."""
     return value if isinstance(value, str) else object_path(name_of(value))
 
 
@@ -313,17 +320,18 @@ POINTS: tuple[Point, ...] = (
 
 
 DATA_ARGUMENTS = tuple(point.argument for point in POINTS if point.key.startswith("data."))
-"""Arguments of `GRPO` with objects of the section `data`."""
+"""Arguments of `GRPO` that set values in the section `data`."""
 
 
 def config_of(key: str, config: Config) -> Config:
-    """Return the configuration that a full key belongs to: that of a task of a mixture, or that of the run."""
-    name = key.removeprefix(f"{MIXTURE}.").partition(".")[0]
-    return config.of_task(config.data.mixture[name]) if key.startswith(f"{MIXTURE}.") else config
+    """Return the configuration that applies to a full key: the task's for a key of a mixture, else the run's."""
+    if not key.startswith(f"{MIXTURE}."):
+        return config
+    return config.of_task(config.data.mixture[key.removeprefix(f"{MIXTURE}.").partition(".")[0]])
 
 
 def point_of(key: str) -> Point:
-    """Return the extension point of a full key, which may be that of an evaluation set or of a task of a mixture."""
+    """Return the extension point of a full key. Keys of evaluation sets and of a mixture's tasks map to the run's keys."""
     key = re.sub(rf"^{re.escape(SETS)}\.[^.]+\.", "", key)
     key = re.sub(rf"^{re.escape(MIXTURE)}\.[^.]+\.", "data.", key)
     key = "algorithm.advantage" if key == "data.advantage" else key
@@ -331,27 +339,28 @@ def point_of(key: str) -> Point:
 
 
 def with_objects(config: Config, objects: Mapping[str, object]) -> Config:
-    """Return the configuration of a run with objects given in Python, as the run directory records it.
+    """Return the configuration with Python objects recorded, as it is saved in the run directory.
 
-    It holds the options of an object, and its name in place of an import path. A resumed run needs the object again.
+    The result has the options of each object, and `object:NAME` in place of an import path. To resume the run, pass the objects
+    again.
 
     Args:
         config: Configuration.
         objects: Objects by argument of `GRPO`.
 
     Raises:
-        TypeError: There is no such argument.
+        TypeError: An argument does not exist.
         ConfigError: The options of an object are invalid.
     """
     known = [point.argument for point in POINTS]
     for argument in (*DATA_ARGUMENTS, "advantage") if config.data.mixture else ():
         if objects.get(argument) is not None:
-            what = f"a run with {MIXTURE} has several of them, so an object of Python could belong to any task"
-            fix = f"write its import path into {MIXTURE}.<name>"
+            what = f"each task of {MIXTURE} has its own value, so a Python object could belong to any task"
+            fix = f"write the import path into {MIXTURE}.<name>"
             raise ConfigError(message(f"argument {argument}", f"{MIXTURE}={', '.join(config.data.mixture)}", what, fix))
     for argument in objects:
         if argument not in known:
-            raise TypeError(f"{argument}: no such argument. The objects of a run are {', '.join(known)}.")
+            raise TypeError(f"{argument}: no such argument. Choose one of {', '.join(known)}.")
     for point in POINTS:
         if point.written is not None and objects.get(point.argument) is not None:
             config = point.written(config, objects[point.argument])
@@ -359,14 +368,14 @@ def with_objects(config: Config, objects: Mapping[str, object]) -> Config:
 
 
 def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugin]:
-    """Return the plugins of a run by full key. An object of Python takes precedence over the configuration.
+    """Return the plugins of a run by full key. Python objects take precedence over the configuration.
 
     Args:
         config: Configuration.
-        objects: Objects by argument of `GRPO`. A mapping gives several, each with a name that is appended to the key.
+        objects: Objects by argument of `GRPO`. A mapping passes several objects; their names are appended to the key.
 
     Raises:
-        ValueError: An object cannot be sent to other processes, or does not fit its extension point.
+        ValueError: An object cannot be pickled, or does not fit its extension point.
     """
     plugins: dict[str, Plugin] = {}
     for point in POINTS:
@@ -376,13 +385,13 @@ def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugi
             plugin = plugin_of(key, value, is_local=point.in_controller)
             if plugin is not None:
                 plugins[key] = plugin
-                if plugin.is_object:  # import paths are checked in a child process, since they may crash or hang
+                if plugin.is_object:  # import paths are checked in a child process, because an import may crash or hang
                     point.check(plugin, config)
     for name, task in config.data.mixture.items():
         of_task = config.of_task(task)
         values = {key: value for point in POINTS for key, value in point.configured(of_task).items() if key.startswith("data.")}
-        own = {f"{MIXTURE}.{name}.{key.removeprefix('data.')}": value for key, value in values.items()}
-        found = [plugin_of(key, value) for key, value in (own | {f"{MIXTURE}.{name}.advantage": task.advantage}).items()]
+        values = {f"{MIXTURE}.{name}.{key.removeprefix('data.')}": value for key, value in values.items()}
+        found = [plugin_of(key, value) for key, value in (values | {f"{MIXTURE}.{name}.advantage": task.advantage}).items()]
         plugins |= {plugin.key: plugin for plugin in found if plugin is not None}
     for subset in config.evaluation_sets.values():
         if subset.has_own_data:
@@ -394,10 +403,10 @@ def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugi
 
 
 def with_declared_traits(config: Config, plugins: Plugins) -> Config:
-    """Return the configuration with the traits that a loss of the user declares; `preflight` has checked the loss.
+    """Return the configuration with the traits that a custom loss declares. `preflight` must have checked the loss.
 
     Raises:
-        BrokenRules: The traits contradict other keys.
+        BrokenRules: The traits conflict with other keys.
     """
     loss = loaded(plugins, "algorithm.loss")
     return config if loss is None else config.with_loss_traits(declared_traits(loss) or LossTraits())

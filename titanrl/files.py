@@ -1,7 +1,7 @@
-"""Files that survive a crash: atomic replacement, and folders whose files are listed with their digests.
+"""Crash-safe files: atomic replacement of files, and folders that are committed with a list of digests.
 
-`commit_folder` writes the list, `commit.json`, last and atomically. A folder without it was not finished. `check_folder` reads
-every byte again and names the first file that differs.
+`commit_folder` writes the list, `commit.json`, atomically as the last file. A folder without it is incomplete. `check_folder`
+reads every byte again, and reports the first file that differs.
 """
 
 import hashlib
@@ -15,21 +15,21 @@ from pathlib import Path, PurePosixPath
 from titanrl.errors import TitanRLError
 
 COMMIT_FILE = "commit.json"
-"""File that completes a folder."""
+"""Name of the file that marks a folder as complete."""
 FORMAT = 1
 """Version of the layout of a committed folder."""
 
 Digests = Mapping[str, str]
-"""Digest of each file by its path in a folder: its size in bytes, a colon, and its SHA-256 in hexadecimal."""
+"""Digests by path relative to a folder. A digest is the size in bytes, a colon, and the SHA-256 in hexadecimal."""
 
 
 class DamagedError(TitanRLError):
-    """A file is missing or does not have the bytes that were written; the text names it."""
+    """A file is missing, or its bytes differ from what was written; the message names the file."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an error of the operating system, which names no file if a write fails."""
+    """Add the path to an `OSError` without a file name, such as the error of a failed write."""
     try:
         yield
     except OSError as error:
@@ -39,12 +39,18 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a file atomically: readers see the old text or the new one, and also after a power failure if it is `durable`."""
+    """Write a file atomically, so that readers see either the old or the new text.
+
+    Args:
+        path: File.
+        text: New content.
+        durable: True to also guarantee this after a power failure.
+    """
     replace_lines(path, (text,), durable=durable)
 
 
 def replace_lines(path: Path, lines: Iterable[str], *, durable: bool = False) -> None:
-    """Write a file from pieces of its text, as `replace_text` does."""
+    """Write a file from an iterable of strings; see `replace_text`."""
     partial = path.with_name(path.name + ".partial")
     with naming(path):
         try:
@@ -54,7 +60,7 @@ def replace_lines(path: Path, lines: Iterable[str], *, durable: bool = False) ->
                 if durable:
                     os.fsync(file.fileno())
             partial.replace(path)
-        except BaseException:  # an interrupt, too, must not leave half a file
+        except BaseException:  # an interrupt must not leave a partial file either
             with suppress(OSError):
                 partial.unlink()
             raise
@@ -63,7 +69,7 @@ def replace_lines(path: Path, lines: Iterable[str], *, durable: bool = False) ->
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file of a folder that is not complete yet, and wait until it is on disk. Parent folders are made."""
+    """Write a file of a folder that is not committed yet, and wait until it is on disk. Parent folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), path.open("wb") as file:
         file.write(content)
@@ -72,13 +78,13 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until what was written to a file is on disk, if the file exists."""
+    """Flush a file's content to disk, if the file exists."""
     with suppress(FileNotFoundError), naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the entries of a folder to disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -87,7 +93,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def digests_of(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Return the digests of files below a folder. They are read in parallel, since hashing releases the interpreter's lock."""
+    """Return the digests of files below a folder. Threads read them in parallel, because hashing releases the GIL."""
     listed = list(paths)
     with ThreadPoolExecutor(max(1, min(len(listed), os.cpu_count() or 1))) as pool:
         digests = list(pool.map(_digest, listed))
@@ -96,16 +102,16 @@ def digests_of(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     with naming(path), path.open("rb") as file:
-        hashed = hashlib.file_digest(file, "sha256")  # processors compute it, 2.5 times as fast as BLAKE2b
+        hashed = hashlib.file_digest(file, "sha256")  # hardware-accelerated, 2.5 times as fast as BLAKE2b
         return f"{file.tell()}:{hashed.hexdigest()}"
 
 
 def commit_folder(folder: Path, digests: Digests) -> None:
-    """Complete a folder with the list of its files. All of them must be on disk.
+    """Mark a folder as complete by writing the list of its files, which must all be on disk.
 
     Args:
-        folder: The folder.
-        digests: Known digests; other files of the folder are read.
+        folder: Folder.
+        digests: Known digests; the digests of the folder's other files are computed.
     """
     others = [
         path for path in sorted(folder.rglob("*")) if path.is_file() and path.relative_to(folder).as_posix() not in digests
@@ -118,19 +124,19 @@ def commit_folder(folder: Path, digests: Digests) -> None:
 
 
 def uncommit_folder(folder: Path) -> None:
-    """Make a folder incomplete before its files are written again."""
+    """Mark a folder as incomplete, before its files are rewritten."""
     (folder / COMMIT_FILE).unlink(missing_ok=True)
 
 
 def check_folder(folder: Path, *, needs: Iterable[str] = ()) -> None:
-    """Check that a folder is complete and that all of its listed files have the bytes that were written.
+    """Check that a folder is complete, and that every listed file is intact.
 
     Args:
-        folder: The folder.
+        folder: Folder.
         needs: Names of files that must be listed.
 
     Raises:
-        DamagedError: It is not.
+        DamagedError: The folder is incomplete or damaged.
     """
     listed = _read_commit(folder / COMMIT_FILE)
     for name in needs:
@@ -159,14 +165,14 @@ def _read_commit(path: Path) -> dict[str, str]:
     match content:
         case {"format": int(version), "files": dict(files)}:
             if version != FORMAT:
-                raise DamagedError(f"{path.name} has format {version}, and this version of TitanRL reads {FORMAT}")
+                raise DamagedError(f"{path.name} has format {version}, but this version of TitanRL reads format {FORMAT}")
             if all(_is_below(name) and isinstance(digest, str) for name, digest in files.items()):
                 return files
     raise DamagedError(f"{path.name} does not list files with digests")
 
 
 def _is_below(name: str) -> bool:
-    """Return True for the path of a file below a folder."""
+    """Return True for a normalized relative path that does not leave the folder."""
     path = PurePosixPath(name)
     return bool(path.name) and not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
 

@@ -1,4 +1,4 @@
-"""Work that starts when all of its callers are there, whatever the order in which they come."""
+"""A barrier for asyncio callers that runs one function on the combined inputs of all callers."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -9,16 +9,17 @@ ResultT = TypeVar("ResultT")
 
 
 class Gathering(Generic[PartT, ResultT]):
-    """Collects the parts of several callers, then runs a function on all of them, in order; every caller gets its result.
+    """Collects numbered parts from several callers, runs a function on all parts, and returns its result to every caller.
 
-    The next round can begin as soon as the function has been called. All calls come from one event loop.
+    Callers may arrive in any order. The next round can start as soon as the function has been called. All calls must come from
+    one event loop.
     """
 
     def __init__(self, run: Callable[[Mapping[int, PartT]], Coroutine[Any, Any, ResultT]]) -> None:
         """Start without parts.
 
         Args:
-            run: function of all parts by number, in ascending order.
+            run: Function of all parts by number, in ascending order.
         """
         self._run = run
         self._parts: dict[int, PartT] = {}
@@ -26,9 +27,9 @@ class Gathering(Generic[PartT, ResultT]):
         self._running: dict[asyncio.Task[None], asyncio.Future[ResultT]] = {}
 
     async def add(self, parts: Mapping[int, PartT], num_parts: int) -> ResultT:
-        """Add a caller's parts, wait until there are `num_parts` of them, and return the function's result for all.
+        """Add a caller's parts, wait until `num_parts` parts have arrived, and return the function's result.
 
-        Cancelling a caller does not take its parts back. If the function fails, every caller gets its exception.
+        Cancelling a caller does not withdraw its parts. If the function raises, every caller gets the exception.
         """
         assert not parts.keys() & self._parts.keys(), "part added twice"
         result = self._result = self._result or asyncio.get_running_loop().create_future()
@@ -41,11 +42,11 @@ class Gathering(Generic[PartT, ResultT]):
         return await asyncio.shield(result)
 
     def reset(self, error: Exception) -> None:
-        """Forget all parts, because a caller has ended: fail the calls that wait, and cancel the function if it runs."""
+        """Discard all parts after a caller died: fail the waiting calls with `error`, and cancel a running function."""
         for result in [self._result, *self._running.values()]:
             if result is not None and not result.done():
                 result.set_exception(error)
-                result.exception()  # a caller that has ended does not retrieve it
+                result.exception()  # mark it as retrieved, because a dead caller does not
         for task in self._running:
             task.cancel()
         self._parts, self._result = {}, None
@@ -53,7 +54,7 @@ class Gathering(Generic[PartT, ResultT]):
     async def _finish(self, parts: Mapping[int, PartT], result: "asyncio.Future[ResultT]") -> None:
         try:
             value = await self._run(parts)
-        except Exception as error:  # of any kind: all callers get it
+        except Exception as error:  # any exception goes to all callers
             if not result.done():
                 result.set_exception(error)
         else:

@@ -1,4 +1,4 @@
-"""Rollouts without training (`train: false`): batches of the policy as it is, to look at, to measure, or to save."""
+"""Rollouts without training (`train: false`), to inspect, measure or save the policy's completions."""
 
 import time
 from dataclasses import replace
@@ -10,19 +10,19 @@ from titanrl.types import StepMetrics
 
 
 class Generation(GRPO):
-    """A run that takes batches as training does, and trains on none of them. It has no checkpoints."""
+    """A run that takes batches as in training, but does not train on them. It writes no checkpoints."""
 
     def roles(self) -> Roles:
         """Return generators and rollout workers."""
         return Roles(trainer=False, rollouts=True)
 
     async def begin(self) -> None:
-        """Start the rollouts with the weights of the model."""
+        """Start the rollouts with the model's initial weights."""
         self.open_dump()
         await self.session.rollouts.workers.run()
 
     async def take_steps(self, num_steps: int) -> None:
-        """Take batches until there are so many."""
+        """Take batches until the run has taken `num_steps` of them."""
         while self.state.step < num_steps and not self._ending.is_set():
             await self.step()
 
@@ -55,7 +55,7 @@ class Generation(GRPO):
 
     @property
     def num_unsaved_steps(self) -> int:
-        """Return 0: there is nothing to save in a checkpoint."""
+        """Always 0, because the run has no checkpoints."""
         return 0
 
     async def _train_and_export(self) -> None:

@@ -1,4 +1,4 @@
-"""Hooks: the user's actions around the steps of a run. They run in the controller, one after another."""
+"""Hooks: user-defined callbacks around the steps of a run. The controller calls them one after another."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ EXPECTED = "class MyHook(titanrl.Hook)"
 
 
 class HookError(TitanRLError):
-    """A hook raised; the text names it, and the exception of the hook is the cause."""
+    """A hook raised an exception; the message names the hook, and `__cause__` is its exception."""
 
 
 class Hook:
-    """Actions around the steps of a run. A subclass overrides the methods it needs, each plain or `async`.
+    """Base class of callbacks around the steps of a run. Override the methods you need, as plain or `async` functions.
 
-    `run` is the running `titanrl.GRPO`: `run.state.step` is the number of steps taken, `run.config` the configuration, and
-    `run.set_learning_rate(rate)` changes the learning rate from the next optimizer step on. An exception ends the run.
+    `run` is the running `titanrl.GRPO`. `run.state.step` is the number of steps taken, `run.config` is the configuration, and
+    `run.set_learning_rate(rate)` sets the learning rate from the next optimizer step on. An exception ends the run.
 
     Example:
         class Halve(titanrl.Hook):
@@ -32,16 +32,16 @@ class Hook:
     """
 
     def before_step(self, run: Any) -> Awaitable[None] | None:
-        """Act before a step takes its batch."""
+        """Handle the start of a step, before it takes its batch."""
 
     def after_step(self, run: Any, metrics: StepMetrics) -> Awaitable[None] | None:
-        """Act after a step was recorded."""
+        """Handle the end of a step, after its metrics were recorded."""
 
     def after_evaluation(self, run: Any, result: EvaluationResult) -> Awaitable[None] | None:
-        """Act after an evaluation was recorded."""
+        """Handle the result of an evaluation, after it was recorded."""
 
     def after_checkpoint(self, run: Any, folder: Path) -> Awaitable[None] | None:
-        """Act after a checkpoint is complete in `folder`."""
+        """Handle a checkpoint, after it is complete in `folder`."""
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {
@@ -50,22 +50,22 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "after_evaluation": Hook.after_evaluation,
     "after_checkpoint": Hook.after_checkpoint,
 }
-"""The methods of a hook."""
+"""Methods of a hook by name."""
 
 
 class Hooks:
-    """The hooks of a run, in the order of the configuration."""
+    """The hooks of a run, in configuration order."""
 
     def __init__(self, hooks: Sequence[tuple[str, Hook]]) -> None:
-        """Call these hooks; each comes with its name for error messages."""
+        """Wrap named hooks; error messages use the names."""
         self._hooks = tuple(hooks)
 
     @classmethod
     def of(cls, plugins: Plugins) -> Self:
-        """Load the hooks of a run. A class is called without arguments.
+        """Load the hooks of a run, and instantiate those given as classes.
 
         Raises:
-            HookError: A class raised.
+            HookError: The constructor of a class raised.
         """
         hooks = []
         for plugin in plugins_under(plugins, "hooks"):
@@ -107,10 +107,15 @@ class Hooks:
 
 
 def check_hook(candidate: object, *, key: str, name: str) -> None:
-    """Check that an object is a hook, or a class of hooks, whose methods have known names and fitting signatures.
+    """Check that an object is a `Hook` instance or subclass, and that its methods have known names and valid signatures.
+
+    Args:
+        candidate: Object to check.
+        key: Configuration key, for error messages.
+        name: Import path or name of the object.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The object is not a usable hook.
     """
     kind = candidate if isinstance(candidate, type) else type(candidate)
     if not issubclass(kind, Hook):
@@ -119,11 +124,11 @@ def check_hook(candidate: object, *, key: str, name: str) -> None:
         try:
             inspect.signature(kind).bind()
         except TypeError as error:
-            fix = "Give its arguments defaults, or give the constructed object to GRPO(config, hooks=[...])."
-            raise ValueError(f"{key}: the class must not need arguments: {error} (got {name}). {fix}") from error
+            fix = "Give its arguments defaults, or pass an instance to GRPO(config, hooks=[...])."
+            raise ValueError(f"{key}: the class must not require arguments: {error} (got {name}). {fix}") from error
     for method in dir(kind):
         if method.startswith(("before_", "after_")) and method not in METHODS:
-            raise ValueError(f"{key}: no such method of a hook (got {name}.{method}). Its methods are {', '.join(METHODS)}.")
+            raise ValueError(f"{key}: hooks have no such method (got {name}.{method}). Choose one of {', '.join(METHODS)}.")
     for method, expected in METHODS.items():
         function = getattr(kind, method)
         if function is not expected:
@@ -133,8 +138,8 @@ def check_hook(candidate: object, *, key: str, name: str) -> None:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Raise an exception of the body as a `HookError` that names the hook."""
+    """Convert any exception raised in the body to a `HookError` that names the hook."""
     try:
         yield
-    except Exception as error:  # the hook is the user's and may raise anything
+    except Exception as error:  # user code may raise anything
         raise HookError(f"hooks: {name} raised {type(error).__name__}: {error}") from error

@@ -1,22 +1,25 @@
-"""Identity of the host of this process."""
+"""Identity of this process's host."""
 
 import functools
 import os
 from pathlib import Path
 
 HOST_FOLDER = "TITANRL_HOST_FOLDER"
-"""Variable with a folder of the run's processes on one host, which only this user can enter; unset where a run has one host.
+"""Environment variable with the run's folder on this host, which only this user can enter; unset if the run has one host.
 
-Hosts that share a machine, such as emulated ones, have different folders."""
+Emulated hosts that share a machine have different folders."""
 
 
 @functools.cache
 def host_id() -> str:
-    """Return an id shared by the processes that can open each other's descriptors: boot, process namespace and folder."""
+    """Return an id shared by processes that can open each other's file descriptors.
+
+    The id combines the boot id, the PID namespace and the host folder.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.environ.get(HOST_FOLDER, '')}".rstrip()
 
 
 def process_start(pid: str) -> int:
-    """Return the start of a process in clock ticks since boot."""
+    """Return the start time of a process in clock ticks since boot."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""The life of a run: its directory, its processes and records, restarts after faults, and how it ends."""
+"""Lifecycle of a run: startup, restarts after faults, and shutdown, for any kind of loop."""
 
 import asyncio
 import time
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Lifecycle:
-    """Start, restart and end of a run, whatever its loop is."""
+    """Base class that starts, restarts and stops a run, independent of its loop."""
 
     program: Program = "train"
     """Subcommand of `titanrl` that runs the loop."""
     purpose = "Train a policy with GRPO."
-    """Description of that command."""
+    """Description of the subcommand."""
     with_data = False
-    """True if the loop uses the data section and the user's objects."""
+    """True if the loop uses prompts from the section `data`, which `preflight` then checks."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Lifecycle:
         source: Source | None = None,
         **objects: object,
     ) -> None:
-        """Check everything that can be checked before a process is started.
+        """Run all checks that are possible before a process starts, and lock the run directory.
 
         Args:
-            config: the run.
-            resume: run directory to continue in; None makes a new one.
-            console: shows progress; made from `config.logging` by default.
-            source: source of the configuration; with it messages name lines and overrides.
-            objects: the user's own objects in place of built-in ones, by the arguments that `titanrl.extensions` lists.
+            config: Configuration of the run.
+            resume: Directory of the run to resume; None creates a new one.
+            console: Progress display; created from `config.logging` by default.
+            source: Source of the configuration, which lets messages name lines and overrides.
+            objects: User-defined objects that replace built-in ones, by the argument names in `titanrl.extensions`.
 
         Raises:
-            ConfigError: a file or device that the configuration names is missing, or it is for another subcommand.
+            ConfigError: A file or device named by the configuration is missing, or it is for another subcommand.
         """
         check_program(config, self.program, source)
         self.config = config = with_objects(config, objects)
@@ -73,8 +73,15 @@ class Lifecycle:
         lock = claim_run(resume) if resume is not None and resume.is_dir() else None
         self._found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
         self.state = self._found.state
-        sides = {"training": config.train, "sampling": config.rollout.replay is None}
-        preflight(config, source, plugins=self._plugins, rollouts=self.with_data, meanwhile=_import_heavy_packages, **sides)
+        preflight(
+            config,
+            source,
+            plugins=self._plugins,
+            training=config.train,
+            sampling=config.rollout.replay is None,
+            rollouts=self.with_data,
+            meanwhile=_import_heavy_packages,
+        )
         self._lock: RunLock = lock or claim_new_run(config.run_dir)
         self.run_dir = self._lock.path.resolve()
         self.config = config = with_declared_traits(config, self._plugins)
@@ -82,12 +89,12 @@ class Lifecycle:
         self.device = resolve_device(config.device)
         self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
         self._is_resumed = resume is not None
-        self._resume_step = self.state.step or None  # a submitted run may have no checkpoint yet
+        self._resume_step = self.state.step or None  # the first job of `titanrl submit` resumes a run without checkpoints
         self._saved_step = self.state.step
         self._saving: asyncio.Task[Path] | None = None
         self._ending = asyncio.Event()
         self.is_training = False
-        """True while `train` takes steps; then `end_after_step` makes it end."""
+        """True while `train` takes steps, during which `end_after_step` has an effect."""
         self._timer = PhaseTimer(on_change=self.console.current_phase)
         self._session: Session | None = None
         self._recorder: Recorder | None = None
@@ -102,48 +109,49 @@ class Lifecycle:
         raise NotImplementedError
 
     async def begin(self) -> None:
-        """Prepare the loop after the policy was loaded, and load the checkpoint of a resumed run with `resume`."""
+        """Prepare the loop after the policy was loaded. An override must call `resume` to load a resumed run's checkpoint."""
         await self.resume()
 
     async def start(self) -> Self:
-        """Start every process, load or warm-start the policy, and prepare the loop."""
+        """Start all processes, load or warm-start the policy, and prepare the loop."""
         _import_heavy_packages()
         for note in notes(self.config):
             self.console.note(note)
         self._open_recorder("resume" if self._is_resumed else "start")
-        await self._surviving()
+        await self._with_restarts()
         return self
 
     async def restart(self, cause: FaultError | None = None) -> None:
-        """Start the processes again, and continue from the newest whole checkpoint, exactly as `--resume` does.
+        """Restart the processes, and continue from the newest complete checkpoint, exactly as `--resume` does.
 
-        Generators that live keep their engines, which take longest to start; requests and weights are dropped.
+        Surviving generators keep their engines, which take longest to start, but drop their requests and weights.
 
-        `train` does so after a fault. A loop of one's own may do it when a step has raised a `FaultError`. Without a
-        checkpoint the run begins again. Steps after the checkpoint are taken again, and their lines in the files are
-        dropped. The clients of `session`, `training` and `sampling` are new ones.
+        Steps after the checkpoint are repeated, and their lines are removed from the run's files. Without a checkpoint, the run
+        starts over. `session`, `training` and `sampling` return new clients afterwards.
+
+        `train` restarts automatically after a fault. A custom loop may call this after a step has raised a `FaultError`.
 
         Args:
-            cause: fault to record; by default the one that has ended the requests of the session, if any.
+            cause: Fault to record; by default the one that stopped the session, if any.
         """
-        await self._step_back(cause or self._session_fault)
-        await self._surviving()
+        await self._roll_back(cause or self._session_fault)
+        await self._with_restarts()
 
-    async def _surviving(self, work: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Open a session if there is none, and do some work. Restart and do it again after each fault, within limits."""
+    async def _with_restarts(self, work: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Open a session if there is none, then await `work`. After a fault, roll back and repeat, within `config.faults`."""
         while True:
             try:
                 if self._session is None and not self._ending.is_set():
                     await self._unless_ending(self._open())
                 return None if work is None else await work()
-            except Exception as error:  # a fault shows up as any exception of a part that needs the failed one
+            except Exception as error:  # a fault may surface as any exception of a dependent request
                 fault = self._restarts.fault_in(error, self._session_fault)
                 if fault is None:
                     raise
-                await self._step_back(fault, self._restarts.count(fault, self.state.step))
+                await self._roll_back(fault, self._restarts.count(fault, self.state.step))
 
     async def _unless_ending(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Await some work; cancel it when the run is to end. Return True if it is done."""
+        """Await work, and cancel it if the run is asked to end. Return True if the work finished."""
         working, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,13 +163,18 @@ class Lifecycle:
             ending.cancel()
             await asyncio.gather(working, ending, return_exceptions=True)
 
-    async def _step_back(self, fault: FaultError | None, budget: str = "") -> None:
-        """Close the processes; return state and files of the run to the newest whole checkpoint, or to their beginning."""
-        # Generators that make the next attempt fail, too, must not be kept for a third one.
+    async def _roll_back(self, fault: FaultError | None, budget: str = "") -> None:
+        """Stop the processes, and roll state and files back to the newest complete checkpoint, or to the start of the run.
+
+        Args:
+            fault: Fault to record, if any.
+            budget: Text about the remaining restarts, for the warning.
+        """
+        # Generators that fail the next attempt as well must not be kept for a third one.
         keeps_generators = self._restart is None or (
             fault is not None and not fault.part.startswith(("generator", "evaluator"))
         )
-        self._record_restart(has_failed=True)  # of an earlier attempt, if there is one
+        self._record_restart(has_failed=True)  # an earlier attempt that did not finish, if any
         started, reached = time.perf_counter(), self.state.step
         await self._settle_checkpoint()
         await self._close_session(keeps_generators=keeps_generators)
@@ -170,14 +183,14 @@ class Lifecycle:
         self._found = newest or self._found
         self.state, self._saved_step = self._found.state, self._found.state.step
         self._hooks = Hooks.of(self._plugins)
-        self._timer.take()  # of the step that was lost
+        self._timer.take()  # discard the timings of the lost step
         self.recorder.close(resumes=True)
         self._open_recorder("restart")
         self._restart = Restart(fault=fault, step=reached, from_step=self._resume_step, started=started)
         self.console.warn(self._restart.warning(budget))
 
     def _record_restart(self, *, has_failed: bool = False) -> None:
-        """Record the restart that has begun, if there is one."""
+        """Record the restart in progress, if any."""
         restart, self._restart = self._restart, None
         if restart is not None:
             self.recorder.directory.event("restart", **restart.event(), failed=has_failed)
@@ -192,7 +205,7 @@ class Lifecycle:
 
     async def _open(self) -> None:
         """Open a session, load the policy, and prepare the loop."""
-        from titanrl.session import SessionSetup, open_session  # imports torch, which a dry run does not need
+        from titanrl.session import SessionSetup, open_session  # imports torch; a dry run does not need it
 
         config, console, roles = self.config, self.console, self.roles()
         started = {
@@ -212,13 +225,13 @@ class Lifecycle:
             kept=self._kept,
         )
         self._session = await open_session(setup)
-        self._kept = None  # the session has them
+        self._kept = None  # the session owns them now
         await self._session.load()
         await self.begin()
         self._record_restart()
 
     async def resume(self) -> None:
-        """Load the checkpoint that the run resumes from, if there is one."""
+        """Load the checkpoint to resume from, if there is one."""
         if self._resume_step is not None:
             version = await self.session.trainer.load_checkpoint(self._resume_step)
             if version != self.state.version:
@@ -228,10 +241,10 @@ class Lifecycle:
                 )
 
     async def close(self, error: BaseException | None = None) -> None:
-        """Stop every process, write the report, and print where everything is. A second call does nothing.
+        """Stop all processes, write the report, and print the locations of the results. A second call does nothing.
 
         Args:
-            error: why the run ended, if it failed; recorded as its cause.
+            error: Exception that ended the run, recorded as the cause; None after success.
         """
         code, cause = (0, "") if error is None else (1, describe(error))
         was_open = self._recorder is not None
@@ -240,11 +253,11 @@ class Lifecycle:
             self.summarize(code=code, cause=cause)
 
     async def stop(self, *, code: int = 0, cause: str = "") -> None:
-        """Stop every process and close every file, whatever state the run is in. A second call does nothing.
+        """Stop all processes and close all files, in any state of the run. A second call does nothing.
 
         Args:
-            code: exit code of the run, for its last event.
-            cause: why it ended, if the code is not 0.
+            code: Exit code of the run, for its last event.
+            cause: Reason for the end of the run, if the code is not 0.
         """
         await self._settle_checkpoint()
         await self._close_session()
@@ -253,13 +266,13 @@ class Lifecycle:
             try:
                 recorder.directory.event("end", code=code, cause=cause)
                 recorder.close()
-            except OSError as error:  # of a full disk; the caller reports why the run ended
+            except OSError as error:  # such as a full disk; the caller reports why the run ended
                 self.console.warn(f"the end of the run is not recorded: {error}")
         self.console.close()
         self._lock.release()
 
     async def _settle_checkpoint(self) -> None:
-        """Wait a moment for a checkpoint that is almost written, so that it is not lost."""
+        """Give a checkpoint in progress a quarter of `timeouts.close_s` to finish, then cancel it."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await asyncio.wait({saving}, timeout=self.config.timeouts.close_s / 4)
@@ -267,7 +280,10 @@ class Lifecycle:
             await asyncio.gather(saving, return_exceptions=True)
 
     async def _close_session(self, *, keeps_generators: bool = False) -> None:
-        """Stop every process, or all but the generators'. If this is cancelled, it goes on, and the next call waits for it."""
+        """Stop all processes, except generators if `keeps_generators`.
+
+        The shutdown continues if this call is cancelled; the next call then waits for it.
+        """
         if self._session is not None:
             session, self._session = self._session, None
             closing = self._stop_for_restart(session) if keeps_generators else session.close()
@@ -290,48 +306,48 @@ class Lifecycle:
 
     @property
     def ends_early(self) -> bool:
-        """True if training is to end before its last step."""
+        """True if training should stop before its last step."""
         return False
 
     def summarize(self, *, code: int = 0, cause: str = "") -> None:
-        """Write the report of a stopped run and print its last lines.
+        """Write the report of a stopped run, and print its summary.
 
         Args:
-            code: exit code of the run.
-            cause: why it ended, if the code is not 0.
+            code: Exit code of the run.
+            cause: Reason for the end of the run, if the code is not 0.
         """
         num_steps = self.state.version if self.ends_early else self.config.num_steps
         outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=num_steps)
         self.console.done(last_lines(self.run_dir, outcome, command=f"titanrl {self.program}"))
 
     async def __aenter__(self) -> Self:
-        """Start the run; stop it if the start fails."""
+        """Start the run; close it if startup fails."""
         try:
             return await self.start()
-        except BaseException as error:  # an interrupt, too
+        except BaseException as error:  # including interrupts
             await self.close(error)
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the run; record the exception of the body as its cause."""
+        """Close the run, and record an exception of the body as the cause."""
         await self.close(error)
 
     @property
     def session(self) -> "Session":
-        """Running processes and their clients."""
+        """Session with the running processes and their clients."""
         assert self._session is not None, "the run has not started"
         return self._session
 
     @property
     def training(self) -> "TrainingClient":
-        """Client of the trainer, to train on data of one's own between two steps."""
+        """Client of the trainer, for training on custom data between two steps."""
         return self.session.training
 
     @property
     def sampling(self) -> "SamplingClient":
-        """Client of the generators, which samples with the newest version."""
+        """Client of the generators, which samples with the newest published version."""
         return self.session.sampling
 
     @property
@@ -347,6 +363,6 @@ class Lifecycle:
 
 
 def _import_heavy_packages() -> None:
-    """Import torch and everything else that `GRPO.start` needs, which takes seconds."""
+    """Import torch and the other packages needed by `Lifecycle.start`, which takes seconds."""
     with loading():
         import titanrl.session  # noqa: F401

@@ -1,7 +1,7 @@
-"""Print the objects of a run on Kubernetes as YAML: `titanrl manifest`.
+"""Print the Kubernetes objects of a run as YAML: `titanrl manifest`.
 
-`kubectl apply` of the output starts the run: Monarch's operator makes the pods of trainers and generators, and the controller's
-Job finds them, trains, and deletes them.
+Passing the output to `kubectl apply` starts the run. Monarch's operator creates the pods of trainers and generators. The
+controller's Job discovers them, trains, and deletes them.
 """
 
 import argparse
@@ -47,25 +47,25 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl manifest") -
 def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog=prog, description="Print the objects of a run on Kubernetes as YAML, for kubectl apply. Needs no cluster."
+        prog=prog, description="Print the Kubernetes objects of a run as YAML, for kubectl apply. No cluster is needed."
     )
     help_text = "YAML file of the run, or the name of a shipped configuration"
     parser.add_argument("--config", type=Path, required=True, help=help_text)
-    help_text = "run directory in the pods; the run continues from its newest checkpoint"
+    help_text = "run directory in the pods, to continue from its newest checkpoint"
     parser.add_argument("--resume", metavar="RUN_DIR", help=help_text)
-    help_text = "print the pods of the hosts only, or the controller only, which then creates those pods itself"
+    help_text = "print only the pods of the hosts, or only the controller, which then creates those pods itself"
     parser.add_argument("--only", choices=("meshes", "controller"), help=help_text)
-    help_text = "print a controller that examines the hosts of the run, and does not train"
+    help_text = "print a controller that checks the hosts of the run instead of training"
     parser.add_argument("--doctor", action="store_true", help=help_text)
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     arguments = parser.parse_args(argv)
     if arguments.doctor and (arguments.resume or arguments.only):
-        parser.error("--doctor and --resume or --only exclude each other")
+        parser.error("--doctor cannot be combined with --resume or --only")
     return arguments
 
 
 def check(config: Config, source: Source) -> None:
-    """Check what can be checked without the cluster, the image and its volumes.
+    """Check everything that does not require access to the cluster, the image or the volumes.
 
     Raises:
         ConfigError: The run cannot start.
@@ -80,13 +80,13 @@ def check(config: Config, source: Source) -> None:
 
 
 def objects(config: Config, text: str, resume: str | None = None, only: str | None = None) -> list[Json]:
-    """Return the objects of a run: a MonarchMesh for each role, and those of the controller.
+    """Return the Kubernetes objects of a run: one MonarchMesh per role, and the controller's objects.
 
     Args:
-        config: the run.
-        text: its configuration as written, because relative paths are those of files in the pods.
-        resume: run directory in the pods that the controller continues; None begins a new run.
-        only: `meshes` or `controller`, to return these only.
+        config: Configuration.
+        text: The configuration as written; its relative paths refer to files in the pods.
+        resume: Run directory in the pods that the controller continues; None starts a new run.
+        only: `meshes` or `controller`, to return only these objects.
     """
     device = resolve_device("auto").kind if config.device == "auto" else config.device
     namespace = namespace_of(config)
@@ -99,17 +99,17 @@ def objects(config: Config, text: str, resume: str | None = None, only: str | No
 
 
 def namespace_of(config: Config) -> str:
-    """Return the namespace of the objects of a run."""
+    """Return the Kubernetes namespace of a run."""
     return config.hosts.kubernetes.namespace or "default"
 
 
 def text_of(manifest: Sequence[Json]) -> str:
-    """Return objects as YAML documents, with texts of several lines as blocks."""
+    """Return objects as YAML documents, with multi-line strings as literal blocks."""
     return yaml.dump_all(manifest, Dumper=_Dumper, sort_keys=False, width=128)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
+    """Dumper that writes multi-line strings as literal blocks."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

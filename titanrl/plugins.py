@@ -1,7 +1,7 @@
-"""Objects of the user in place of built-in ones: named by an import path, or given as Python objects.
+"""Plugins: user-defined objects that replace built-in ones, given by import path or as Python objects.
 
-A `Plugin` crosses process boundaries. One named by a path is imported where it is used. An object is pickled by value, unless
-its module belongs to an installed package. Functions of a script or of a notebook cell therefore work as well.
+A `Plugin` can be sent to other processes. An import path is imported where it is used. A Python object is pickled by value,
+unless its module belongs to an installed package, so functions defined in a script or a notebook cell also work.
 """
 
 import inspect
@@ -19,48 +19,46 @@ from typing import Any
 from titanrl.loading import import_object
 
 OBJECT = "object"
-"""Replaces the module in the import path of an object given in Python, in the configuration that a run records."""
+"""Placeholder for the module in the recorded import path of a Python object, as in `object:clipped`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """An object of the user that takes the place of a built-in one.
+    """A user-defined object that replaces a built-in one.
 
     Example: `Plugin(key="algorithm.loss", name="my_losses.py:clipped")`
     """
 
     key: str
-    """Configuration key that it fills, for error messages."""
+    """Configuration key of the object, for error messages."""
     name: str
-    """Import path, or the name of an object given in Python."""
+    """Import path, or the name of a Python object."""
     pickled: bytes | None = None
-    """The pickled object; None if `name` is an import path."""
+    """The pickled object; None if `name` is an import path, or if `value` is set."""
     value: Any = None
-    """The object itself, if only this process uses it; it does not cross process boundaries."""
+    """The object itself, if only this process uses it; it is not pickled."""
 
     def load(self) -> Any:
         """Import or unpickle the object.
 
         Raises:
-            ValueError: It cannot be imported.
+            ValueError: The object cannot be imported.
         """
         if self.value is not None:
             return self.value
         if self.pickled is None and self.name.startswith(f"{OBJECT}:"):
-            what = "an object of Python, which a configuration cannot hold"
-            raise ValueError(
-                f"{self.key}: {what} (got {self.name!r}). Start the run from Python, and give it the object again."
-            )
+            what = "a Python object, which a configuration cannot hold"
+            raise ValueError(f"{self.key}: {what} (got {self.name!r}). Start the run from Python, and pass the object again.")
         return import_object(self.name, key=self.key) if self.pickled is None else pickle.loads(self.pickled)
 
     @property
     def is_object(self) -> bool:
-        """True for an object given in Python, False for an import path."""
+        """True for a Python object, False for an import path."""
         return self.pickled is not None or self.value is not None
 
     @property
     def path(self) -> str:
-        """Text of the object in a configuration: its import path, or `object:NAME`."""
+        """Text that represents the object in a configuration: its import path, or `object:NAME`."""
         return object_path(self.name) if self.is_object else self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -77,12 +75,12 @@ Plugins = Mapping[str, Plugin]
 
 
 def plugin_of(key: str, value: object, *, is_local: bool = False) -> Plugin | None:
-    """Return the plugin that a configuration value or a Python object names; None for a built-in one.
+    """Return the plugin for a configuration value or a Python object; None for a built-in.
 
     Args:
         key: Configuration key, such as `algorithm.loss`.
-        value: Name of a built-in, an import path (it contains a colon), None, or the object itself.
-        is_local: Keep an object as it is, because only this process uses it.
+        value: Name of a built-in, import path (contains a colon), None, or the object itself.
+        is_local: True to keep the object unpickled, because only this process uses it.
 
     Raises:
         ValueError: The object cannot be pickled.
@@ -96,15 +94,15 @@ def plugin_of(key: str, value: object, *, is_local: bool = False) -> Plugin | No
         return Plugin(key=key, name=name, value=value)
     try:
         return Plugin(key=key, name=name, pickled=_pickle_by_value(value))
-    except Exception as error:  # pickling runs code of the user's classes
+    except Exception as error:  # pickling runs code of user classes
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{key}: cannot be sent to other processes: {cause} (got {name}). Remove what holds it open."
+            f"{key}: cannot be sent to other processes: {cause} (got {name}). Make the object picklable."
         ) from error
 
 
 def loaded(plugins: Plugins, key: str) -> Any:
-    """Return the object of a plugin; None if the run has none for this key."""
+    """Load and return the plugin of a key; None if the key has no plugin."""
     plugin = plugins.get(key)
     return None if plugin is None else plugin.load()
 
@@ -115,36 +113,36 @@ def _with_absolute_file(path: str) -> str:
 
 
 def plugins_under(plugins: Plugins, key: str) -> list[Plugin]:
-    """Return the plugins of a key that holds a list, in its order."""
+    """Return the plugins of a list-valued key, in list order."""
     return [plugin for full_key, plugin in plugins.items() if full_key.startswith(f"{key}.")]
 
 
 def plugins_within(plugins: Plugins, section: str) -> dict[str, Plugin]:
-    """Return the plugins of a section's own keys, such as `data.source`, by these keys. The plugins know their full keys."""
+    """Return the plugins of a section by key relative to the section; `Plugin.key` stays the full key."""
     prefix = f"{section}."
     return {key.removeprefix(prefix): plugin for key, plugin in plugins.items() if key.startswith(prefix)}
 
 
 def plugins_of_data(plugins: Plugins, section: str) -> dict[str, Plugin]:
-    """Return the plugins of a section with the keys of `data`, such as `data.mixture.sums`, as if they were those of `data`."""
+    """Return the plugins of a section laid out like `data`, such as `data.mixture.sums`, under the keys of `data`."""
     prefix = f"{section}."
     return {f"data.{key.removeprefix(prefix)}": plugin for key, plugin in plugins.items() if key.startswith(prefix)}
 
 
 def object_path(name: str) -> str:
-    """Return the text of an object given in Python in the configuration that a run records."""
+    """Return the import path that represents a Python object in a run's recorded configuration, as in `object:clipped`."""
     identifier = re.sub(r"\W+", "_", name).strip("_")
     return f"{OBJECT}:{identifier}"
 
 
 def name_of(value: object) -> str:
-    """Return the name of an object of Python, for messages; the type of one without a name."""
+    """Return the qualified name of a Python object, or of its type if the object has no name."""
     value = unwrapped(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def unwrapped(value: object) -> object:
-    """Return the function of a `functools.partial`, which has the name, module and traits; anything else as it is."""
+    """Return the function inside (nested) `functools.partial` objects, which has the name, module and traits."""
     while isinstance(value, partial):
         value = value.func
     return value
@@ -156,15 +154,15 @@ def check_call(
     """Check that a callable accepts the arguments of a protocol's `__call__`.
 
     Args:
-        candidate: The object of the user.
-        protocol: The unbound `__call__` of the protocol, whose first parameter is `self`.
-        key: Configuration key, for the error message.
+        candidate: User-defined object.
+        protocol: Unbound `__call__` of the protocol, whose first parameter is `self`.
+        key: Configuration key, for error messages.
         name: Import path or name of the candidate.
-        expected: How to write it, as the error message shows it.
-        options: Further keywords that the call passes.
+        expected: Expected signature, as code for error messages.
+        options: Additional keyword arguments that the call passes.
 
     Raises:
-        ValueError: It is not callable, or does not accept the arguments.
+        ValueError: The candidate is not callable, or does not accept the arguments.
     """
     if not callable(candidate):
         raise ValueError(f"{key}: not callable (got {name}, of type {type(candidate).__name__}). Write it as `{expected}`.")
@@ -183,7 +181,7 @@ def check_call(
 
 
 def _pickle_by_value(value: object) -> bytes:
-    import cloudpickle  # scoring processes load plugins, but never write one
+    import cloudpickle  # imported lazily, because scoring processes only load plugins
 
     function = unwrapped(value)
     module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
@@ -197,7 +195,7 @@ def _pickle_by_value(value: object) -> bytes:
 
 
 def _is_installed(module: ModuleType) -> bool:
-    """Return True if the module is part of Python, of TitanRL or of an installed package, which other processes can import."""
+    """Return True for a module of Python, TitanRL or an installed package, which other processes can import."""
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] == "titanrl":
         return True

@@ -1,6 +1,6 @@
-"""Checks of a configuration against this machine, before a run starts anything and in `--dry-run`.
+"""Preflight checks of a configuration against this machine, made before a run starts and in `--dry-run`.
 
-Nothing here imports torch or vLLM. `titanrl.child_checks` checks data and the user's objects in child processes.
+This module does not import torch or vLLM. `titanrl.child_checks` checks data and user-defined objects in child processes.
 """
 
 import ast
@@ -44,11 +44,11 @@ from titanrl.models.vllm_limits import vllm_problems
 from titanrl.plugins import Plugins
 
 PROCESSES_PER_CORE = 100
-"""Limit of processes on one machine."""
+"""Limit of processes per CPU core on one machine."""
 PROCESS_BYTES = dict.fromkeys(("controller", "trainer", "generator", "teacher", "evaluator"), 200 << 20) | {
     "rollout": 100 << 20
 }
-"""Memory that a process of a role needs for itself at least; measured on CPU: 250 MB, and 170 MB for a rollout worker."""
+"""Lower bound of a process's base memory by role, in bytes. Measured on CPU: 250 MB, and 170 MB for a rollout worker."""
 SCALARS: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,),
     "int": (int,),
@@ -56,9 +56,9 @@ SCALARS: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "None": (type(None),),
 }
-"""Types of vLLM's options that are checked, with those of the values that YAML can write for them."""
+"""Types of vLLM options that are checked, with the Python types of valid YAML values."""
 MAX_HEADER_BYTES = 100 << 20
-"""Limit of the safetensors format."""
+"""Largest header that the safetensors format allows."""
 
 
 def preflight(
@@ -71,16 +71,16 @@ def preflight(
     rollouts: bool = True,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Check that a run of this configuration can start on this machine. Nothing is started or written.
+    """Check that a run of this configuration can start on this machine, without starting or writing anything.
 
     Args:
         config: Configuration.
-        source: Source of the configuration; with it messages name lines and overrides.
-        plugins: The user's objects; those that the configuration names by default.
-        training: Check what a trainer needs.
-        sampling: Check what generators need.
-        rollouts: Check the prompts, which a session without rollouts does not use.
-        meanwhile: Function to call while child processes check data and the user's objects.
+        source: Source of the configuration, which lets messages name lines and overrides.
+        plugins: User-defined objects; by default those named in the configuration.
+        training: True to check the requirements of a trainer.
+        sampling: True to check the requirements of generators.
+        rollouts: True to check the prompts, which a session without rollouts does not use.
+        meanwhile: Function to call while child processes check data and user-defined objects.
 
     Raises:
         ConfigError: The run cannot start. The error lists all reasons.
@@ -98,9 +98,9 @@ def preflight(
 
 
 def broken_rules(config: Config, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
-    """Yield the rules that the configuration breaks on this machine, without those of data and the user's objects.
+    """Yield the rules that the configuration breaks on this machine, except rules on data and user-defined objects.
 
-    Without `training` or `sampling`, rules that concern only a trainer or only generators are left out.
+    Without `training` or `sampling`, rules that concern only a trainer or only generators are skipped.
     """
     yield from _broken_by_device(config)
     yield from _broken_by_machine(config)
@@ -114,10 +114,10 @@ def broken_rules(config: Config, *, training: bool = True, sampling: bool = True
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
-    """Read the examples of a fine-tuning.
+    """Read the examples of a fine-tuning run.
 
     Raises:
-        ConfigError: They cannot be used.
+        ConfigError: The examples or the tokenizer cannot be used.
     """
     try:
         tokenizer = policy_tokenizer(config)
@@ -146,12 +146,12 @@ def dry_run(config: Config, source: Source | None = None) -> None:
     console.print("Ready to start. The dry run started and wrote nothing.", highlight=False)
 
 
-# The machine
+# Machine
 
 
 def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
-    is_elsewhere = config.hosts.across_machines  # the controller needs no device
-    missing = None if config.device == "auto" or is_elsewhere else missing_for(config.device)
+    is_remote = config.hosts.across_machines  # the controller then needs no device
+    missing = None if config.device == "auto" or is_remote else missing_for(config.device)
     if missing is not None:
         rule = f"the device must be usable on this machine, but it is not: {missing}"
         yield BrokenRule(values={"device": config.device}, rule=rule, fix="set device to auto or cpu")
@@ -174,13 +174,13 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
             "generator.replicas": config.generator.replicas,
         }
         rule = f"a run must not start more than {limit:,} processes on this machine, {PROCESSES_PER_CORE} per CPU core, "
-        yield BrokenRule(values=keys, rule=f"{rule}and these values start {num_processes:,}", fix="lower the largest of them")
+        yield BrokenRule(values=keys, rule=f"{rule}but these values start {num_processes:,}", fix="lower the largest of them")
         return
     at_least = sum(number * PROCESS_BYTES.get(role, 0) for role, number in sizes.processes.items())
     if at_least > host_bytes():
         yield BrokenRule(
             values={"generator.replicas": config.generator.replicas, "rollout.num_workers": config.rollout.num_workers},
-            rule=f"the processes of a run need {gigabytes(at_least)} before they load a model, and this machine has "
+            rule=f"the processes of a run need {gigabytes(at_least)} before they load a model, but this machine has "
             f"{gigabytes(host_bytes())}",
             fix="lower the larger of them",
         )
@@ -192,7 +192,7 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
             cache = {"generator.kv_cache_bytes": config.generator.kv_cache_bytes} if has_generators else {}
             yield BrokenRule(
                 values={**model_values(config), **cache},
-                rule=f"weights, {what} need {gigabytes(needed)} without activations, and this machine has "
+                rule=f"weights, {what} need {gigabytes(needed)} without activations, but this machine has "
                 f"{gigabytes(available)}",
                 fix="use a smaller model, fewer replicas, or less KV cache" if has_generators else "use a smaller model",
             )
@@ -203,7 +203,7 @@ def _device_kind(config: Config) -> DeviceKind:
 
 
 def _device_bytes(device: DeviceKind) -> int | None:
-    """Return the memory of the smallest CUDA device of this machine; None if unknown."""
+    """Return the memory of this machine's smallest CUDA device, in bytes; None if unknown."""
     if device != "cuda" or shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -225,7 +225,7 @@ def _broken_by_folders(config: Config) -> Iterator[BrokenRule]:
 
 
 def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
-    """Yield options of `generator.vllm` that vLLM does not have or take, from its source: importing it takes many seconds."""
+    """Check `generator.vllm` against the options in vLLM's source code, because importing vLLM takes many seconds."""
     spec = importlib.util.find_spec("vllm") if config.generator.vllm else None
     if spec is None or spec.origin is None:
         return
@@ -243,7 +243,7 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
             if kinds <= SCALARS.keys() and not any(_is_a(value, kind) for kind in kinds):
                 yield BrokenRule(
                     values={f"generator.vllm.{key}": value},
-                    rule=f"vLLM takes {options[key]}",
+                    rule=f"vLLM expects {options[key]}",
                     fix="correct the value; vllm.EngineArgs documents the options",
                 )
             continue
@@ -253,7 +253,7 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
 
 
 def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
-    """Yield what the built-in rewards need beyond their own options: a package, a key, room for the penalty."""
+    """Yield the unmet requirements of built-in rewards: a package, an API key, or enough tokens for a length penalty."""
     rewards = {
         f"{key_of(task, data)}.rewards.{name}": (reward, rollout_of(data, config.rollout).max_new_tokens)
         for task, data in config.data.tasks.items()
@@ -261,8 +261,8 @@ def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
     }
     for subset in config.evaluation_sets.values():
         if subset.has_own_data:
-            own = subset.data.rewards.items()
-            rewards |= {f"{subset.key}.data.rewards.{name}": (reward, subset.max_new_tokens) for name, reward in own}
+            named = subset.data.rewards.items()
+            rewards |= {f"{subset.key}.data.rewards.{name}": (reward, subset.max_new_tokens) for name, reward in named}
     for key, (reward, max_new_tokens) in rewards.items():
         if reward.function == "math_verify" and packages.installed_version("math-verify") is None:
             yield BrokenRule(
@@ -286,11 +286,11 @@ def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
 
 
 def _is_a(value: object, kind: str) -> bool:
-    """Return True if a value of YAML has a type of Python; a truth value is no number."""
+    """Return True if a YAML value has the named type; booleans are not numbers."""
     return isinstance(value, SCALARS[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
-# The model
+# Model
 
 
 def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
@@ -388,7 +388,7 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
 
 
 def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
-    """Yield the rules that the teacher of a distillation breaks; its tokens must be those of the policy."""
+    """Yield the rules broken by a distillation teacher, whose vocabulary must equal the policy's."""
     if config.distill is None:
         return
     path = config.distill.teacher.path
@@ -433,12 +433,12 @@ def _broken_by_weights(path: Path, key: str) -> Iterator[BrokenRule]:
     if not files:
         yield BrokenRule(values=values, rule="must contain the weights (*.safetensors)", fix=fix)
     for name in sorted(files):
-        if not _is_whole(path / name):
+        if not _is_complete(path / name):
             yield BrokenRule(values=values, rule=f"{name} must be a complete safetensors file", fix=fix)
 
 
-def _is_whole(file: Path) -> bool:
-    """Return True if a safetensors file exists and has the size that its header announces."""
+def _is_complete(file: Path) -> bool:
+    """Return True if a safetensors file exists and has the size given by its header."""
     try:
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")

@@ -1,10 +1,10 @@
-"""Unix sockets of Monarch in a folder that only this user can enter.
+"""Private Unix sockets for Monarch, in a folder that only this user can enter.
 
-Monarch executes whatever it receives, and torchmonarch 0.7.0 authenticates no connection. It gives its sockets names in Linux's
-abstract namespace, which has no permissions: every user of the machine can list these names and connect. No option changes
-that. This module therefore replaces the function `bind` that Monarch's library calls, and such a name becomes a file. Monarch
-asks the kernel for the name of a socket that it has bound, so every process then connects to the file. CPython closed the same
-hole by using files, too (CVE-2022-42919).
+Monarch executes whatever it receives, and torchmonarch 0.7.0 does not authenticate connections. It binds its sockets in Linux's
+abstract namespace, which has no permissions, so every user of the machine can list the names and connect. No option changes
+that. This module therefore replaces the function `bind` for Monarch's library, and turns each abstract name into a file.
+Monarch asks the kernel for the name of a bound socket, so all processes then connect to the file. CPython fixed the same
+vulnerability (CVE-2022-42919) by also using files.
 """
 
 import ctypes
@@ -27,15 +27,15 @@ from titanrl.errors import TitanRLError
 from titanrl.temporary import TemporaryFolder
 
 ALLOW = "TITANRL_ALLOW_OPEN_SOCKETS"
-"""Environment variable that lets a run start although every user of the machine can connect to it."""
+"""Environment variable that permits a run to start although every user of the machine can connect to it."""
 
 _SLOT_TYPES = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
-"""Types of relocations (GLOB_DAT, JUMP_SLOT) whose target holds the address of an imported function."""
+"""Relocation types (GLOB_DAT, JUMP_SLOT) by machine, whose target holds the address of an imported function."""
 _SHT_RELA = 4
 _MAX_PATH = 107
 """Longest path of a Unix socket, in bytes."""
 _MAX_APPENDED = 44
-"""Bytes that the names of this module and Monarch append to the parent of the folder."""
+"""Bytes that this module and Monarch append to the path of the folder's parent."""
 _LISTENING = 0x10000
 _CHOSEN = re.compile(r"@[A-Za-z0-9]{24}")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -43,23 +43,27 @@ _BIND = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_u
 
 
 class OpenSocketsError(TitanRLError):
-    """Other users of this machine could connect to the run's processes, and so execute code as its user."""
+    """Other users of this machine could connect to the run's processes, and thus execute code as this user."""
 
 
 class PrivateSockets:
     """Replacement of `bind` for one library: abstract names of Unix sockets become files in a folder of mode 0700."""
 
     def __init__(self, folder: Path) -> None:
-        """Use this folder; `install` does the rest."""
+        """Create the replacement without installing it.
+
+        Args:
+            folder: Folder of the socket files.
+        """
         self._folder = folder
         self._numbers = itertools.count()
-        self._callback = _BIND(self._bind)  # the library calls it until the process ends
+        self._callback = _BIND(self._bind)  # must stay alive until the process exits, because the library calls it
 
     def install(self, library: Path) -> None:
-        """Make a loaded library call the replacement.
+        """Patch a loaded library so that it calls the replacement.
 
         Raises:
-            OpenSocketsError: It does not import `bind` in a known way.
+            OpenSocketsError: The library is not loaded, or does not import `bind` in a known way.
         """
         offsets = import_slots(library, "bind")
         if not offsets:
@@ -87,19 +91,19 @@ _installed: list[tuple[PrivateSockets, TemporaryFolder]] = []
 
 @contextmanager
 def private_sockets() -> Iterator[Path]:
-    """Give Monarch's sockets files that only this user can reach; start this process's host in the body.
+    """Replace Monarch's abstract sockets with private files. Start this process's Monarch host in the body.
 
     Yields:
-        The folder of the sockets, which is deleted when the process ends.
+        The folder of the sockets, which is deleted when the process exits.
 
     Raises:
-        OpenSocketsError: Monarch's sockets can be reached by other users, and the environment does not allow that.
+        OpenSocketsError: Other users can connect to Monarch's sockets, and TITANRL_ALLOW_OPEN_SOCKETS does not permit that.
     """
     if not _installed:
         _install()
     path = _installed[0][1].path
     before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = str(path)  # Monarch's other sockets are files already, in a folder that it makes there
+    os.environ["XDG_RUNTIME_DIR"] = str(path)  # where Monarch creates the folder of its other sockets, which are files
     try:
         yield path
     finally:
@@ -111,7 +115,7 @@ def private_sockets() -> Iterator[Path]:
 
 
 def _install() -> None:
-    """Replace the function; keep the replacement and its folder until the process ends."""
+    """Install the replacement; it and its folder stay until the process exits."""
     folder = private_folder()
     sockets = PrivateSockets(folder.path)
     try:
@@ -122,30 +126,30 @@ def _install() -> None:
 
 
 def private_folder() -> TemporaryFolder:
-    """Return a new folder that only this user can enter, with a path that is short enough for sockets in it."""
+    """Create a folder that only this user can enter, with a path short enough for Unix sockets in it."""
     usual = tempfile.gettempdir()
     parent = usual if len(os.fsencode(usual)) + _MAX_APPENDED <= _MAX_PATH else "/tmp"
     return TemporaryFolder(parent)
 
 
 def abstract_listeners() -> list[str]:
-    """Return the abstract names that Monarch has chosen and on which this process listens, as `@name`."""
-    own = set()
+    """Return the abstract socket names chosen by Monarch on which this process listens, as `@name`."""
+    open_files = set()
     for entry in os.scandir("/proc/self/fd"):
         try:
-            own.add(os.readlink(entry.path))
+            open_files.add(os.readlink(entry.path))
         except OSError:  # closed by another thread
             continue
     rows = (line.split() for line in Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:])
     return [
         row[7]
         for row in rows
-        if len(row) > 7 and _CHOSEN.fullmatch(row[7]) and int(row[3], 16) & _LISTENING and f"socket:[{row[6]}]" in own
+        if len(row) > 7 and _CHOSEN.fullmatch(row[7]) and int(row[3], 16) & _LISTENING and f"socket:[{row[6]}]" in open_files
     ]
 
 
 def import_slots(library: Path, symbol: str) -> list[int]:
-    """Return the offsets, from the load address of an ELF library, of the slots with the address of an imported function."""
+    """Return the slots of an ELF library that hold the address of an imported function, as offsets from its load address."""
     types = _SLOT_TYPES.get(platform.machine(), ())
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
         headers, (size, count) = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<HH", data, 58)
@@ -165,7 +169,7 @@ def import_slots(library: Path, symbol: str) -> list[int]:
 
 
 def memory_maps() -> list[tuple[int, int, int, str]]:
-    """Return start, end, protection and file of the mappings of this process, in the order of their addresses."""
+    """Return start, end, protection and file of each memory mapping of this process, in address order."""
     maps = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         addresses, rights, *others = line.split(maxsplit=5)
@@ -185,5 +189,5 @@ def _refuse(reason: str) -> None:
     if os.environ.get(ALLOW) != "1":
         raise OpenSocketsError(
             f"every user of this machine could connect to the run's processes and execute code as you, because Monarch's "
-            f"sockets cannot be made private ({reason}). On a machine or in a container of your own, set {ALLOW}=1."
+            f"sockets cannot be made private ({reason}). If you are the only user of this machine or container, set {ALLOW}=1."
         )

@@ -1,7 +1,8 @@
-"""Rewards of the user: functions from completions to numbers, and how they are called. This module loads no library.
+"""Interface of custom rewards: Protocols, return types, and the calls of reward functions.
 
-A reward scores one completion or, marked by `group_reward`, all completions of a prompt at once. It returns a number for each,
-`TokenRewards`, or a mapping of named parts of either kind. It may be `async`.
+A reward scores one completion or, decorated with `group_reward`, all completions of a prompt together. For each completion, it
+returns a number, `TokenRewards`, or a mapping of named parts of either type. It may be `async`. This module imports no
+third-party library.
 """
 
 import inspect
@@ -17,21 +18,21 @@ from titanrl.plugins import check_call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRewards:
-    """A reward of one completion that says which of its tokens earned it, for `algorithm.credit: token`.
+    """A reward of one completion that is assigned to its tokens, for `algorithm.credit: token`.
 
-    The completion's reward is the sum of all of its numbers.
+    The reward of the completion is the sum of all numbers.
 
-    Example: in `"2 + 2 = 4. 4 + 1 = 6."` the first step is right, and the answer is wrong:
+    Example: in `"2 + 2 = 4. 4 + 1 = 6."` the first step is right, but the answer is wrong:
     `TokenRewards(steps=[(10, 1.0), (21, 0.0)], whole=-0.5)`
     """
 
     tokens: Sequence[float] = ()
-    """Reward of each sampled token, with the end-of-sequence token; empty if no token has one."""
+    """Reward of each sampled token, including the end-of-sequence token; empty if tokens have no individual rewards."""
     steps: Sequence[tuple[int, float]] = ()
-    """Rewards of steps of the text: the number of characters up to the end of the step, and its reward. The token that
-    completes this part of the text gets it."""
+    """End position and reward of each step of the text. The position is the number of characters up to the end of the step;
+    the token that completes the step gets the reward."""
     whole: float = 0.0
-    """Reward of the completion as a whole. Its last token gets it."""
+    """Reward of the completion as a whole; its last token gets it."""
 
     @property
     def total(self) -> float:
@@ -39,17 +40,17 @@ class TokenRewards:
         return sum((*self.tokens, *(reward for _, reward in self.steps), self.whole))
 
     def moved(self, num_chars: int) -> "TokenRewards":
-        """Return the rewards for a text with so many more characters at its start."""
+        """Return the rewards for the same text with `num_chars` characters prepended."""
         return replace(self, steps=[(end + num_chars, reward) for end, reward in self.steps])
 
 
 Value = SupportsFloat | TokenRewards | Mapping[str, SupportsFloat | TokenRewards]
-"""Reward of one completion: a finite number, rewards of its tokens, or several of these by part."""
+"""Reward of one completion: a finite number, token rewards, or a mapping of part names to either."""
 
 MAX_PARTS = 32
-"""Largest number of parts that one reward returns."""
+"""Largest number of parts that one reward may return."""
 PART_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
-"""Pattern of the names of parts."""
+"""Pattern of part names."""
 
 EXPECTED = "def reward(completion: str, entry: Mapping[str, Any]) -> float"
 GROUP_EXPECTED = "def reward(completions: Sequence[str], entry: Mapping[str, Any]) -> Sequence[float]"
@@ -58,8 +59,9 @@ GROUP_EXPECTED = "def reward(completions: Sequence[str], entry: Mapping[str, Any
 class RewardFunction(Protocol):
     """A reward of one completion.
 
-    `entry` has `question`, `answer` and `metadata` of the prompt. A function with parameters named `num_tokens` (tokens of the
-    completion), `token_ids` (these tokens) or `finish_reason` (`stop` or `length`) gets them as keywords.
+    `entry` has the keys `question`, `answer` and `metadata` of the prompt. A function can also declare parameters named
+    `num_tokens` (tokens of the completion), `token_ids` (their ids) or `finish_reason` (`stop` or `length`). They are passed as
+    keyword arguments.
 
     Example:
         def short_and_right(completion: str, entry: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
@@ -72,10 +74,10 @@ class RewardFunction(Protocol):
 
 
 class GroupRewardFunction(Protocol):
-    """A reward of all completions of a prompt, marked by `group_reward`. It returns one value per completion, in their order.
+    """A reward of all completions of a prompt, decorated with `group_reward`. It returns one value per completion, in order.
 
-    A function with parameters named `num_tokens`, `token_ids` or `finish_reasons` gets them as keywords, one value per
-    completion.
+    A function can also declare parameters named `num_tokens`, `token_ids` or `finish_reasons`. They are passed as keyword
+    arguments with one value per completion.
 
     Example:
         @titanrl.group_reward
@@ -89,7 +91,7 @@ class GroupRewardFunction(Protocol):
 
 
 class GroupReward:
-    """A function that `group_reward` has marked; calls are passed on to it."""
+    """Callable wrapper that marks a function as a group reward; created by `group_reward`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Wrap the function."""
@@ -102,7 +104,7 @@ class GroupReward:
 
 
 def group_reward(function: Callable[..., Any]) -> GroupReward:
-    """Mark a reward that gets all completions of a prompt at once, and returns one value for each.
+    """Decorate a reward that takes all completions of a prompt and returns one value for each.
 
     Example:
         @titanrl.group_reward
@@ -114,26 +116,26 @@ def group_reward(function: Callable[..., Any]) -> GroupReward:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward with its options, for `GRPO(config, rewards={...})`.
+    """A reward function with its options, for `GRPO(config, rewards={...})`.
 
     Example: `GRPO(config, rewards={"right": right, "brevity": Reward(brevity, weight=0.1)})`
     """
 
     function: Callable[..., Any] | str
-    """The function, its import path, or the name of a built-in reward (docs/howto/built_in_rewards.md)."""
+    """Function, its import path, or the name of a built-in reward (docs/howto/built_in_rewards.md)."""
     weight: float = field(default=1.0, kw_only=True)
-    """Factor of this reward in the sum."""
+    """Factor of this reward in the sum of rewards."""
     weights: Mapping[str, float] = field(default_factory=dict, kw_only=True)
-    """Further factors by returned part; 1 by default."""
+    """Additional factors by returned part; 1 by default."""
     trusted: bool = field(default=False, kw_only=True)
-    """True to run it outside the sandbox."""
+    """True to run the function outside the sandbox."""
     options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     """Options of a built-in reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """The completions of one prompt, as rewards get them.
+    """The completions of one prompt, as input of the rewards.
 
     Example: `Answers(entry={"answer": "4", ...}, completions=("4",), num_tokens=(2,), finish_reasons=("stop",))`
     """
@@ -141,18 +143,18 @@ class Answers:
     entry: Mapping[str, Any]
     """Data of the prompt: `question`, `answer`, `metadata`."""
     completions: tuple[str, ...]
-    """Texts."""
+    """Text of each completion."""
     num_tokens: tuple[int, ...]
-    """Number of tokens of each."""
+    """Number of tokens of each completion."""
     finish_reasons: tuple[str, ...]
-    """Reason why each ended."""
+    """Finish reason of each completion."""
     token_ids: tuple[Sequence[int], ...] = ()
-    """Tokens of each; empty where no reward asks for them."""
+    """Token ids of each completion; empty if no reward needs them."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """Function from token ids to their text; None if a text is not that of all of its tokens, but an episode's last message."""
+    """Function that decodes token ids to text; None for an episode, whose text is only its last message."""
 
     def only(self, index: int) -> "Answers":
-        """Return the answers without the other completions."""
+        """Return the answers reduced to one completion."""
         one = slice(index, index + 1)
         return Answers(
             entry=self.entry,
@@ -166,7 +168,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The reward of one completion, or the reason why it has none.
+    """The reward of one completion, or the error of a failed reward.
 
     Example: `Scored(reward=1.1, parts={"right": 1.0, "brevity": 1.0})` with a weight of 0.1 for `brevity`
     """
@@ -176,13 +178,13 @@ class Scored:
     parts: Mapping[str, float]
     """Unweighted reward by part."""
     error: str = ""
-    """Name of each part that failed, with its error."""
+    """Name and error of each failed part."""
     token_rewards: tuple[float, ...] | None = None
-    """Part of `reward` that each sampled token earned; they add up to it. None if no reward is one of tokens."""
+    """Reward of each sampled token; they add up to `reward`. None if no reward returned `TokenRewards`."""
 
 
 class BoundReward:
-    """A reward under its name, with the arguments that its function takes."""
+    """A named reward function, called with the keyword arguments that it accepts."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """Read the signature of the function."""
@@ -193,16 +195,16 @@ class BoundReward:
 
     @property
     def is_async(self) -> bool:
-        """True for a function or an object whose call is a coroutine."""
+        """True for a coroutine function, or an object whose `__call__` is one."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
     @property
     def takes_token_ids(self) -> bool:
-        """True if the function has a parameter for the ids of tokens."""
+        """True if the function has the parameter `token_ids`."""
         return "token_ids" in self._keywords
 
     def call_one(self, answers: Answers, index: int) -> Any:
-        """Score one completion; the result may be awaitable."""
+        """Call the function for one completion; the result may be awaitable."""
         if not self._keywords:
             return self.function(answers.completions[index], answers.entry)
         options: dict[str, object]
@@ -212,16 +214,16 @@ class BoundReward:
         return self.function(answers.completions[index], answers.entry, **self._taken(options))
 
     def call_group(self, answers: Answers) -> Any:
-        """Score all completions; the result may be awaitable."""
+        """Call the function for all completions; the result may be awaitable."""
         options = {"num_tokens": list(answers.num_tokens), "finish_reasons": list(answers.finish_reasons)}
         options["token_ids"] = list(map(list, answers.token_ids))
         return self.function(list(answers.completions), answers.entry, **self._taken(options))
 
     def values(self, returned: object, num_completions: int) -> list[object]:
-        """Return what a call for the whole group returned, one value per completion.
+        """Convert the return value of a group call to a list with one value per completion.
 
         Raises:
-            TypeError: It is not one value per completion.
+            TypeError: The call did not return one value per completion.
         """
         if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
             raise TypeError(f"the reward returned {returned!a:.60}. Expected one value per completion: `{GROUP_EXPECTED}`.")
@@ -231,12 +233,13 @@ class BoundReward:
         return values
 
     def parts(self, value: object) -> dict[str, float | TokenRewards]:
-        """Return a value by part: under the name of this reward, or `name/part` for each of several parts.
+        """Return a value by part name: the name of this reward, or `name/part` for each part of a mapping.
 
         Raises:
-            TypeError: It is neither a finite number nor `TokenRewards` of such numbers, nor a mapping of names to them.
+            TypeError: The value is not a finite number, not `TokenRewards` of finite numbers, and not a mapping of names to
+                either.
         """
-        if isinstance(value, float) or not isinstance(value, Mapping):  # the usual type needs no slower check
+        if isinstance(value, float) or not isinstance(value, Mapping):  # the fast check covers the usual type
             return {self.name: _checked(value)}
         if not 0 < len(value) <= MAX_PARTS or not all(isinstance(part, str) and PART_NAME.fullmatch(part) for part in value):
             names = f"{list(value)!a:.60}"
@@ -248,11 +251,11 @@ class BoundReward:
 
 
 def keywords_of(function: Callable[..., Any]) -> list[str]:
-    """Return the optional arguments that a reward takes, as keywords."""
+    """Return the names of the optional keyword arguments that a reward accepts."""
     is_group = isinstance(function, GroupReward)
     known = ("num_tokens", "token_ids", "finish_reasons" if is_group else "finish_reason")
     try:
-        _, _, *parameters = inspect.signature(function).parameters.values()  # that of the function in a group reward
+        _, _, *parameters = inspect.signature(function).parameters.values()  # follows a group reward's wrapped function
     except (TypeError, ValueError):  # some builtins have no signature, and some functions too few parameters
         return []
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -263,12 +266,12 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
     """Check that an object can be called as a reward.
 
     Args:
-        candidate: The object of the user.
-        key: Configuration key, for the error message.
+        candidate: User-defined object.
+        key: Configuration key, for error messages.
         name: Import path or name of the candidate.
 
     Raises:
-        ValueError: It is not callable, or does not accept the arguments.
+        ValueError: The candidate is not callable, or does not accept the arguments.
     """
     is_group = isinstance(candidate, GroupReward)
     check_call(
@@ -282,16 +285,16 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
 
 
 def _checked(value: object) -> float | TokenRewards:
-    """Return a reward of one part with numbers of Python.
+    """Return the value of one part with all numbers converted to Python floats.
 
     Raises:
-        TypeError: One of its numbers is no number, or not a finite one, or a step does not end at an index of the text.
+        TypeError: A value is not a finite number, or the end of a step is not a positive integer.
     """
     if not isinstance(value, TokenRewards):
         return _finite(value)
     ends: list[Any] = [end for end, _ in value.steps]
     if not all(isinstance(end, int) and end > 0 for end in ends):
-        raise TypeError(f"the reward returned steps that end after {ends!a:.60} characters. Expected whole numbers from 1 up.")
+        raise TypeError(f"the reward returned steps that end after {ends!a:.60} characters. Expected positive integers.")
     return TokenRewards(
         tokens=[_finite(reward) for reward in value.tokens],
         steps=[(end, _finite(reward)) for end, reward in value.steps],
@@ -300,10 +303,10 @@ def _checked(value: object) -> float | TokenRewards:
 
 
 def _finite(value: object) -> float:
-    """Return a reward as a float. A string is not a reward, although `float("1.5")` works.
+    """Convert a reward to a float. Strings are rejected, although `float("1.5")` works.
 
     Raises:
-        TypeError: The value is no number, or not a finite one.
+        TypeError: The value is not a finite number.
     """
     if isinstance(value, float) and math.isfinite(value):
         return float(value)

@@ -1,4 +1,4 @@
-"""A training run: its steps, evaluations and checkpoints. The loops of TitanRL derive from it."""
+"""Base class of TitanRL's training loops: steps, due evaluations, checkpoints and export."""
 
 import asyncio
 import contextlib
@@ -19,47 +19,50 @@ from titanrl.lifecycle import Lifecycle
 from titanrl.types import AdamParams, OptimUpdate, StepMetrics
 
 HUGE_REWARD = 1e6
-"""Absolute reward from which it is the likely cause of gradients that are not finite."""
+"""Absolute reward from which rewards are considered the likely cause of non-finite gradients."""
 
 
 class NonFiniteGradientError(TitanRLError):
-    """Training cannot continue: gradients are not finite step after step."""
+    """Training cannot continue, because too many consecutive steps had non-finite gradients."""
 
 
 class Run(Lifecycle):
-    """Base of the loops. A loop defines `roles`, `begin`, `step`, `due_evaluations` and `evaluate_all`."""
+    """Base class of the loops, which define `roles`, `begin`, `step`, `due_evaluations` and `evaluate_all`."""
 
     @classmethod
     def for_config(cls, config: Config) -> "type[Run]":
-        """Return the class of the run for a configuration."""
+        """Return the class that runs a configuration: this class or a subclass."""
         return cls
 
     async def step(self) -> StepMetrics:
-        """Take one step of training and report it."""
+        """Take one training step, and return its metrics."""
         raise NotImplementedError
 
     def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
-        """Return the evaluations that are due after this step. All of them are before the first step and at the end."""
+        """Return the evaluations due after this step. All are due before the first step and at the end."""
         raise NotImplementedError
 
     async def evaluate_all(self, names: Sequence[str], *, is_last: bool) -> None:
         """Evaluate the policy, and record the results.
 
         Args:
-            names: Evaluations that are due.
+            names: Due evaluations.
             is_last: True at the end of training.
         """
         raise NotImplementedError
 
     async def train(self, num_steps: int | None = None) -> None:
-        """Step until the policy has `num_steps` versions (default: the configuration's), with evaluations and checkpoints.
+        """Train until the policy reaches version `num_steps`, with evaluations and checkpoints.
 
-        After a fault, it continues from the last checkpoint; see `restart`.
+        After a fault, training continues from the last checkpoint; see `restart`.
+
+        Args:
+            num_steps: Version to reach; the configuration's `num_steps` by default.
         """
-        await self._surviving(partial(self.take_steps, num_steps or self.config.num_steps))
+        await self._with_restarts(partial(self.take_steps, num_steps or self.config.num_steps))
 
     async def take_steps(self, num_steps: int) -> None:
-        """Do what `train` does, without faults."""
+        """Train as `train` does, but raise faults instead of restarting."""
         self.is_training = True
         await self._evaluate_if_due(num_steps)
         while self.state.version < num_steps and not (self.ends_early or self._ending.is_set()):
@@ -75,11 +78,14 @@ class Run(Lifecycle):
         await self._finish_save()
 
     def end_after_step(self) -> None:
-        """Make `train` save a checkpoint and return after the running step. An evaluation is abandoned; a resume repeats it."""
+        """Make `train` save a checkpoint and return after the current step.
+
+        A running evaluation is abandoned; a resumed run repeats it.
+        """
         self._ending.set()
 
     async def _evaluate_if_due(self, num_steps: int) -> None:
-        """Evaluate before the first step, every so many steps, and at the end; not again if a resumed run already did."""
+        """Run the due evaluations, unless they already ran at this step before the run was resumed."""
         step = self.state.step
         is_last = self._is_last(num_steps)
         due = self.due_evaluations(is_last=is_last)
@@ -92,15 +98,15 @@ class Run(Lifecycle):
         return self.state.version == num_steps or self.ends_early
 
     def _note(self, **changes: Any) -> None:
-        """Change fields of the state. Before the first step, a run that begins again keeps them."""
+        """Update fields of the state. Updates before the first step also survive a restart from the start of the run."""
         self.state = replace(self.state, **changes)
         if self.state.step == 0:
             self._found = replace(self._found, state=replace(self._found.state, **changes))
 
     async def start_and_train(self) -> None:
-        """Do the whole run: start, train, export the model."""
+        """Execute the complete run: start, train, and export the model."""
         await self.start()
-        await self._surviving(self._train_and_export)
+        await self._with_restarts(self._train_and_export)
 
     async def _train_and_export(self) -> None:
         await self.train()
@@ -108,14 +114,14 @@ class Run(Lifecycle):
             await self.export()
 
     async def save(self) -> Path:
-        """Write a checkpoint that a later run can resume from; return its folder.
+        """Write a checkpoint that `--resume` can continue from, and return its folder.
 
-        On an accelerator, the files are written while training continues. The checkpoint is then complete, and hooks are
-        called, before a later step, or before the next checkpoint at the latest.
+        On an accelerator, the files are written while training continues. The checkpoint is then completed, and hooks are
+        called, before a later step, at the latest before the next checkpoint.
         """
         await self._finish_save()
         while True:
-            with contextlib.suppress(PartDiedError):  # what its shard had must be sampled again, and written by others
+            with contextlib.suppress(PartDiedError):  # retry without the dead worker, whose groups are sampled again
                 return await self._save()
 
     async def _save(self) -> Path:
@@ -124,7 +130,7 @@ class Run(Lifecycle):
             self.state = replace(self.state, version=self.session.trainer.version)
             folder = checkpoint_dir(self.recorder.directory.checkpoints, self.state.step)
             uncommit_folder(folder)
-            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # remnants of a killed attempt
             await self.save_parts(folder)
             self._saving = asyncio.create_task(self._complete(self.state), name="complete checkpoint")
             if self.device.kind == "cpu":
@@ -134,14 +140,14 @@ class Run(Lifecycle):
         return folder
 
     async def save_parts(self, folder: Path) -> None:
-        """Start to write the parts of a checkpoint; a loop adds its own, and its state."""
+        """Start writing a checkpoint. Loops override this to add their own files to the folder."""
         await self.session.trainer.save_checkpoint(self.state.step)
 
     async def finish_parts(self) -> None:
-        """Wait until the parts that the loop adds are on disk."""
+        """Wait until the files added by the loop are on disk."""
 
     async def _complete(self, state: RunState) -> Path:
-        """Wait until the trainer's files of a checkpoint are on disk, then complete it; return its folder."""
+        """Wait until the files of a checkpoint are on disk, commit it, and return its folder."""
         digests = await self.session.trainer.finish_checkpoint(state.step)
         await self.finish_parts()
         directory = self.recorder.directory
@@ -152,20 +158,20 @@ class Run(Lifecycle):
         return checkpoint_dir(checkpoints, state.step)
 
     async def _finish_save(self) -> None:
-        """Wait until the last checkpoint is complete, if that was not reported yet; record it and call the hooks."""
+        """Wait for a checkpoint in progress, record it, and call the hooks; do nothing if there is none."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
         try:
             folder = await saving
-        except PartDiedError:  # a rollout worker, while its shard was being written
+        except PartDiedError:  # a rollout worker died while its shard was being written
             await self.save()
             return
         self.recorder.directory.event("checkpoint", step=self._saved_step, path=str(folder))
         await self._hooks.after_checkpoint(self, folder)
 
     async def export(self) -> Path:
-        """Write the policy as a Hugging Face directory, with configuration and tokenizer; return it."""
+        """Export the policy as a Hugging Face directory with configuration and tokenizer, and return its path."""
         await self._finish_save()
         await self.session.weights.ready()
         target = self.recorder.directory.checkpoints / "final"
@@ -173,15 +179,15 @@ class Run(Lifecycle):
         return target
 
     def set_learning_rate(self, learning_rate: float | None) -> None:
-        """Use a learning rate from the next optimizer step on, in place of the schedule.
+        """Set the learning rate from the next optimizer step on, overriding the schedule.
 
-        The change is an event of the run, and a resumed run keeps it.
+        The change is recorded as an event, and survives a resume.
 
         Args:
-            learning_rate: new rate; None returns to the schedule.
+            learning_rate: New rate; None returns to the schedule.
 
         Raises:
-            ValueError: it is not a finite number from 0 up.
+            ValueError: The rate is negative or not finite.
         """
         if learning_rate is not None and not 0.0 <= learning_rate < math.inf:
             raise ValueError(f"set_learning_rate: not a finite number >= 0 (got {learning_rate}). Give a rate such as 1e-6.")
@@ -190,19 +196,19 @@ class Run(Lifecycle):
         self.recorder.directory.event("learning_rate", step=state.step, value=learning_rate, number=state.num_rates)
 
     def steered(self, params: AdamParams) -> AdamParams:
-        """Return the options of an optimizer step, with the learning rate that `set_learning_rate` has set."""
+        """Return the options of an optimizer step, with the learning rate of `set_learning_rate` applied, if set."""
         rate = self.state.learning_rate
         return params if rate is None else replace(params, learning_rate=rate)
 
     def count_skipped(self, update: OptimUpdate, largest_reward: float = 0.0) -> None:
-        """Count optimizer steps that were skipped in a row, because their gradients were not finite.
+        """Count consecutive optimizer steps skipped because of non-finite gradients.
 
         Args:
-            update: the step.
-            largest_reward: largest absolute value of the rewards that it was trained on.
+            update: Result of the optimizer step.
+            largest_reward: Largest absolute reward in the step's batch.
 
         Raises:
-            NonFiniteGradientError: There were too many.
+            NonFiniteGradientError: More than `algorithm.max_skipped_steps` consecutive steps were skipped.
         """
         if not update.skipped:
             self.state = replace(self.state, num_skipped=0)
@@ -218,12 +224,12 @@ class Run(Lifecycle):
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether an action of every `every` steps is due after `step`; 0 means never."""
+    """Return True if an action that repeats every `every` steps is due after `step`; 0 means never."""
     return every > 0 and step % every == 0
 
 
 def _advice(largest_reward: float) -> str:
-    """Return what to change after gradients that are not finite."""
+    """Return advice for the error message about non-finite gradients."""
     if largest_reward >= HUGE_REWARD:
         return (
             f"The rewards reach {largest_reward:g}, and gradients grow with them: return smaller numbers from data.rewards, or "

@@ -1,6 +1,6 @@
-"""A session: the processes of trainer and generators, and their clients for a loop of one's own.
+"""Sessions: running trainer and generator processes, and their clients, for custom training loops.
 
-`connect` starts what is asked for. `titanrl.grpo.GRPO` is built on the same session, with rollout workers and a buffer.
+`connect` starts a trainer, generators, or both. `titanrl.grpo.GRPO` uses the same session, with rollout workers and a buffer.
 """
 
 import asyncio
@@ -45,21 +45,21 @@ class SessionSetup:
     run_dir: Path
     """Absolute path of the folder for logs, states and exported models."""
     console: Console
-    """Shows the progress of the start."""
+    """Progress display."""
     roles: Roles
     """Roles to start."""
     plugins: Plugins
-    """The user's objects in place of built-in ones."""
+    """User-defined objects that replace built-in ones."""
     on_event: OnEvent | None = None
-    """Records faults, stalls and replacements."""
+    """Callback that records faults, stalls and replacements."""
     first_index: int = 0
-    """First position of the prompt stream, for the rollouts."""
+    """First position in the prompt stream, for the rollouts."""
     respawns: Respawns | None = None
-    """Replacements so far, over all sessions of a run."""
+    """Counter of process replacements over all sessions of a run."""
     kept: Parts | None = None
     """Generators of an earlier session of the run, from `Session.stop_for_restart`."""
     lock: RunLock | None = None
-    """Claim of the run directory by a session of its own, which is released with the console when the session closes."""
+    """Lock of the run directory, for a session that is not part of a run; closing the session releases lock and console."""
 
 
 class Session:
@@ -91,7 +91,7 @@ class Session:
 
     @property
     def sampling(self) -> SamplingClient:
-        """Client of the generators that always samples with the newest published version.
+        """Client of the generators, which always samples with the newest published version.
 
         Raises:
             TitanRLError: The session has no generators.
@@ -101,7 +101,7 @@ class Session:
         return SamplingClient(self._sampler)
 
     async def task(self) -> Task:
-        """Open the prompts of the configuration and start the processes of its rewards; they run until the session closes.
+        """Open the configured prompts, and start the reward processes, which run until the session closes.
 
         Raises:
             ValueError: The data or a reward cannot be used.
@@ -112,12 +112,12 @@ class Session:
         return task
 
     async def teacher(self, path: str | Path, generator: GeneratorConfig | None = None) -> SamplingClient:
-        """Start a generator with a frozen model, in processes of its own; it runs until the session closes.
+        """Start a generator with a frozen model in separate processes; it runs until the session closes.
 
         Args:
             path: Hugging Face directory of a model of a supported family. `data.max_prompt_tokens` and
-                `rollout.max_new_tokens` limit its sequences, too.
-            generator: Options of its engine; the section `generator` by default. It has one replica.
+                `rollout.max_new_tokens` also limit its sequences.
+            generator: Engine options; the section `generator` by default. The teacher always has one replica.
 
         Raises:
             TitanRLError: There is no model in the directory.
@@ -132,9 +132,9 @@ class Session:
         return SamplingClient(Sampler(generators, config, tokenizer))
 
     async def stop_for_restart(self) -> Parts | None:
-        """Stop every process but those of the generators, and return these for the next session of the run.
+        """Stop all processes except the generators, and return these for the next session of the run.
 
-        Stop all, and return None, if the generators have not started yet, or if one of the hosts may have ended.
+        If the generators have not started yet, or a host may have died, stop everything and return None.
         """
         have_started = self._is_loaded or self._setup.kept is not None
         if not (have_started and self._parts.can_keep_generators):
@@ -145,39 +145,39 @@ class Session:
         return await self._parts.stop_others()
 
     async def close(self) -> None:
-        """Stop every process; warn of what failed, unless a death or a stall was reported."""
+        """Stop all processes. Problems are warnings, or log entries if a reported fault explains them."""
         for task in self._tasks:
             await task.close()
-        tell = self._setup.console.warn if self.fault is None else logger.info  # a fault explains the problems
+        report = self._setup.console.warn if self.fault is None else logger.info
         for problem in await self._parts.close(self.config.timeouts.close_s):
-            tell(f"while closing: {problem}")
+            report(f"while closing: {problem}")
         if self._setup.lock is not None:
             self._setup.console.close()
             self._setup.lock.release()
 
     @property
     def fault(self) -> FaultError | None:
-        """Death or stall of a process that has ended every request; None if there was none."""
+        """Death or stall of a process that made all requests fail; None if there was none."""
         failure = self._parts.assembly.around.supervisor.failure
         return failure if isinstance(failure, FaultError) else None
 
-    # Parts, for the loops of TitanRL itself
+    # Components, for TitanRL's own loops
 
     @property
     def trainer(self) -> TrainerMesh:
-        """The trainer ranks."""
+        """Trainer ranks."""
         assert self._parts.trainer is not None, "this session has no trainer"
         return self._parts.trainer
 
     @property
     def generators(self) -> GeneratorMeshes:
-        """The generator replicas."""
+        """Generator replicas."""
         assert self._parts.generators is not None, "this session has no generators"
         return self._parts.generators
 
     @property
     def evaluator(self) -> GeneratorMeshes:
-        """The generator that evaluates in the background."""
+        """Generator for background evaluations."""
         assert self._parts.evaluator is not None, "this session does not evaluate in the background"
         return self._parts.evaluator
 
@@ -189,11 +189,11 @@ class Session:
 
     @property
     def weights(self) -> WeightSync:
-        """Way of the weights from the trainer to the generators."""
+        """Weight transfer from the trainer to the generators."""
         return self._parts.weights
 
     async def load(self) -> None:
-        """Start the actors, and load or warm-start the policy. Generators have no weights until the first publication."""
+        """Start the actors, and load or warm-start the policy. Generators have no weights before the first publication."""
         parts, base, config = self._parts, self._base, self.config
         starting = [asyncio.ensure_future(parts.generators.start())] if parts.generators is not None else []
         if parts.evaluator is not None:
@@ -205,8 +205,8 @@ class Session:
             await self.trainer.load_model(base.base if base.is_ready else base.initial)
             if not base.is_ready and config.warm_start is not None:
                 await warm_start(self._training, config, config.warm_start, self.tokenizer, self._setup.console)
-                with new_base(base) as made:
-                    await self.trainer.export_model(made)
+                with new_base(base) as folder:
+                    await self.trainer.export_model(folder)
                 await self.trainer.start_over()
         await asyncio.gather(*starting)
         self._is_loaded = True
@@ -217,7 +217,7 @@ async def open_session(setup: SessionSetup) -> Session:
     base = prepare_starting_model(setup.config)
     if not setup.roles.trainer and not base.is_ready:
         raise TitanRLError(
-            f"training: False needs a model that exists (got {base.base}, which a warm start would make). "
+            f"training: False requires an existing model (got {base.base}, which a warm start would create). "
             "Set model.path, or remove warm_start."
         )
     model_dir = base.initial if setup.roles.trainer else base.base
@@ -239,15 +239,15 @@ async def open_session(setup: SessionSetup) -> Session:
 
 
 class Connection:
-    """A session to be started, by `async with` or by `await`."""
+    """A session that starts when the connection is awaited or entered with `async with`."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, Session]]) -> None:
-        """Keep the function that starts the session."""
+        """Create the connection from a function that starts the session."""
         self._start = start
         self._session: Session
 
     def __await__(self) -> Generator[Any, None, Session]:
-        """Start the session; the caller closes it."""
+        """Start the session; the caller must close it."""
         return self._start().__await__()
 
     async def __aenter__(self) -> Session:
@@ -261,7 +261,7 @@ class Connection:
 
 
 def connect(config: Config, *, training: bool = True, sampling: bool = True, console: Console | None = None) -> Connection:
-    """Start trainer, generators, or both, for a loop of one's own; stop them at the end of the body.
+    """Start a trainer, generators, or both for a custom loop, and stop them at the end of the `async with` body.
 
     With both, the generators start with the trainer's weights as version 0. In a notebook, where a body cannot span cells,
     await the result, and call `Session.close` at the end.
@@ -274,11 +274,11 @@ def connect(config: Config, *, training: bool = True, sampling: bool = True, con
             client = await session.training.publish()
 
     Args:
-        config: Configuration. The sections of data, rollouts and algorithm matter only for the lengths of sequences, the
-            sampling temperature and the options of losses.
-        training: Start the trainer.
-        sampling: Start the generators. Without a trainer they serve the model of the configuration as it is.
-        console: Shows the progress of the start; made from `config.logging` by default.
+        config: Configuration. The sections `data`, `rollout` and `algorithm` only set sequence lengths, sampling temperature
+            and loss options.
+        training: True to start a trainer.
+        sampling: True to start generators. Without a trainer, they serve the configured model unchanged.
+        console: Progress display; created from `config.logging` by default.
 
     Raises:
         ConfigError: The session cannot start on this machine.
@@ -289,7 +289,7 @@ def connect(config: Config, *, training: bool = True, sampling: bool = True, con
 
 
 async def _start(config: Config, roles: Roles, console: Console | None) -> Session:
-    """Start a session of its own run directory."""
+    """Start a session in a new run directory."""
     plugins = plugins_of(config, {})
     preflight(config, plugins=plugins, training=roles.trainer, sampling=roles.generators, rollouts=False)
     config = with_declared_traits(config, plugins)
@@ -304,7 +304,7 @@ async def _start(config: Config, roles: Roles, console: Console | None) -> Sessi
         await session.load()
         if roles.trainer and roles.generators:
             await session.training.publish()
-    except BaseException:  # an interrupt, too: no process may outlive a failed start
+    except BaseException:  # including interrupts: no process may outlive a failed start
         await session.close()
         raise
     return session

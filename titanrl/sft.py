@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: the loop, and the command `titanrl sft --config FILE`.
+"""Supervised fine-tuning: the training loop, and the command `titanrl sft --config FILE`.
 
-A step trains on the next `sft.batch_size` examples: the loss is the cross-entropy of their trained tokens, averaged over all of
-them. Which examples these are depends only on the seed and on how many were trained on before, so a resumed run continues the
-same curve.
+A step trains on the next `sft.batch_size` examples. The loss is the cross-entropy averaged over all trained tokens of the
+batch. The order of examples depends only on the seed, so a resumed run continues with the same examples and the same loss
+curve.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ NO_GENERATION = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=0.0, num_replic
 
 
 class SFT(Run):
-    """A fine-tuning run: the trainer, and the examples that it trains on.
+    """A fine-tuning run, which trains on examples.
 
     Example:
         async with SFT(load_config("sft_quickstart")) as run:
@@ -46,21 +46,21 @@ class SFT(Run):
         source: Source | None = None,
         **objects: object,
     ) -> None:
-        """Check everything that can be checked before a process is started, the examples included; see `Run`."""
+        """Run all checks that are possible before a process starts, including the examples; see `Lifecycle`."""
         super().__init__(config, resume=resume, console=console, source=source, **objects)
         assert config.sft is not None
         self._sft = config.sft
         self.console.phase("read examples", str(config.sft.path))
         try:
             self.examples = read_examples(self.config, source)
-        except BaseException:  # an interrupt, too: a live display hides the cursor
+        except BaseException:  # including interrupts, because a live display hides the cursor
             self.console.close()
             if resume is None:
                 self._lock.abandon()
             raise
 
     async def step(self) -> StepMetrics:
-        """Train on the next batch and report."""
+        """Train on the next batch, and report the metrics."""
         await self._hooks.before_step(self)
         started, training = time.perf_counter(), self.training
         batch = self.examples.batch(self.state.next_index, self._sft.batch_size, self.config.seed)
@@ -77,7 +77,7 @@ class SFT(Run):
         return metrics
 
     def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
-        """Return the loss on held-out examples if it is due after this step."""
+        """Return `["loss"]` if the loss on held-out examples is due after this step."""
         step = self.state.step
         return ["loss"] if is_last or step == 0 or is_due(step, self.config.evaluation.every_steps) else []
 
@@ -86,7 +86,7 @@ class SFT(Run):
         await self.evaluate()
 
     async def evaluate(self) -> float | None:
-        """Return the loss on held-out examples, a mean over their trained tokens; None without held-out examples."""
+        """Return the loss on held-out examples, averaged over their trained tokens; None without held-out examples."""
         heldout = self.examples.heldout[: self.config.evaluation.num_prompts]
         if not heldout:
             return None
@@ -98,11 +98,11 @@ class SFT(Run):
         return loss
 
     def roles(self) -> Roles:
-        """Return the trainer alone."""
+        """Return only the trainer."""
         return Roles(generators=False)
 
     async def begin(self) -> None:
-        """Load the checkpoint of a resumed run."""
+        """Print the summary of the examples, and load the checkpoint of a resumed run."""
         for name, text in self.examples.summary(self._sft.batch_size, self.config.num_steps).items():
             self.console.note(f"{name}: {text}")
         await self.resume()
@@ -110,13 +110,13 @@ class SFT(Run):
     def _report(
         self, batch: list[Demonstration], loss: float, update: OptimUpdate, params: AdamParams, step_s: float
     ) -> StepMetrics:
-        """Count the step and record everything about it."""
+        """Advance the state, and record the metrics of the step."""
         state = self.state
         num_tokens = sum(len(example.token_ids) for example in batch)
         num_trained = sum(example.num_trained for example in batch)
         counts = state.counts.plus(trained_tokens=0 if update.skipped else num_trained)
-        place = state.next_index + len(batch)
-        self.state = replace(state, step=state.step + 1, version=update.version, next_index=place, counts=counts)
+        next_index = state.next_index + len(batch)
+        self.state = replace(state, step=state.step + 1, version=update.version, next_index=next_index, counts=counts)
         values = {
             **metrics_of.supervised_metrics(
                 loss=loss,
@@ -137,7 +137,7 @@ class SFT(Run):
 
 
 main = partial(command.main, SFT, prog="titanrl sft")
-"""Function `main(argv, prog=...)` that fine-tunes as a command."""
+"""Entry point of `titanrl sft`, called as `main(argv, prog=...)`."""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run a configuration as one Slurm job: `titanrl submit`.
 
-The controller runs on the first node of the job, so the allocation ends with the run, however the run ends.
+The controller runs on the first node of the job, so the allocation always ends with the run.
 """
 
 import argparse
@@ -71,23 +71,27 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -> 
 def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog=prog, description="Run a configuration as one Slurm job, with the controller on its first node."
+        prog=prog, description="Submit a configuration as one Slurm job, with the controller on its first node."
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config", type=Path, help="YAML file of the run, or the name of a shipped configuration")
     which.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the job's script, and submit nothing")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that replace those of the file")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the job script, and submit nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     return parser.parse_args(argv)
 
 
 def prepare(config: Config, resume: Path | None) -> Path:
-    """Write configuration and script of the job into the run directory, a new one by default; return its path.
+    """Write the configuration and the job script into the run directory, and return its path.
 
-    The job resumes the run whenever it starts, so that it continues after Slurm has put it back into the queue.
+    The script always resumes the run, so that a requeued job continues where it stopped.
+
+    Args:
+        config: Configuration.
+        resume: Directory of the run to continue; None creates a new one.
 
     Raises:
-        ConfigError: Another process has the run.
+        ConfigError: Another process uses the run directory.
     """
     lock = claim_new_run(config.run_dir) if resume is None else claim_run(resume)
     run_dir = lock.path.resolve()
@@ -99,7 +103,7 @@ def prepare(config: Config, resume: Path | None) -> Path:
 
 
 def script(config: Config, run_dir: Path) -> str:
-    """Return the script of the job."""
+    """Return the job script."""
     hosts, run_dir = config.hosts, run_dir.resolve()
     device = resolve_device("auto").kind if config.device == "auto" else config.device
     num_hosts = sum(host_counts(config).values())

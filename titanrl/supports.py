@@ -1,6 +1,6 @@
-"""Supports of truncated sampling: the vocabulary entries that top-k, top-p and min-p left for each token.
+"""Supports of truncated sampling: the vocabulary entries that top-k, top-p and min-p kept for each token.
 
-Shape suffixes: S tokens, K words of all tokens, W words of a bitmap of the vocabulary, V vocabulary entries.
+Shape suffixes: S tokens, K words of all tokens, W words of a vocabulary bitmap, V vocabulary entries.
 """
 
 import copyreg
@@ -17,34 +17,34 @@ WORD_BITS = 32
 
 
 def bitmap_words(vocab_size: int) -> int:
-    """Return the words of a bitmap of the vocabulary."""
+    """Return the number of 32-bit words in a bitmap of the vocabulary."""
     return -(-vocab_size // WORD_BITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Supports:
-    """The support of each token as a ragged list of words, in whichever form is smaller.
+    """The supports of consecutive tokens, stored as ragged lists of 32-bit words, in the smaller of two encodings.
 
     Fewer than W words are the ids of the entries, in increasing order. W words are a bitmap: entry v is bit v % 32 of word
-    v // 32. No words mean the whole vocabulary. So a token takes 4 bytes for each entry of its support, at most V / 8 bytes.
+    v // 32. No words mean the whole vocabulary. A token thus takes 4 bytes per entry of its support, at most V / 8 bytes.
 
     Example: the supports `{4, 9}`, `{0, 1, 2, 69}` and all of 70 entries, with bitmaps of 3 words: `counts_S=[2, 3, 0]`,
     `words_K=[4, 9, 7, 0, 32]`.
     """
 
     counts_S: Int32Array
-    """Words of each token."""
+    """Number of words of each token."""
     words_K: Int32Array
-    """Words of all tokens, one after another."""
+    """Words of all tokens, concatenated."""
     vocab_size: int
-    """Entries of the vocabulary."""
+    """Number of vocabulary entries."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
         return len(self.counts_S)
 
     def __getitem__(self, tokens: slice) -> "Supports":
-        """Return the supports of consecutive tokens."""
+        """Return the supports of a slice of the tokens (step 1)."""
         first, last, _ = tokens.indices(len(self))
         ends_S = self.ends_S
         words = slice(0 if first == 0 else ends_S[first - 1], 0 if last == 0 else ends_S[last - 1])
@@ -52,16 +52,16 @@ class Supports:
 
     @property
     def ends_S(self) -> npt.NDArray[np.int64]:
-        """End of each token's words."""
+        """Index after each token's last word."""
         return np.cumsum(self.counts_S, dtype=np.int64)
 
     @property
     def is_bitmap_S(self) -> npt.NDArray[np.bool_]:
-        """True where the words are a bitmap."""
+        """True for tokens whose words are a bitmap."""
         return np.equal(self.counts_S, bitmap_words(self.vocab_size))
 
     def where(self, kept_S: npt.NDArray[np.bool_]) -> "Supports":
-        """Return the supports of some tokens, and the whole vocabulary for the others."""
+        """Return the supports with the whole vocabulary for all tokens where `kept_S` is False."""
         return Supports(
             counts_S=np.where(kept_S, self.counts_S, 0).astype(np.int32),
             words_K=self.words_K[np.repeat(kept_S, self.counts_S)],
@@ -77,7 +77,7 @@ class Supports:
         return sizes_S
 
     def contains_S(self, entries_S: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return True where the support of a token contains the entry given for it."""
+        """Return, for each token, True if its support contains the corresponding entry of `entries_S`."""
         is_bitmap_S, tokens = self.is_bitmap_S, np.arange(len(self))
         found_S: npt.NDArray[np.bool_] = np.equal(self.counts_S, 0)
         token_K = np.repeat(tokens, self.counts_S)
@@ -89,22 +89,25 @@ class Supports:
         return found_S
 
     def ids(self, token: int) -> npt.NDArray[np.int64]:
-        """Return the entries in the support of one token, in increasing order."""
+        """Return the entry ids in the support of one token, in increasing order."""
         one = self[token : token + 1]
         if len(one.words_K) == 0:
             return np.arange(self.vocab_size)
-        return (np.flatnonzero(_bits(one.words_K)) if one.is_bitmap_S[0] else one.words_K).astype(np.int64)
+        if one.is_bitmap_S[0]:
+            bits = np.unpackbits(np.ascontiguousarray(one.words_K, "<i4").view(np.uint8), bitorder="little")
+            return np.flatnonzero(bits)
+        return one.words_K.astype(np.int64)
 
 
 def supports_of(words: Sequence[Int32Array], vocab_size: int) -> Supports:
-    """Return the supports of tokens from the words of each."""
+    """Build supports from the words of each token."""
     counts_S = np.fromiter(map(len, words), np.int32, len(words))
     words_K = np.concatenate([np.zeros(0, np.int32), *words])
     return Supports(counts_S=counts_S, words_K=words_K, vocab_size=vocab_size)
 
 
 def words_of(ids: Int32Array, vocab_size: int) -> Int32Array:
-    """Return the words of one support, given as ids in increasing order."""
+    """Encode one support, given as ids in increasing order, as words."""
     if len(ids) >= vocab_size:
         return ids[:0]
     if len(ids) < bitmap_words(vocab_size):
@@ -115,12 +118,12 @@ def words_of(ids: Int32Array, vocab_size: int) -> Int32Array:
 
 
 def whole_vocabulary(num_tokens: int, vocab_size: int) -> Supports:
-    """Return the supports of tokens that were not sampled, or not truncated."""
+    """Return full-vocabulary supports, for tokens that were not sampled or not truncated."""
     return Supports(counts_S=np.zeros(num_tokens, np.int32), words_K=np.zeros(0, np.int32), vocab_size=vocab_size)
 
 
 def join(parts: Iterable[Supports]) -> Supports:
-    """Join the supports of consecutive tokens; there is at least one part, and all have the same vocabulary."""
+    """Join supports, at least one, into one object. All must have the same vocabulary size."""
     parts = list(parts)
     assert len({part.vocab_size for part in parts}) == 1, "supports of different vocabularies"
     return Supports(
@@ -130,16 +133,12 @@ def join(parts: Iterable[Supports]) -> Supports:
     )
 
 
-def _bits(words: Int32Array) -> npt.NDArray[np.uint8]:
-    return np.unpackbits(np.ascontiguousarray(words, "<i4").view(np.uint8), bitorder="little")
-
-
 def _from_bytes(counts: bytes, words: bytes, vocab_size: int) -> Supports:
     return Supports(counts_S=np.frombuffer(counts, "<i4"), words_K=np.frombuffer(words, "<i4"), vocab_size=vocab_size)
 
 
-def _reduce(made: Supports) -> tuple[Any, ...]:
-    return _from_bytes, (made.counts_S.astype("<i4").tobytes(), made.words_K.astype("<i4").tobytes(), made.vocab_size)
+def _reduce(value: Supports) -> tuple[Any, ...]:
+    return _from_bytes, (value.counts_S.astype("<i4").tobytes(), value.words_K.astype("<i4").tobytes(), value.vocab_size)
 
 
 copyreg.pickle(Supports, _reduce)

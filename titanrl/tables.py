@@ -1,7 +1,7 @@
-"""Tables of many small carriers: structured arrays instead of thousands of objects per step.
+"""Structured arrays that replace thousands of small objects per step: records of groups, and planned rows.
 
-Shape suffixes: P groups, N rollouts (those of all groups concatenated), M segments (those of all rollouts concatenated),
-S sequences (those of all rows concatenated), R rows.
+Shape suffixes: P groups, N rollouts of all groups, M segments of all rollouts, S sequences of all rows, R rows. Items are
+concatenated in the order of their containers. A loss token is a sampled token that counts in the loss.
 """
 
 import math
@@ -24,7 +24,7 @@ Table = npt.NDArray[np.void]
 DoubleArray = npt.NDArray[np.float64]
 
 HANDLE = np.dtype([("shard", "<i8"), ("slot", "<i8"), ("serial", "<i8")])
-"""Columns of handles; `GroupHandle` describes them."""
+"""Columns of handles; see `GroupHandle`."""
 SEQUENCE = np.dtype(
     [
         ("handle", HANDLE),
@@ -36,9 +36,9 @@ SEQUENCE = np.dtype(
         ("num_spans", "<i4"),
     ]
 )
-"""Columns of planned sequences; `SequencePlan` describes them."""
+"""Columns of planned sequences; see `SequencePlan`."""
 SPAN = np.dtype([("advantage", "<f8"), ("num_tokens", "<i4")])
-"""Columns of runs of tokens with the same advantage; the tokens are those that count in the loss."""
+"""Columns of spans, which are runs of loss tokens with the same advantage."""
 _GROUP = np.dtype(
     [
         ("index", "<i8"),
@@ -66,39 +66,38 @@ _NAN = array("d", [math.nan]).tobytes()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePlan:
-    """One segment's part in the optimizer step."""
+    """A segment planned as a sequence of an optimizer step."""
 
     handle: GroupHandle
-    """Location of its group."""
+    """Location of the group's payload."""
     segment: int
     """Index among the segments of the group."""
     length: int
-    """Tokens of the sequence."""
+    """Tokens in the sequence."""
     advantage: float
-    """A_i of its tokens; their mean if they have `spans`."""
+    """A_i of the tokens; their mean if there are `spans`."""
     weight: float
-    """w_i, the loss weight of each of its sampled tokens, from the step's global counts."""
+    """w_i, the loss weight of each sampled token, from the step's global counts."""
     num_shared: int = 0
-    """Tokens at its start that its row stores only once, in the preceding sequence of the same group."""
+    """Tokens at the start of the sequence that the row stores only once, in the preceding sequence of the same group."""
     spans: tuple[tuple[float, int], ...] = ()
-    """Advantage and length of consecutive runs of its tokens that count in the loss, if they differ; they replace
-    `advantage`."""
+    """Advantage and length of consecutive runs of loss tokens, if the advantages differ; they replace `advantage`."""
 
     @property
     def num_placed(self) -> int:
-        """Tokens that it occupies in its row."""
+        """Tokens that the sequence occupies in its row."""
         return self.length - self.num_shared
 
 
 Row = tuple[SequencePlan, ...]
-"""Sequences packed one after another into one row of tokens."""
+"""Sequences packed into one row of tokens."""
 
 
 pickle_fast(SequencePlan)
 
 
 class PackedRecord(NamedTuple):
-    """A group's numbers as bytes. Joining the bytes of many groups gives columns."""
+    """The numbers of a group as bytes. Joining the bytes of many groups yields columns."""
 
     group: bytes
     """One entry of `_GROUP`."""
@@ -111,31 +110,31 @@ class PackedRecord(NamedTuple):
     num_sampled: bytes
     """int64, `[K]`."""
     reward_parts: Mapping[str, bytes]
-    """float64, `[G]`, by part of the reward."""
+    """float64, `[G]`, by reward part."""
     task: int = 0
-    """Number of its task."""
+    """Index of the group's task."""
     turns: PackedTurns | None = None
-    """Turns of its segments; None if each is one turn."""
+    """Turns of the segments; None if each segment is one turn."""
     tokens: PackedTokens | None = None
-    """Rewards of its tokens; None if no reward is one of tokens."""
+    """Token rewards; None if no reward returned any."""
 
     @property
     def no_part(self) -> bytes:
-        """Values of a part of the reward that this group does not have: NaN as float64, `[G]`."""
+        """Values of a reward part that this group lacks: NaN as float64, `[G]`."""
         return _NAN * (len(self.rewards) // len(_NAN))
 
     def with_weight(self, weight: float) -> Self:
-        """Return the record with an importance weight, a factor of its loss weights."""
+        """Return the record with an importance weight, which multiplies the group's loss weights."""
         return self._replace(group=self.group[:_WEIGHT_START] + _WEIGHT_STRUCT.pack(weight))
 
     def at(self, handle: GroupHandle) -> Self:
-        """Return the record with another location of its tokens."""
+        """Return the record with another payload location."""
         location = _HANDLE_STRUCT.pack(handle.shard, handle.slot, handle.serial)
         return self._replace(group=self.group[:_HANDLE_START] + location + self.group[_HANDLE_START + len(location) :])
 
 
 def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
-    """Pack the numbers of a record; its texts are left out, and the task becomes a number."""
+    """Pack the numbers of a record. Strings are dropped, and the task is stored as an index."""
     handle = record.handle
     group = _GROUP_STRUCT.pack(
         record.index,
@@ -170,35 +169,35 @@ def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """The records of many groups. `GroupRecord` describes the columns."""
+    """The records of many groups as columns; `GroupRecord` describes them."""
 
     groups: Table
-    """One entry per group, `[P]`; `weight` is its importance weight, 1 for a group that was not replayed."""
+    """One entry per group, `[P]`; `weight` is the importance weight, 1 for a group that was not replayed."""
     rewards: DoubleArray
-    """Rewards of all rollouts, `[N]`."""
+    """Reward of each rollout, `[N]`."""
     num_segments: IntArray
-    """Segments of each rollout, `[N]`."""
+    """Segments per rollout, `[N]`."""
     lengths: IntArray
-    """Tokens of each segment, `[M]`."""
+    """Tokens per segment, `[M]`."""
     num_sampled: IntArray
-    """Tokens of each segment that count in the loss, `[M]`."""
+    """Loss tokens per segment, `[M]`."""
     reward_parts: Mapping[str, DoubleArray]
-    """Values of each part of the reward, `[N]`; NaN where a rollout does not have the part."""
+    """Values by reward part, `[N]`; NaN where a rollout lacks the part."""
     tasks: IntArray
-    """Number of each group's task, `[P]`; 0 without a mixture."""
+    """Index of each group's task, `[P]`; 0 without a mixture."""
     known_turns: TurnTable | None = None
     """Turns of the segments; None if each segment is one turn."""
     known_tokens: TokenTable | None = None
-    """Rewards of tokens; None if no reward is one of tokens."""
+    """Token rewards; None if no reward returned any."""
 
     @classmethod
     def of(cls, records: Iterable[GroupRecord]) -> Self:
-        """Build the table of some records, in their order."""
+        """Build the table of these records, in the same order."""
         return cls.join([pack_record(record) for record in records])
 
     @classmethod
     def join(cls, packed: Sequence[PackedRecord]) -> Self:
-        """Build the table of some packed records, in their order."""
+        """Build the table of these packed records, in the same order."""
         parts = dict.fromkeys(part for record in packed for part in record.reward_parts)
         return cls(
             groups=np.frombuffer(b"".join([record.group for record in packed]), _GROUP),
@@ -221,7 +220,7 @@ class RecordTable:
 
     @property
     def handles(self) -> Table:
-        """Locations of the payloads, `[P]` of `HANDLE`."""
+        """Payload locations, `[P]` of `HANDLE`."""
         return self.groups["handle"]
 
     @property
@@ -247,30 +246,30 @@ class RecordTable:
 
     @property
     def num_sampled_by_rollout(self) -> IntArray:
-        """Tokens of each rollout that count in the loss, `[N]`."""
+        """Loss tokens per rollout, `[N]`."""
         sums: IntArray = np.bincount(self.rollout_of, self.num_sampled, len(self.rewards)).astype(np.int64)
         return sums
 
     @property
     def turns(self) -> TurnTable:
-        """Turns of the segments."""
+        """Turns of the segments; one turn per segment if turns are not known."""
         if self.known_turns is None:
             return TurnTable.of_segments(self.rewards, self.num_segments, self.num_sampled)
         return self.known_turns
 
     @property
     def tokens(self) -> TokenTable:
-        """Rewards of the tokens."""
+        """Token rewards, derived from the rewards of turns if they are not known."""
         return self.known_tokens or TokenTable.of_turns(self.turns, self.num_segments)
 
     @property
     def num_turns_by_rollout(self) -> IntArray:
-        """Turns of each rollout, `[N]`."""
+        """Turns per rollout, `[N]`."""
         sums: IntArray = np.bincount(self.rollout_of, self.turns.num_turns, len(self.rewards)).astype(np.int64)
         return sums
 
     def __add__(self, other: Self) -> Self:
-        """Return the groups of both tables."""
+        """Append the groups of another table."""
         nan = [np.full(len(table.rewards), np.nan) for table in (self, other)]
         parts = dict.fromkeys([*self.reward_parts, *other.reward_parts])
         return type(self)(
@@ -289,14 +288,14 @@ class RecordTable:
         )
 
     def by_index(self) -> Self:
-        """Sort the groups by prompt index."""
+        """Return the table with groups sorted by prompt index."""
         order = np.argsort(self.groups["index"], kind="stable")
         if np.array_equal(order, np.arange(len(self))):
             return self
         return self.take(order)
 
     def take(self, order: IntArray) -> Self:
-        """Return some groups, given by their places, in this order."""
+        """Return the groups at the given indices, in this order."""
         rollouts = ranges(self.starts[order], self.groups["num_rollouts"][order])
         segments = ranges(self.segment_starts[rollouts], self.num_segments[rollouts])
         return type(self)(
@@ -314,22 +313,22 @@ class RecordTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """Advantages of the tokens of many segments: runs of tokens that count in the loss and have the same advantage."""
+    """Token advantages of many segments, as spans: runs of loss tokens with the same advantage."""
 
     table: Table
-    """The runs of all segments, one segment after another, as a table of `SPAN`."""
+    """Spans of all segments in segment order, as a table of `SPAN`."""
     num_spans: IntArray
-    """Runs of each segment, `[M]`."""
+    """Spans per segment, `[M]`."""
 
     @property
     def segment_of(self) -> IntArray:
-        """Index of each run's segment."""
+        """Index of each span's segment."""
         return np.repeat(np.arange(len(self.num_spans)), self.num_spans)
 
     def take(self, segments: IntArray) -> Self:
-        """Return the runs of some segments, given by their places, in this order."""
-        places = ranges((np.cumsum(self.num_spans) - self.num_spans)[segments], self.num_spans[segments])
-        return type(self)(table=self.table[places], num_spans=self.num_spans[segments])
+        """Return the spans of the segments at the given indices, in this order."""
+        indices = ranges((np.cumsum(self.num_spans) - self.num_spans)[segments], self.num_spans[segments])
+        return type(self)(table=self.table[indices], num_spans=self.num_spans[segments])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,7 +340,7 @@ class RowTable:
     ends: IntArray
     """Index after the last sequence of each row, `[R]`."""
     spans: Table = field(default_factory=lambda: np.zeros(0, SPAN))
-    """Runs of tokens of the sequences that have `num_spans`, one sequence after another, as a table of `SPAN`."""
+    """Spans of all sequences (`num_spans` of each) in sequence order, as a table of `SPAN`."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -360,14 +359,14 @@ class RowTable:
         if not isinstance(other, RowTable):
             return NotImplemented
         pairs = ((self.ends, other.ends), (self.sequences, other.sequences), (self.spans, other.spans))
-        return all(np.array_equal(own, others) for own, others in pairs)
+        return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
 
     __hash__ = None  # type: ignore[assignment]  # the arrays are mutable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows that the ranks run through the model at once. A rank without rows runs one empty row."""
+    """Rows that the ranks process in one forward-backward pass. A rank without rows runs one empty row."""
 
     rows: tuple[RowTable, ...]
     """Rows by data-parallel rank."""
@@ -376,7 +375,7 @@ class MicroBatch:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Numbers of rows and of their tokens over all ranks, for an agreement."""
+        """Number of rows and tokens over all ranks. The ranks compare these values to detect different plans."""
         return {
             "rows": sum(map(len, self.rows)),
             "tokens": sum(int((table.sequences["length"] - table.sequences["num_shared"]).sum()) for table in self.rows),
@@ -385,22 +384,22 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The part of an optimizer step that all ranks must agree on; it holds no tokens."""
+    """The plan of an optimizer step, on which all ranks must agree; it contains no tokens."""
 
     microbatches: tuple[MicroBatch, ...]
-    """Micro-batches in the order of execution."""
+    """Micro-batches in execution order."""
     advantages_N: DoubleArray = field(compare=False)
-    """Advantage of every rollout of the batch, with the groups in prompt order."""
+    """Advantage of each rollout of the batch, with groups in prompt order."""
     num_placed: int
-    """Tokens of all packed rows. A prompt shared by sequences of one row counts once."""
+    """Tokens in all packed rows; a prompt shared by sequences of one row counts once."""
     packing_efficiency: float
-    """Share of the positions of all rows that hold a token."""
+    """Fraction of row positions that hold a token."""
     spans: "Spans | None" = field(default=None, compare=False)
-    """Advantages of the tokens, if those of a rollout differ; `advantages_N` has their means."""
+    """Token advantages, if they differ within a rollout; `advantages_N` then has their means."""
 
 
 def _joined_turns(packed: Sequence[PackedRecord]) -> TurnTable | None:
-    """Return the turns of packed records; None if none of them knows its turns."""
+    """Return the turns of packed records; None if no record has known turns."""
     if all(record.turns is None for record in packed):
         return None
     return TurnTable.join([_turns_of(record) for record in packed])
@@ -414,7 +413,7 @@ def _turns_of(record: PackedRecord) -> TurnTable:
 
 
 def _joined_tokens(packed: Sequence[PackedRecord]) -> TokenTable | None:
-    """Return the rewards of the tokens of packed records; None if none of them knows any."""
+    """Return the token rewards of packed records; None if no record has any."""
     if all(record.tokens is None for record in packed):
         return None
     tables = [

@@ -1,4 +1,4 @@
-"""The task of a configuration, for a loop of one's own: its prompts, and the reward of what was sampled for them."""
+"""Prompts and rewards of a configuration, for custom loops."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from titanrl.types import EvaluationResult, Prompt
 
 
 class Task:
-    """Prompts and rewards of the sections `data` and `sandbox`; `Session.task` starts one.
+    """Prompts and rewards configured in the sections `data` and `sandbox`; create one with `Session.task`.
 
     Example:
         task = await session.task()
@@ -43,7 +43,7 @@ class Task:
         self._tasks: Mapping[str, OpenTask] = {}
 
     async def start(self) -> None:
-        """Load the rewards, and start the processes that confine them.
+        """Load the rewards, and start their sandbox processes.
 
         Raises:
             SandboxUnavailable: This machine cannot confine a process.
@@ -53,10 +53,10 @@ class Task:
         self._sets = EvaluationSets(self._config, self._tokenizer, self._plugins, self._tasks)
 
     def prompts(self, num: int, *, start: int = 0) -> list[Prompt]:
-        """Return training prompts: `num` of the run from position `start`. Every epoch has another order.
+        """Return `num` training prompts from position `start` of the prompt stream, which is reshuffled every epoch.
 
-        With `data.mixture`, the tasks follow each other in the ratio of their weights. A curriculum stays at its first level,
-        because it learns of no rewards.
+        With `data.mixture`, the tasks alternate in the ratio of their weights. A curriculum stays at its first level, because
+        it receives no rewards.
         """
         streams = list(self._prompts.values())
         while self._mixture.has_state and len(self._draws) < start + num:
@@ -76,7 +76,7 @@ class Task:
         return [replace(prompt, task=name) for prompt in self._prompts[name].stream.heldout(num)]
 
     async def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Sample]]) -> list[list[Scored]]:
-        """Score the samples of each prompt: reward and its parts, or the error of the reward."""
+        """Score the samples of each prompt. A `Scored` has the reward and its parts, or the error of a failed reward."""
         return await asyncio.gather(
             *(
                 self._tasks[prompt.task].scoring.score(
@@ -112,7 +112,7 @@ class Task:
 
         Args:
             client: Client of the model to evaluate.
-            num_prompts: Number of prompts; the set's own by default.
+            num_prompts: Number of prompts; the set's `num_prompts` by default.
             name: Evaluation set; None means the first, which is the default set unless it was left out.
 
         Raises:
@@ -125,7 +125,7 @@ class Task:
         return await self._sets.evaluate(subset, client.generate)
 
     async def close(self) -> None:
-        """Stop the processes of the rewards."""
+        """Stop the reward processes."""
         await self._sets.close()
         for task in self._tasks.values():
             await task.close()

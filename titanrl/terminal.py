@@ -1,4 +1,4 @@
-"""Standard streams and early signals of a command: a run does not end because its output is not read."""
+"""Standard streams and signal handlers of the commands. A closed or full output does not stop a command."""
 
 import io
 import os
@@ -9,34 +9,34 @@ from types import FrameType
 from typing import Any, TextIO
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a command."""
+"""Signals that terminate a command."""
 
 _is_ending = False
 
 
 def prepare() -> None:
-    """Make the standard streams usable, whatever they are, and let signals end the process without a traceback."""
-    end_quietly()
+    """Make the standard streams safe to write to, and let signals exit the process without a traceback."""
+    exit_on_signals()
     _open_standard_descriptors()
-    if sys.stdout is None or sys.stdout is sys.__stdout__:  # else a caller has replaced it
+    if sys.stdout is None or sys.stdout is sys.__stdout__:  # otherwise a caller has replaced it
         sys.stdout = lasting_stream(1, lambda error: _warn(f"stdout: {error.strerror}; the command continues without it"))
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         sys.stderr = lasting_stream(2)
 
 
-def end_quietly() -> None:
-    """End the process at a signal, with the exit code of a shell; nothing has to be closed yet."""
-    handle_ending(_end)
+def exit_on_signals() -> None:
+    """Exit immediately with code 128 + signal number on a terminating signal. Use this while there is nothing to close."""
+    handle_ending(_exit)
 
 
 def handle_ending(handler: Callable[[int, FrameType | None], None], *, is_ending: bool = False) -> None:
-    """Install a handler for the signals that end a command. Under nohup SIGHUP stays ignored.
+    """Install a handler for the signals that terminate a command. Under nohup, SIGHUP stays ignored.
 
-    SIGINT is handled even if it is ignored, as in a background job of a script, to which only `kill` sends it.
+    SIGINT is handled even if it is ignored, as in a script's background job, which receives it only from `kill`.
 
     Args:
-        handler: Handler.
-        is_ending: The command ends already, and the handler is for a second signal.
+        handler: Signal handler.
+        is_ending: True if the command is already shutting down, and the handler is for a second signal.
     """
     global _is_ending
     _is_ending = is_ending
@@ -46,18 +46,18 @@ def handle_ending(handler: Callable[[int, FrameType | None], None], *, is_ending
 
 
 def is_ending() -> bool:
-    """Return True if a signal has ended this command, which closes in order."""
+    """Return True if this command is shutting down because of a signal."""
     return _is_ending
 
 
 def lasting_stream(descriptor: int, on_failure: Callable[[OSError], None] = lambda error: None) -> TextIO:
-    """Return a text stream that discards what is written after a write has failed.
+    """Return a text stream that discards all output after a failed write.
 
-    Characters that the encoding lacks are replaced.
+    Characters that the encoding cannot represent are replaced.
 
     Args:
         descriptor: File descriptor; the stream does not close it.
-        on_failure: Called with the error of the first failed write: the reader has closed a pipe, the disk is full, ...
+        on_failure: Called with the error of the first failed write, for example a closed pipe or a full disk.
     """
     file = _LastingFile(descriptor, on_failure)
     encoding = "utf-8" if sys.__stdout__ is None else sys.__stdout__.encoding
@@ -74,20 +74,20 @@ class _LastingFile(io.FileIO):
             return super().write(data)
         except OSError as error:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # for libraries that write to the descriptor, too
+            os.dup2(nowhere, self.fileno())  # libraries may write to the descriptor directly
             os.close(nowhere)
             self._on_failure(error)
             return len(data)
 
 
 def _open_standard_descriptors() -> None:
-    """Open those that the caller has closed. Otherwise the next file would get the number, and with it all output."""
+    """Open /dev/null for closed standard descriptors. Otherwise the next opened file would receive all output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 

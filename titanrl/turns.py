@@ -1,7 +1,9 @@
-"""Turns of rollouts: their rewards and the tokens that the policy sampled in them, and rewards of single tokens.
+"""Rewards of turns and of single tokens: carriers of one group, and tables of many groups.
+
+A loss token is a sampled token that counts in the loss.
 
 Shape suffixes: G rollouts of a group, N rollouts of a batch, K segments of a group, M segments of a batch, U turns of all
-segments, one segment after another, E rewards of tokens, T tokens that count in the loss.
+segments in segment order, E token rewards, T loss tokens.
 """
 
 from collections.abc import Sequence
@@ -17,50 +19,50 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn of the policy in a rollout; all of its tokens are in one segment."""
+    """One turn of the policy in a rollout; all its tokens are in one segment."""
 
     segment: int
-    """Index of its segment in the rollout."""
+    """Index of the segment in the rollout."""
     end: int
-    """Index after its last token in the segment."""
+    """Index after the turn's last token in the segment."""
     reward: float
-    """Reward of the turn. That of the episode as a whole is part of the last turn's, so the turns add up to the rollout's."""
+    """Reward of the turn. The last turn includes the reward of the whole episode, so turns add up to the rollout's reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTurns:
-    """Numbers of the turns of a group.
+    """Rewards and token counts of a group's turns.
 
-    Example: rollouts of two turns and of one turn, each of one segment: `GroupTurns(num_turns=(2, 1), rewards=(0.0, 1.0, 0.5),
-    num_sampled=(3, 4, 6))`
+    Example: two rollouts of one segment each, the first with two turns, the second with one: `GroupTurns(num_turns=(2, 1),
+    rewards=(0.0, 1.0, 0.5), num_sampled=(3, 4, 6))`
     """
 
     num_turns: tuple[int, ...]
-    """Turns of each segment, `[K]`."""
+    """Turns per segment, `[K]`."""
     rewards: tuple[float, ...]
     """Reward of each turn, `[U]`."""
     num_sampled: tuple[int, ...]
-    """Tokens of each turn that count in the loss, `[U]`."""
+    """Loss tokens per turn, `[U]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTokens:
-    """Rewards of the tokens of a group, if a reward is one of tokens. Tokens without a reward are left out.
+    """Token rewards of a group, in a sparse format without tokens that have no reward.
 
-    Example: rollouts of five tokens, of which the second and the last have a reward, and of four, of which the last has one:
-    `GroupTokens(num_rewards=(2, 1), places=(1, 4, 3), rewards=(0.5, 1.0, 0.25))`
+    Example: a rollout of five tokens with rewards at the second and the last, and a rollout of four tokens with a reward at the
+    last: `GroupTokens(num_rewards=(2, 1), places=(1, 4, 3), rewards=(0.5, 1.0, 0.25))`
     """
 
     num_rewards: tuple[int, ...]
-    """Rewards of each rollout, `[G]`."""
+    """Rewarded tokens per rollout, `[G]`."""
     places: tuple[int, ...]
-    """Index of the rewarded token among those of its rollout that count in the loss, `[E]`."""
+    """Index of each rewarded token among the loss tokens of its rollout, `[E]`."""
     rewards: tuple[float, ...]
-    """Its reward, that of its turn or of the rollout included, `[E]`."""
+    """Reward of each of these tokens, including the reward of its turn or of the rollout, `[E]`."""
 
 
 class PackedTokens(NamedTuple):
-    """The columns of `GroupTokens` as bytes."""
+    """Columns of `GroupTokens` as bytes."""
 
     num_rewards: bytes
     """int64, `[G]`."""
@@ -71,7 +73,7 @@ class PackedTokens(NamedTuple):
 
 
 def pack_tokens(tokens: GroupTokens) -> PackedTokens:
-    """Pack the rewards of a group's tokens."""
+    """Pack the token rewards of a group."""
     return PackedTokens(
         np.array(tokens.num_rewards, "<i8").tobytes(),
         np.array(tokens.places, "<i8").tobytes(),
@@ -80,7 +82,7 @@ def pack_tokens(tokens: GroupTokens) -> PackedTokens:
 
 
 class PackedTurns(NamedTuple):
-    """The columns of `GroupTurns` as bytes."""
+    """Columns of `GroupTurns` as bytes."""
 
     num_turns: bytes
     """int64, `[K]`."""
@@ -91,7 +93,7 @@ class PackedTurns(NamedTuple):
 
 
 def pack_turns(turns: GroupTurns) -> PackedTurns:
-    """Pack the numbers of a group's turns."""
+    """Pack the turns of a group."""
     return PackedTurns(
         np.array(turns.num_turns, "<i8").tobytes(),
         np.array(turns.rewards, "<f8").tobytes(),
@@ -104,22 +106,22 @@ class TurnTable:
     """The turns of many groups."""
 
     num_turns: Counts
-    """Turns of each segment, `[M]`."""
+    """Turns per segment, `[M]`."""
     rewards: Values
     """Reward of each turn, `[U]`."""
     num_sampled: Counts
-    """Tokens of each turn that count in the loss, `[U]`."""
+    """Loss tokens per turn, `[U]`."""
 
     @classmethod
     def of_segments(cls, rewards_N: Values, num_segments_N: Counts, num_sampled_M: Counts) -> Self:
-        """Return one turn per segment, where turns are not known; the last one of a rollout has its reward."""
+        """Build one turn per segment, for unknown turns. The last turn of a rollout gets the rollout's reward."""
         rewards = np.zeros(len(num_sampled_M))
         rewards[np.cumsum(num_segments_N)[num_segments_N > 0] - 1] = rewards_N[num_segments_N > 0]
         return cls(num_turns=np.ones_like(num_sampled_M), rewards=rewards, num_sampled=num_sampled_M)
 
     @classmethod
     def unpacked(cls, packed: PackedTurns) -> Self:
-        """Return the turns of a packed group."""
+        """Unpack the turns of a group."""
         return cls(
             num_turns=np.frombuffer(packed.num_turns, "<i8"),
             rewards=np.frombuffer(packed.rewards, "<f8"),
@@ -128,7 +130,7 @@ class TurnTable:
 
     @classmethod
     def join(cls, tables: Sequence[Self]) -> Self:
-        """Return the turns of several tables, at least one, in their order."""
+        """Join tables, at least one, into one table."""
         return cls(
             num_turns=np.concatenate([table.num_turns for table in tables]),
             rewards=np.concatenate([table.rewards for table in tables]),
@@ -136,25 +138,25 @@ class TurnTable:
         )
 
     def take(self, segments: Counts) -> Self:
-        """Return the turns of some segments, given by their places, in this order."""
+        """Return the turns of the segments at the given indices, in this order."""
         turns = ranges((np.cumsum(self.num_turns) - self.num_turns)[segments], self.num_turns[segments])
         return type(self)(num_turns=self.num_turns[segments], rewards=self.rewards[turns], num_sampled=self.num_sampled[turns])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTable:
-    """The rewards of the tokens of many groups; `GroupTokens` describes the columns."""
+    """Token rewards of many groups; `GroupTokens` describes the columns."""
 
     num_rewards: Counts
-    """Rewards of each rollout, `[N]`."""
+    """Rewarded tokens per rollout, `[N]`."""
     places: Counts
-    """Index of each rewarded token in its rollout, `[E]`."""
+    """Index of each rewarded token among the loss tokens of its rollout, `[E]`."""
     rewards: Values
-    """Its reward, `[E]`."""
+    """Reward of each of these tokens, `[E]`."""
 
     @classmethod
     def of_turns(cls, turns: TurnTable, num_segments_N: Counts) -> Self:
-        """Return the rewards of turns as those of their last tokens, where rewards of tokens are not known."""
+        """Build token rewards from turns, for unknown token rewards: the last token of a turn gets the turn's reward."""
         rollout_of_U = np.repeat(np.repeat(np.arange(len(num_segments_N)), num_segments_N), turns.num_turns)
         num_tokens_N = np.bincount(rollout_of_U, turns.num_sampled, len(num_segments_N)).astype(np.int64)
         places = np.cumsum(turns.num_sampled) - (np.cumsum(num_tokens_N) - num_tokens_N)[rollout_of_U] - 1
@@ -164,7 +166,7 @@ class TokenTable:
 
     @classmethod
     def unpacked(cls, packed: PackedTokens) -> Self:
-        """Return the rewards of a packed group."""
+        """Unpack the token rewards of a group."""
         return cls(
             num_rewards=np.frombuffer(packed.num_rewards, "<i8"),
             places=np.frombuffer(packed.places, "<i8"),
@@ -173,7 +175,7 @@ class TokenTable:
 
     @classmethod
     def join(cls, tables: Sequence[Self]) -> Self:
-        """Return the rewards of several tables, at least one, in their order."""
+        """Join tables, at least one, into one table."""
         return cls(
             num_rewards=np.concatenate([table.num_rewards for table in tables]),
             places=np.concatenate([table.places for table in tables]),
@@ -181,12 +183,12 @@ class TokenTable:
         )
 
     def take(self, rollouts: Counts) -> Self:
-        """Return the rewards of some rollouts, given by their places, in this order."""
-        own = ranges((np.cumsum(self.num_rewards) - self.num_rewards)[rollouts], self.num_rewards[rollouts])
-        return type(self)(num_rewards=self.num_rewards[rollouts], places=self.places[own], rewards=self.rewards[own])
+        """Return the token rewards of the rollouts at the given indices, in this order."""
+        kept = ranges((np.cumsum(self.num_rewards) - self.num_rewards)[rollouts], self.num_rewards[rollouts])
+        return type(self)(num_rewards=self.num_rewards[rollouts], places=self.places[kept], rewards=self.rewards[kept])
 
     def by_token(self, num_tokens_N: Counts) -> Values:
-        """Return the reward of every token, one rollout after another, `[T]`."""
+        """Return the reward of every loss token in rollout order, 0 where there is none, `[T]`."""
         starts_N = np.cumsum(num_tokens_N) - num_tokens_N
         rewards_T = np.zeros(int(num_tokens_N.sum()))
         np.add.at(rewards_T, np.repeat(starts_N, self.num_rewards) + self.places, self.rewards)
@@ -194,7 +196,7 @@ class TokenTable:
 
 
 def ranges(starts: Counts, counts: Counts) -> Counts:
-    """Return the indices of several ranges, one after another."""
+    """Return the concatenated indices of ranges, given their starts and lengths."""
     offsets = np.cumsum(counts) - counts
     indices: Counts = np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
     return indices

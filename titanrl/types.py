@@ -1,7 +1,7 @@
-"""The carriers: immutable values that processes send to each other.
+"""Carriers: immutable values that processes send to each other.
 
-Shape suffixes: G completions of a group, P prompt tokens, T completion tokens, S tokens of a whole sequence (prompt and
-completion). Arrays are numpy, so reading a carrier does not need torch.
+Shape suffixes: G completions of a group, K segments of a group, P prompt tokens, T completion tokens, S tokens of a sequence
+(prompt and completion). Arrays are numpy, so that no reader needs torch.
 """
 
 import copyreg
@@ -36,9 +36,9 @@ class Prompt:
     index: int
     """Position in the prompt stream."""
     task: str
-    """Name of the task, as in the names of metrics."""
+    """Name of the task, as used in metric names."""
     text: str
-    """The question, without chat template."""
+    """The question, before the chat template is applied."""
     token_ids: tuple[int, ...]
     """Input tokens of the generator, `[P]`."""
     entry: Mapping[str, Any]
@@ -60,15 +60,15 @@ class SamplingParams:
     top_k: int = 0
     """Number of most likely tokens to sample from; 0 disables the limit."""
     min_p: float = 0.0
-    """Lowest probability to sample, as a share of the most likely token's; 0 disables the limit."""
+    """Minimum probability of a token relative to the most likely token; 0 disables the limit."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the completion, in addition to the model's own."""
+    """Tokens that end the completion, in addition to the model's stop tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end the completion. The completion includes the token that completes one."""
+    """Stop strings. The completion includes the token that completes the stop string."""
     prompt_logprobs: bool = False
-    """Return the log-probabilities of the prompt's tokens, too."""
+    """True to also return the log-probabilities of the prompt tokens."""
     supports: bool = False
-    """Return the entries of the vocabulary that `top_p`, `top_k` and `min_p` left for each token, too."""
+    """True to also return the vocabulary entries that `top_p`, `top_k` and `min_p` keep for each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Condition under which the groups of a call join a generator's batch; all of them join at the same step."""
+    """Condition for adding the groups of a call to a generator's batch; all groups are added at the same engine step."""
 
     indices: tuple[int, ...] = ()
-    """Prompt position of each group, if they are part of a round; the groups of a round join together and in prompt order."""
+    """Prompt position of each group, if the groups belong to a round; a round's groups join together, in prompt order."""
     round_size: int = 0
-    """Groups of the round at this generator, from all callers; 0 if the call is no part of a round."""
+    """Number of groups in the round at this generator, from all callers; 0 if the call does not belong to a round."""
     when_drained: bool = False
-    """True if the groups wait until all earlier requests have finished; later requests wait behind them."""
+    """True if the groups wait until all earlier requests have finished; later requests queue behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +102,12 @@ class EngineLoad:
     num_queued: int
     """Requests waiting for batch or KV-cache space."""
     admits: bool = True
-    """True if new requests join the batch; False if they wait for new weights."""
+    """True if new requests can join the batch; False if they wait for new weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A reply of the generator.
+    """A sampled completion, as returned by a generator.
 
     Example: `Completion(token_ids=[31, 7, 1], logprobs=[-0.1, -0.7, -0.0], versions=[4, 4, 4], finish_reason="stop")`
     """
@@ -119,26 +119,26 @@ class Completion:
     versions: IntArray
     """Policy version that sampled each token, `[T]`."""
     finish_reason: FinishReason
-    """`stop`: the policy ended it; `length`: cut at the limit; `abort`: cancelled."""
+    """`stop`: ended by the policy; `length`: truncated at the length limit; `abort`: cancelled."""
     prompt_logprobs: FloatArray | None = None
-    """Log-probability of each prompt token but the first, at temperature 1, if requested, `[P - 1]`."""
+    """Log-probability of each prompt token except the first, at temperature 1, if requested, `[P - 1]`."""
     supports: Supports | None = None
-    """Support of each token's distribution, over which `logprobs` are normalized, if requested, `[T]`."""
+    """Support of each token's sampling distribution, over which `logprobs` are normalized, if requested, `[T]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A sequence for the trainer: tokens that were only ever extended, some of them sampled by the policy.
+    """A training sequence that grew only by appending tokens, some of which the policy sampled.
 
     Example: prompt `[5, 6]`, completion `[7, 1]`: `token_ids=[5, 6, 7, 1]`, `mask=[F, F, T, T]`, `versions=[-1, -1, 4, 4]`.
     """
 
     token_ids: IntArray
-    """Prompt, completion and the turns that follow, `[S]`."""
+    """Prompt, completion and later turns, `[S]`."""
     mask: BoolArray
-    """True at tokens the policy sampled, the only ones to train on, `[S]`."""
+    """True at tokens sampled by the policy, the only tokens to train on, `[S]`."""
     logprobs: FloatArray
-    """Log-probability from the generator where `mask` is true, 0 elsewhere, `[S]`."""
+    """Log-probability from the generator where `mask` is True, 0 elsewhere, `[S]`."""
     versions: IntArray
     """Policy version of each sampled token, -1 elsewhere, `[S]`."""
     supports: Supports | None = None
@@ -147,27 +147,27 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A finished episode: one segment, or several if the conversation could not always be extended, and one reward."""
+    """A finished episode with one reward. It has several segments if a turn did not only append to the previous tokens."""
 
     segments: tuple[Segment, ...]
-    """Segments in the order of time. Each sampled token is under the mask of one of them."""
+    """Segments in temporal order. Each sampled token is in the mask of exactly one segment."""
     reward: float
-    """Sum of all parts of the reward."""
+    """Sum of all reward parts."""
     reward_parts: Mapping[str, float]
     """Reward by part, reported as `reward/<part>`."""
     finish_reason: FinishReason
-    """Reason why the last completion ended."""
+    """Finish reason of the last completion."""
     turns: tuple[Turn, ...] = ()
-    """Turns of the policy in the order of time; empty if each segment is one turn."""
+    """Turns of the policy in temporal order; empty if each segment is one turn."""
     token_rewards: Values | None = None
-    """Reward of each sampled token of all segments, the last one of a turn with that of the turn; they add up to `reward`. None
-    if no reward is one of tokens."""
+    """Reward of each sampled token of all segments, which add up to `reward`; a turn's last token includes the turn's reward.
+    None if no reward returned token rewards."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that the environment reported, by name."""
+    """Metrics reported by the environment, by name."""
 
     @property
     def sampled(self) -> Completion:
-        """Tokens of all segments that the policy sampled."""
+        """Tokens of all segments that the policy sampled, as one completion."""
         token_ids = np.concatenate([segment.token_ids[segment.mask] for segment in self.segments])
         logprobs = np.concatenate([segment.logprobs[segment.mask] for segment in self.segments])
         versions = np.concatenate([segment.versions[segment.mask] for segment in self.segments])
@@ -176,12 +176,12 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerFailure:
-    """A rollout without a reward: its reward raised, timed out or crashed, or its environment did."""
+    """A rollout without a reward, because its reward or its environment raised, timed out or crashed."""
 
     completion: Completion
     """Tokens that the policy sampled."""
     error: str
-    """Exception type and message, or the reason why the scoring process ended."""
+    """Exception type and message, or the reason why the scoring process died."""
     outcome: Outcome = "reward_error"
 
 
@@ -198,15 +198,15 @@ class Group:
     score_s: float
     """Seconds spent scoring."""
     failures: tuple["ScorerFailure", ...] = ()
-    """Rollouts without a reward. They are left out of the group: they enter neither advantages nor the loss."""
+    """Rollouts without a reward, which are excluded from advantages and loss."""
     conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     """Chat messages of each rollout, if an environment was used."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of the group's episodes, if an environment was used; `titanrl.rollout.episodes` names them."""
+    """Counters of the group's episodes, if an environment was used; named in `titanrl.rollout.episodes`."""
 
     @property
     def has_signal(self) -> bool:
-        """True if rewards differ. Otherwise every advantage is zero, and so is the gradient."""
+        """True if rewards differ. Otherwise all advantages and the gradient are zero."""
         return len({rollout.reward for rollout in self.rollouts}) > 1
 
 
@@ -217,19 +217,17 @@ class GroupHandle:
     shard: int
     """Rank of the storage shard."""
     slot: int
-    """Slot of the buffer."""
+    """Slot in the buffer."""
     serial: int
-    """Number of times the slot has been reserved, including this time; it distinguishes successive groups in a slot."""
+    """Number of reservations of the slot, including this one, which distinguishes successive groups in a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """The controller's view of a group: numbers, no tokens. Lists are aligned with its rollouts, `[G]`, or with the segments of
-    all of them, `[K]`.
-    """
+    """The controller's record of a group, without tokens. Tuples have one entry per rollout, `[G]`, or per segment, `[K]`."""
 
     index: int
-    """Position of its prompt in the stream."""
+    """Position of the prompt in the stream."""
     task: str
     """Name of the task."""
     handle: GroupHandle
@@ -237,21 +235,21 @@ class GroupRecord:
     has_payload: bool
     """False for a group without signal, whose tokens were never stored."""
     rewards: tuple[float, ...]
-    """Summed reward of each rollout."""
+    """Summed reward of each rollout, `[G]`."""
     reward_parts: Mapping[str, tuple[float, ...]]
-    """Reward by part; NaN where a rollout does not have the part."""
+    """Rewards by part, `[G]`; NaN where a rollout lacks the part."""
     prompt_len: int
-    """Tokens with which the first segment of every rollout begins."""
+    """Length of the prompt, with which the first segment of every rollout starts, in tokens."""
     lengths: tuple[int, ...]
-    """Tokens of each segment, `[K]`."""
+    """Tokens per segment, `[K]`."""
     num_sampled: tuple[int, ...]
-    """Tokens of each segment that count in the loss: sampled, with a finite log-probability, `[K]`."""
+    """Loss tokens per segment, which are sampled and have a finite log-probability, `[K]`."""
     num_truncated: int
-    """Rollouts cut at the length limit."""
+    """Rollouts truncated at the length limit."""
     num_overlong: int
-    """Rollouts longer than a packed row; they were truncated or left out of training."""
+    """Rollouts longer than a packed row, which were truncated or excluded from training."""
     num_nonfinite: int
-    """Sampled tokens without a finite log-probability; they are in no count."""
+    """Sampled tokens without a finite log-probability; they are excluded from all counts."""
     min_version: int
     """Oldest policy version among the sampled tokens."""
     max_version: int
@@ -261,51 +259,51 @@ class GroupRecord:
     score_s: float
     """Seconds of scoring."""
     num_errors: int = 0
-    """Rollouts left out of the group because their reward failed (exception, timeout or crash)."""
+    """Rollouts excluded because their reward failed (exception, timeout or crash)."""
     first_error: str = ""
     """Error of the first of these rollouts; empty if there is none."""
     rejection: Rejection | None = None
     """Reason why the group must not be trained on, although it has rewards."""
     parts_differ: bool = False
-    """True if the advantage compares the parts of the reward, or returns of turns or tokens, and one of them differs."""
+    """True if the advantage compares reward parts, or returns of turns or tokens, and at least one of them differs."""
     num_generated: int = 0
-    """Tokens that the generators sampled for it, also those of completions without a reward or cut to fit a row."""
+    """Tokens sampled for the group, including completions without a reward and tokens cut to fit a row."""
     num_segments: tuple[int, ...] = ()
-    """Segments of each rollout; empty if each has one."""
+    """Segments per rollout, `[G]`; empty if each rollout has one."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of its episodes, if an environment was used."""
+    """Counters of the group's episodes, if an environment was used."""
     turns: GroupTurns | None = None
-    """Its turns; None if each segment is one turn."""
+    """Turns of the group; None if each segment is one turn."""
     tokens: GroupTokens | None = None
-    """Rewards of its tokens; None if no reward is one of tokens."""
+    """Token rewards of the group; None if no reward returned any."""
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum of the numbers that the environment reported, and of how many rollouts, by name."""
+    """Sum over rollouts and number of rollouts of each metric that the environment reported, by name."""
 
     @property
     def has_signal(self) -> bool:
-        """True if rewards differ, or parts of them or returns of turns or tokens that the advantage compares."""
+        """True if rewards differ, or reward parts or returns that the advantage compares (see `parts_differ`)."""
         return self.parts_differ or len(set(self.rewards)) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionTotals:
-    """Effect of an off-policy correction on a whole step, over all ranks and micro-batches."""
+    """Effect of an off-policy correction on a complete step, over all ranks and micro-batches."""
 
     mean_weight: float = 1.0
-    """Mean of its weights."""
+    """Mean correction weight."""
     kept_tokens_frac: float = 1.0
-    """Share of the tokens that are not rejected."""
+    """Fraction of tokens that are not rejected."""
     kept_sequences_frac: float = 1.0
-    """Share of the sequences with at least one token that is not rejected."""
+    """Fraction of sequences with at least one token that is not rejected."""
 
 
 NOT_MEASURED = CorrectionTotals()
-"""Totals of a step whose correction needs none."""
+"""Totals of a step whose correction does not need them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Numerators of the loss metrics of one micro-batch; `num_tokens` among the sums is the denominator of the means."""
+    """Numerators of one micro-batch's loss metrics; the sum `num_tokens` is the denominator of the means."""
 
     sums: Mapping[str, float]
     """Weighted or counted sums, by metric name."""
@@ -315,10 +313,10 @@ class LossSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """AdamW options of one optimizer step. The defaults are Tinker's."""
+    """AdamW options of one optimizer step, with Tinker's defaults."""
 
     learning_rate: float = 1e-4
-    """Step size."""
+    """Learning rate."""
     beta1: float = 0.9
     """Decay rate of the first moment."""
     beta2: float = 0.95
@@ -328,7 +326,7 @@ class AdamParams:
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 0.0
-    """Largest global gradient norm; 0 disables clipping."""
+    """Global gradient norm to clip to; 0 disables clipping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,13 +334,13 @@ class OptimUpdate:
     """Result of an optimizer step."""
 
     version: int
-    """Policy version after the step: the number of steps, each on one batch."""
+    """Policy version after the step: the number of optimizer steps, each on one batch."""
     grad_norm: float
     """Global gradient norm before clipping."""
     skipped: bool
     """True if a loss or the gradient was not finite. Weights and version are then unchanged."""
     busy_s: float = field(default=0.0, compare=False)
-    """Seconds the trainer computed since the last optimizer step, including this one, without any waiting."""
+    """Seconds of trainer computation since the previous optimizer step, including this step, excluding waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,13 +348,13 @@ class GenerationStats:
     """Work of all generator replicas since the previous call."""
 
     num_tokens: int
-    """Tokens of the completions that ended."""
+    """Tokens in finished completions."""
     busy_s: float
     """Seconds of decoding, summed over replicas."""
     wall_s: float
-    """Seconds elapsed, summed over replicas."""
+    """Elapsed seconds, summed over replicas."""
     num_replicas: int
-    """Generator replicas."""
+    """Number of generator replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,27 +362,27 @@ class EvaluationResult:
     """Result of an evaluation."""
 
     task: str
-    """Name of the evaluation set; the default set has that of the task."""
+    """Name of the evaluation set; the default set is named after the task."""
     version: int
-    """Policy version that was evaluated."""
+    """Evaluated policy version."""
     mean: float
-    """Mean over the prompts of their mean rewards."""
+    """Mean over prompts of each prompt's mean reward."""
     num_prompts: int
-    """Prompts in the evaluation."""
+    """Number of evaluated prompts."""
     response_len_mean: float
     """Mean length of the scored completions, in tokens."""
     num_errors: int = 0
-    """Completions left out of both means because their reward failed."""
+    """Completions excluded from both means because their reward failed."""
     first_error: str = ""
     """Error of the first of these completions; empty if there is none."""
     num_samples: int = 1
     """Completions per prompt."""
     statistics: Mapping[str, float] = field(default_factory=dict)
-    """Mean, avg@k and pass@k with the half-widths of their confidence intervals, by name in metrics."""
+    """Mean, avg@k and pass@k, with the half-widths of their confidence intervals, by metric name."""
     is_pinned: bool = True
     """True if the same policy version sampled all tokens."""
     environment: Mapping[str, float] = field(default_factory=dict)
-    """Means of the numbers that the environment reported, by name."""
+    """Means of the metrics that the environment reported, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,11 +390,11 @@ class StepMetrics:
     """Metrics of one step of the loop."""
 
     step: int
-    """Steps taken in the run, including this one."""
+    """Number of steps taken in the run, including this one."""
     version: int
     """Policy version after the step."""
     values: Mapping[str, float]
-    """Flat metrics; names in `docs/metrics.md`."""
+    """Values by metric name; docs/metrics.md lists the names."""
 
 
 for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord):
@@ -425,15 +423,15 @@ def _segment(token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, su
     )
 
 
-def _reduce_completion(made: Completion) -> tuple[Any, ...]:
-    arrays = int32_bytes(made.token_ids), float32_bytes(made.logprobs), int32_bytes(made.versions)
-    return _completion, (*arrays, made.finish_reason, made.prompt_logprobs, made.supports)
+def _reduce_completion(value: Completion) -> tuple[Any, ...]:
+    arrays = int32_bytes(value.token_ids), float32_bytes(value.logprobs), int32_bytes(value.versions)
+    return _completion, (*arrays, value.finish_reason, value.prompt_logprobs, value.supports)
 
 
-def _reduce_segment(made: Segment) -> tuple[Any, ...]:
-    mask = np.asarray(made.mask, np.bool_).tobytes()
-    arrays = int32_bytes(made.token_ids), mask, float32_bytes(made.logprobs), int32_bytes(made.versions)
-    return _segment, arrays if made.supports is None else (*arrays, made.supports)
+def _reduce_segment(value: Segment) -> tuple[Any, ...]:
+    mask = np.asarray(value.mask, np.bool_).tobytes()
+    arrays = int32_bytes(value.token_ids), mask, float32_bytes(value.logprobs), int32_bytes(value.versions)
+    return _segment, arrays if value.supports is None else (*arrays, value.supports)
 
 
 # Pickling bytes is several times faster than pickling arrays.

@@ -94,7 +94,7 @@ def test_wrong_mixtures_are_errors(tmp_path: Path, mixture: str, override: str, 
 
 def test_objects_of_python_for_one_task_of_several_are_refused(tmp_path: Path) -> None:
     config = loaded(tmp_path, TWO)
-    with pytest.raises(ConfigError, match="an object of Python could belong to any task"):
+    with pytest.raises(ConfigError, match="a Python object could belong to any task"):
         with_objects(config, {"rewards": lambda completion, entry: 0.0})
     with pytest.raises(ConfigError, match="a sampler chooses among the levels of a curriculum"):
         with_objects(Config(name="a", num_steps=1), {"sampler": object})

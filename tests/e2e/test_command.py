@@ -103,8 +103,8 @@ def test_ctrl_c_is_confirmed_and_closes_the_run_in_order(
     assert time.monotonic() - interrupted < 30
     assert command.leftovers() == []
     assert abandoned() <= before
-    assert "interrupted; closing in order; the last" in finished.output
-    assert "steps are in no checkpoint. A second signal ends the run at once." in finished.output
+    assert "interrupted; shutting down; the last" in finished.output
+    assert "steps are in no checkpoint. A second signal ends the run immediately." in finished.output
     assert "titanrl train --resume" in finished.output
     for log in (finished.run_dir / "logs").glob("*.log"):
         assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
@@ -119,7 +119,7 @@ def test_sigterm_during_the_start_closes_in_order_with_143(start_run: Start, pla
     command.process.terminate()
     finished = command.finish(timeout_s=30)
     assert finished.code == 143, finished.output
-    assert "interrupted; closing in order." in finished.output
+    assert "interrupted; shutting down." in finished.output
 
 
 @pytest.mark.parametrize(

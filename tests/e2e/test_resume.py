@@ -26,7 +26,7 @@ def test_every_prompt_is_trained_on_once_after_a_kill_and_an_interrupt(start_run
     assert resumed.code == 130, resumed.output
     assert command.leftovers() == []
     last = resumed.steps[-1]["step"]
-    assert "interrupted; saving a checkpoint after the running step, then closing in order." in resumed.output
+    assert "interrupted; saving a checkpoint after the current step, then shutting down." in resumed.output
     assert f"saved step {last}; --resume continues after it" in resumed.output
 
     check_every_prompt_once(resumed)
