@@ -80,7 +80,7 @@ def test_other_version_of_torch_on_one_host_is_named(doctor: Callable[..., Verdi
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
     code, lines, found = doctor(prepare={"n2": f"export PYTHONPATH={fake.parent}:$PYTHONPATH"})
     version = found["hosts"][0]["report"]["versions"]["torch"]
-    assert (code, lines) == (1, [f"n2: torch 1.0.0, but n1, n3 has {version}"])
+    assert (code, lines) == (1, [f"n2: torch 1.0.0, but n1, n3 have {version}"])
 
 
 @pytest.mark.cluster
@@ -98,7 +98,7 @@ def test_folder_of_runs_that_one_host_does_not_see_is_named(doctor: Callable[...
     (tmp_path / "runs").mkdir()
     code, lines, _ = doctor(prepare={"n2": f"mount -t tmpfs tmpfs {tmp_path}/runs"})
     assert code == 1
-    assert lines == ["n2: output_dir is not that of the controller: a file that it has written there is not seen"]
+    assert lines == ["n2: output_dir is not shared with the controller: a file that the controller wrote there is not visible"]
 
 
 @pytest.mark.cluster
@@ -132,4 +132,4 @@ def test_too_little_memory_on_one_host_is_named(doctor: Callable[..., Verdict]) 
         group.rmdir()
     (line,) = lines
     assert code == 1
-    assert line.startswith("n2: 503.3 MB of memory (the memory limit of its cgroup), and its roles (trainer) need ")
+    assert line.startswith("n2: 503.3 MB of memory (the memory limit of its cgroup), but its roles (trainer) need ")
