@@ -91,7 +91,7 @@ def test_end_of_a_fork_is_noticed_and_its_place_can_be_taken(tmp_path: Path) -> 
         scribe = await spawn(fleet, "scribe_0")
         first = await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
         os.kill(first["pid"], signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=rf"scribe_0_0 \(process {first['pid']}\) has ended"):
+        with pytest.raises(ActorDiedError, match=rf"scribe_0_0 \(process {first['pid']}\) exited"):
             await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
         await supervisor.start_over([])
         await fleet.retire_all_but([])
@@ -119,7 +119,7 @@ def test_end_of_the_template_ends_its_forks_and_a_new_one_can_be_prepared(tmp_pa
 
 @pytest.mark.parametrize(
     ("load", "reason"),
-    [(template_loads.fail, "no module named vllm"), (template_loads.start_thread, "the imports have started 1 threads")],
+    [(template_loads.fail, "no module named vllm"), (template_loads.start_thread, "the imports started 1 threads")],
 )
 def test_process_imports_everything_itself_if_its_template_cannot_fork(
     load: Callable[[], None], reason: str, tmp_path: Path
