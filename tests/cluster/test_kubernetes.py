@@ -178,7 +178,7 @@ def test_dead_pod_is_named_with_its_processes(lab: Lab) -> None:
     (event,) = lab.events("dead", "host_lost")
     assert event["time"] - at < NAMED_S
     assert (event["host"], event["ranks"]) == ("deadtrainers-0", ["trainer_0"])
-    assert "pod deadtrainers-0 on node1 has ended, or its network has" in lab.log(pod)
+    assert "pod deadtrainers-0 on node1 exited or is unreachable" in lab.log(pod)
     assert "on it: trainer_0" in lab.log(pod)
     lab.assert_nothing_left()
 
@@ -198,7 +198,7 @@ def test_unplugged_pod_is_named(lab: Lab) -> None:
     lab.network.pull_cable("unpluggedtrainers-1")
     wait_until(lambda: "lost: " in lab.log(pod), 60, lambda: lab.log(pod))
     assert time.monotonic() - at < NAMED_S
-    assert "pod unpluggedtrainers-1 on node2 has ended, or its network has" in lab.log(pod)
+    assert "pod unpluggedtrainers-1 on node2 exited or is unreachable" in lab.log(pod)
     lab.cluster.wait("end of the controller", lambda: lab.phase(pod) in ("Succeeded", ""), 30)
     lab.assert_nothing_left()
 
@@ -260,7 +260,7 @@ def test_doctor_examines_pods_and_names_a_closed_port(lab: Lab) -> None:
     assert code == 1, text
     sources = "closedgenerators-0, closedtrainers-0, desk (controller)"
     port = "port 26600 (hosts.kubernetes.port)"
-    assert f"closedtrainers-1: {port} is closed for {sources} (Connection refused). Let TCP between the hosts pass" in text
+    assert f"closedtrainers-1: {port} is closed for {sources} (Connection refused). Allow TCP between the hosts" in text
     assert lab.cluster.names("MonarchMesh") == ["closedgenerators", "closedtrainers"], "they are left as they were"
     for name in lab.cluster.names("MonarchMesh"):
         lab.cluster.delete("MonarchMesh", name)

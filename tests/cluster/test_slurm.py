@@ -38,7 +38,7 @@ def test_dead_host_is_named_with_its_processes(cluster: Cluster, start_run: Star
     assert event["time"] - at < NAMED_S
     assert (event["host"], event["ranks"]) == ("n1", ["trainer_0"])
     assert code == 1
-    assert "host n1 has ended, or its network has" in output
+    assert "host n1 exited or is unreachable" in output
     assert "on it: trainer_0" in output
     assert_nothing_left(cluster, run, timeout_s=90)
     cluster.wait_until_idle()
@@ -64,7 +64,7 @@ def test_cancelled_job_ends_the_run_in_order(cluster: Cluster, start_run: Start)
     cluster.slurm("scancel", cluster.jobs()[0].split()[0])
     code, output = run.finish()
     assert code == 143, output
-    assert "Slurm ends job" in output
+    assert "Slurm terminates job" in output
     assert_nothing_left(cluster, run)
 
 

@@ -89,7 +89,7 @@ def test_killed_pod_is_named_within_ten_seconds(cluster: Kubernetes, start: Star
     cluster.kill(victim)
     seen += until(lines, "lost: ")
     assert time.monotonic() - killed < 10
-    assert f"pod {victim} on node2 has ended, or its network has; Error, exit code 137" in seen[-1]
+    assert f"pod {victim} on node2 exited or is unreachable; Error, exit code 137" in seen[-1]
     assert "states: False True False" in finish(process)
 
 
@@ -103,7 +103,7 @@ def test_pod_that_is_deleted_ends_at_once_with_its_reason(cluster: Kubernetes, s
     cluster.delete("Pod", victim)
     lost = until(lines, "lost: ")[-1]
     assert time.monotonic() - deleted < 5
-    assert f"pod {victim} on node1 has ended" in lost
+    assert f"pod {victim} on node1 exited" in lost
     assert "the pod is being deleted" in lost or "the pod was deleted" in lost
 
 
@@ -212,7 +212,7 @@ def test_resource_of_another_run_is_not_taken(cluster: Kubernetes, start: Start)
 def test_resource_of_another_size_is_refused(cluster: Kubernetes, start: Start) -> None:
     apply_meshes(cluster, "hosts.trainer_hosts=1")
     output = finish(start("once"))
-    assert "hosts.trainer_hosts: MonarchMesh quickstarttrainers has 1, and the run needs 2" in output
+    assert "hosts.trainer_hosts: MonarchMesh quickstarttrainers has 1, but the run needs 2" in output
 
 
 def apply_meshes(cluster: Kubernetes, *overrides: str) -> None:

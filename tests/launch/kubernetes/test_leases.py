@@ -76,8 +76,8 @@ def test_closed_leases_report_nothing() -> None:
     ("reply", "message"),
     [
         ("busy other@desk\n", r"serves another run \(got other@desk\)"),
-        ("", "refuses this run"),
-        ("GET /\n", "refuses this run"),
+        ("", "refused this run"),
+        ("GET /\n", "refused this run"),
     ],
 )
 def test_pod_that_does_not_serve_is_an_error(reply: str, message: str) -> None:

@@ -77,7 +77,7 @@ def test_progress_groups_pods_by_what_they_wait_for() -> None:
     creating = waiting("ContainerCreating")
     states = current([pod(creating, name="t-0"), pod(creating, name="t-1"), pod(READY, name="t-2")], 4)
     assert progress("t", 4, states) == "MonarchMesh t: t-0, t-1: ContainerCreating; 1 of 4 pods do not exist yet"
-    assert progress("t", 2, {}) == "MonarchMesh t has no pods yet; Monarch's operator makes them"
+    assert progress("t", 2, {}) == "MonarchMesh t has no pods yet; Monarch's operator creates them"
     assert progress("t", 1, current([pod(READY, name="t-0")], 1)) == ""
 
 

@@ -92,7 +92,7 @@ def test_all_ranks_end_with_the_code_of_rank_0(ranks: Ranks, code: int) -> None:
 def test_single_process_needs_no_other(ranks: Ranks) -> None:
     ranks.start(0, "train=false", size=1)
     assert ranks.codes() == [2]  # the quick start has a generator host, too
-    assert "2 in all, and it has started 1" in ranks.output(0)
+    assert "2 in total, but it started 1" in ranks.output(0)
 
 
 def test_missing_file_of_rank_0_ends_all_ranks_with_2(ranks: Ranks) -> None:

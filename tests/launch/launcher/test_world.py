@@ -80,7 +80,7 @@ def test_open_mpi_inside_of_a_step_of_srun_counts() -> None:
 
 def test_hydra_needs_the_address() -> None:
     environment = {"PMI_RANK": "1", "PMI_SIZE": "4"}
-    with pytest.raises(BrokenRules, match="does not tell the address of rank 0"):
+    with pytest.raises(BrokenRules, match="does not provide the address of rank 0"):
         world_of(environment)
     found = world_of(environment | {"MASTER_ADDR": "n1"})
     assert found == World(rank=1, size=4, local_size=1, address="n1", port=29500)
@@ -91,7 +91,7 @@ def test_hydra_needs_the_address() -> None:
     [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "0"}],
 )
 def test_wrong_ranks_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(BrokenRules, match=r"RANK.*number of this process and of all processes"):
+    with pytest.raises(BrokenRules, match=r"RANK.*rank of this process .* and the number of processes"):
         world_of(wrong | {"MASTER_ADDR": "n1"})
 
 
@@ -128,7 +128,7 @@ def test_number_of_processes_is_that_of_the_hosts() -> None:
     assert list(broken_by_world(config, world(3))) == []
     (broken,) = broken_by_world(config, world(2))
     assert dict(broken.values) == {"hosts.trainer_hosts": 2, "hosts.generator_hosts": 1}
-    assert "3 in all, and it has started 2" in broken.rule
+    assert "3 in total, but it started 2" in broken.rule
 
 
 def test_generators_beside_trainers_need_no_processes_of_the_launcher() -> None:
