@@ -110,7 +110,7 @@ def test_request_is_sent_again_to_the_replacement(tmp_path: Path) -> None:
         hanging = asyncio.create_task(office.part.ask("clerk_0.hang", lambda clerk: clerk.hang.call_one(), 60))
         await asyncio.sleep(0)
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(PartDiedError, match=rf"clerk_0_0 \(process {first}\) has ended .while waiting for: clerk_0.hang"):
+        with pytest.raises(PartDiedError, match=rf"clerk_0_0 \(process {first}\) exited .while waiting for: clerk_0.hang"):
             await hanging
         assert not office.part.is_up
         assert await office.pid() not in (0, first)
@@ -118,7 +118,7 @@ def test_request_is_sent_again_to_the_replacement(tmp_path: Path) -> None:
 
     office = in_office(tmp_path, scenario)
     assert office.told[:3] == ["up", "lost", "up"]
-    assert re.search(r"clerk_0_0 \(process \d+\) has ended; replaced after .* s \(1 of 5 replacements\)", office.told[3])
+    assert re.search(r"clerk_0_0 \(process \d+\) exited; replaced after .* s \(1 of 5 replacements\)", office.told[3])
     assert [event["kind"] for event in office.events] == ["fault", "respawn"]
     assert office.events[1]["part"] == "clerk_0"
     assert 0 < office.events[1]["seconds"] < 60

@@ -157,7 +157,7 @@ def test_run_that_waits_reports_again_after_twice_the_time(tmp_path: Path) -> No
     assert reported == pytest.approx([reported[0] * (2**number - 1) for number in range(1, len(reported) + 1)])
     assert last == 0.2
     assert len(ward.warnings) == len(reported)
-    assert all("waiting on (faults.on_stall)" in text for text in ward.warnings)
+    assert all("still waiting (faults.on_stall)" in text for text in ward.warnings)
 
 
 def test_work_that_goes_on_is_no_stall(tmp_path: Path) -> None:

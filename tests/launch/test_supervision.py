@@ -171,7 +171,7 @@ def test_death_ends_every_wait_of_its_run_only(tmp_path: Path, is_killed: bool) 
         monarch.actor.unhandled_fault_hook = hear
         await asyncio.sleep(0.1)  # the request is sent
         os.kill(pid, signal.SIGKILL) if is_killed else patient.end_process.broadcast()
-        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
+        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) exited"):
             await asyncio.wait_for(waiting, 15)
         following = Supervisor()
         take[0], monarch.actor.unhandled_fault_hook = monarch.actor.unhandled_fault_hook, hear
@@ -236,7 +236,7 @@ def test_start_over_ends_requests_and_other_processes_and_keeps_the_rest(tmp_pat
             hanging = asyncio.create_task(supervisor.ask("kept.hang", patients["kept"].hang.call_one(), 60))
             await asyncio.sleep(0)
             os.kill(doomed, signal.SIGKILL)
-            with pytest.raises(ActorDiedError, match=rf"{role}_0 \(process {doomed}\) has ended"):
+            with pytest.raises(ActorDiedError, match=rf"{role}_0 \(process {doomed}\) exited"):
                 await hanging
             await supervisor.start_over(["kept"])
         supervisor.expect_deaths()
@@ -262,7 +262,7 @@ def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> No
                 await asyncio.sleep(0.01)
         assert causes == []
         await supervisor.start_over(["kept"])
-        assert causes == [f"kept_0 (process {pids['kept']}) has ended"]
+        assert causes == [f"kept_0 (process {pids['kept']}) exited"]
         await supervisor.start_over(["kept"])
         assert len(causes) == 1
         supervisor.expect_deaths()
@@ -321,7 +321,7 @@ def test_process_killed_while_it_imports_is_named_at_once(tmp_path: Path) -> Non
         await asyncio.to_thread((tmp_path / "importing").read_text)
         pid = int((tmp_path / "patient_0.pid").read_text().split()[0])
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
+        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) exited"):
             await asyncio.wait_for(starting, 5)
         supervisor.expect_deaths()
         await asyncio.gather(fleet.stop(20), return_exceptions=True)
