@@ -106,7 +106,7 @@ def test_without_a_whole_checkpoint_the_error_lists_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         resumable(tmp_path)
     assert str(raised.value) == (
-        f"--resume: no whole checkpoint (got {tmp_path}; step-4: commit.json is missing, so writing was not finished; "
+        f"--resume: no intact checkpoint (got {tmp_path}; step-4: commit.json is missing, so writing was not finished; "
         "step-2: __0_0.distcp has other bytes than were written (SHA-256)). Give the directory of a run that saved one."
     )
 

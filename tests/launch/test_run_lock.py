@@ -41,7 +41,7 @@ def test_live_run_is_refused_with_its_process_until_it_is_killed(tmp_path: Path)
     (tmp_path / "config.yaml").touch()
     holder = hold(tmp_path, "claim_run")
     assert line(holder) == str(tmp_path)
-    with pytest.raises(ConfigError, match=rf"--resume: the run has not ended: process {holder.pid} on .* Wait for its end"):
+    with pytest.raises(ConfigError, match=rf"--resume: the run is still active in process {holder.pid} on .* Wait until"):
         claim_run(tmp_path)
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
