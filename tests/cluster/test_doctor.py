@@ -1,4 +1,4 @@
-"""`titanrl doctor --config` on three hosts, one of which is broken in a real way: its files, packages, limits or network."""
+"""`titanrl doctor --config` on three hosts, one of which has a real problem with its files, packages, limits or network."""
 
 import json
 import shutil
@@ -19,12 +19,12 @@ OPTIONS = ("device=cpu", "hosts.trusted_network=true", "hosts.trainer_hosts=2", 
 LIMIT_S = 120.0
 
 Verdict = tuple[int, list[str], dict[str, Any]]
-"""Exit code, lines of the verdict, and the whole report."""
+"""Exit code, lines of the verdict, and the complete report."""
 
 
 @pytest.fixture
 def doctor(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Verdict]]:
-    """Return a function that examines three hosts; `prepare` changes one of them before."""
+    """Return a function that examines three hosts; `prepare` changes one of them beforehand."""
     started: list[subprocess.Popen[str]] = []
 
     def run(command: list[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
@@ -63,7 +63,7 @@ def doctor(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Verdict]]
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("by", ["torchrun", "slurm"])
-def test_whole_hosts_are_ready(doctor: Callable[..., Verdict], by: str) -> None:
+def test_healthy_hosts_are_ready(doctor: Callable[..., Verdict], by: str) -> None:
     code, lines, found = doctor(by=by)
     assert (code, lines) == (0, [])
     assert [host["node"] for host in found["hosts"]] == list(NODES)
@@ -74,7 +74,7 @@ def test_whole_hosts_are_ready(doctor: Callable[..., Verdict], by: str) -> None:
 
 
 @pytest.mark.cluster
-def test_other_version_of_torch_on_one_host_is_named(doctor: Callable[..., Verdict], tmp_path: Path) -> None:
+def test_different_torch_version_on_one_host_is_named(doctor: Callable[..., Verdict], tmp_path: Path) -> None:
     fake = tmp_path / "fake" / "torch-1.0.0.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
@@ -94,7 +94,7 @@ def test_missing_model_on_one_host_is_named(doctor: Callable[..., Verdict], tmp_
 
 
 @pytest.mark.cluster
-def test_folder_of_runs_that_one_host_does_not_see_is_named(doctor: Callable[..., Verdict], tmp_path: Path) -> None:
+def test_output_dir_not_shared_with_one_host_is_named(doctor: Callable[..., Verdict], tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     code, lines, _ = doctor(prepare={"n2": f"mount -t tmpfs tmpfs {tmp_path}/runs"})
     assert code == 1

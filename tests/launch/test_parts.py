@@ -1,4 +1,4 @@
-"""Parts that are replaced while a run goes on, with real processes."""
+"""Replacement of parts during a run, with real processes."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from titanrl.launch.supervision import PartDiedError, Supervisor
 
 
 class Clerk(Actor):
-    """Does nothing well."""
+    """Actor that replies, waits indefinitely, or blocks its event loop."""
 
     @concurrent_endpoint
     async def pid(self) -> int:
@@ -45,7 +45,7 @@ class Clerk(Actor):
 
 
 class Office:
-    """One part, and what its owner was told of it."""
+    """One part, and the callbacks that its owner received."""
 
     def __init__(self, folder: Path, faults: FaultsConfig, dies_while_starting: int = 0) -> None:
         self.events: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ def in_office(
     return asyncio.run(run())
 
 
-def test_request_is_sent_again_to_the_replacement(tmp_path: Path) -> None:
+def test_request_is_resent_to_the_replacement(tmp_path: Path) -> None:
     async def scenario(office: Office) -> None:
         first = await office.pid()
         hanging = asyncio.create_task(office.part.ask("clerk_0.hang", lambda clerk: clerk.hang.call_one(), 60))
@@ -170,7 +170,7 @@ def test_part_that_hangs_is_replaced(tmp_path: Path, stop: bool) -> None:
 
 
 def test_worker_learns_which_replicas_serve_in_its_first_life() -> None:
-    """After a restart a replica may have been replaced between the spawn of a worker and its start."""
+    """After a restart, a replica may be replaced between the spawn of a worker and its start."""
     told: list[tuple[int, Any]] = []
     actor = SimpleNamespace(
         start=SimpleNamespace(call_one=lambda: None),

@@ -1,4 +1,4 @@
-"""Claims of run directories by several processes."""
+"""Locks on run directories, with several processes."""
 
 import signal
 import subprocess
@@ -48,7 +48,7 @@ def test_live_run_is_refused_with_its_process_until_it_is_killed(tmp_path: Path)
     claim_run(tmp_path).release()
 
 
-def test_directory_without_a_run_is_used_and_one_with_a_run_is_not(tmp_path: Path) -> None:
+def test_only_directories_without_a_run_are_reused(tmp_path: Path) -> None:
     first = claim_new_run(tmp_path / "a" / "run")
     assert first.path == tmp_path / "a" / "run"
     first.release()

@@ -27,7 +27,7 @@ from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineE
 
 
 class Trace:
-    """Makes a file when it is deleted."""
+    """Creates a file when it is deleted."""
 
     def __init__(self, file: Path) -> None:
         self._file = str(file)
@@ -40,14 +40,14 @@ TRACES: list[Trace] = []
 
 
 class NotQuiteError(BaseException):
-    """Like torch's CheckpointException, no Exception, and with arguments that it does not pass on."""
+    """Like torch's CheckpointException, not an Exception, and with arguments that it does not pass on."""
 
     def __init__(self, file: str) -> None:
         super().__init__("missing", file)
 
 
 class Patient(Actor):
-    """Does what can go wrong."""
+    """Actor whose endpoints fail in many ways."""
 
     @endpoint
     async def pid(self) -> int:
@@ -139,7 +139,7 @@ def test_request_to_a_stopped_engine_is_logged_without_traceback(tmp_path: Path)
     assert "Traceback" not in log
 
 
-def test_error_of_an_actor_that_asked_another_one_is_that_of_the_other() -> None:
+def test_error_of_a_nested_request_reaches_the_caller() -> None:
     nested = ActorError(ActorError(ValueError("no room"), "asked by a shard"), "asked by a worker")
     error = portable(nested)
     assert (type(error), str(error)) == (ValueError, "no room")
@@ -156,7 +156,7 @@ def test_deadline_error_names_the_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_death_ends_every_wait_of_its_run_only(tmp_path: Path, is_killed: bool) -> None:
+def test_death_fails_all_requests_of_its_run_only(tmp_path: Path, is_killed: bool) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         pid = await supervisor.ask("pid", patient.pid.call_one(), 30)
         waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
@@ -184,7 +184,7 @@ def test_death_ends_every_wait_of_its_run_only(tmp_path: Path, is_killed: bool) 
     with_patient(tmp_path, scenario)
 
 
-def test_every_actor_of_a_process_of_another_machine_reports_its_role() -> None:
+def test_every_actor_on_another_machine_reports_its_role() -> None:
     async def run() -> None:
         supervisor, ended = Supervisor(), asyncio.Queue[str]()
         supervisor.note_remote("rollout_1_0", 17, "far")
@@ -207,14 +207,14 @@ def test_every_actor_of_a_process_of_another_machine_reports_its_role() -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Return True if a process has ended, even if its parent has not noticed that yet."""
+    """Return True if a process has exited, even if its parent has not reaped it yet."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def test_start_over_ends_requests_and_other_processes_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_start_over_fails_requests_and_kills_all_but_kept_processes(tmp_path: Path) -> None:
     async def run() -> None:
         supervisor = Supervisor()
         fleet = Fleet(tmp_path, supervisor)
@@ -271,7 +271,7 @@ def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def test_failed_guarded_call_ends_every_wait_with_its_cause(tmp_path: Path) -> None:
+def test_failed_guarded_call_fails_all_requests_with_its_cause(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         supervisor.guard("patient", "the first", patient.pid.call_one())
         assert await supervisor.ask("pid", patient.pid.call_one(), 30) > 0
@@ -292,7 +292,7 @@ def test_stopped_process_runs_exit_handlers_but_no_interpreter_shutdown(tmp_path
     assert not (tmp_path / "taken apart").exists()
 
 
-def test_process_that_does_not_end_is_killed_and_named() -> None:
+def test_process_that_does_not_exit_is_killed_and_named() -> None:
     async def run() -> None:
         supervisor = Supervisor()
         with subprocess.Popen(["sleep", "600"]) as stubborn, subprocess.Popen(["true"]) as willing:
@@ -306,7 +306,7 @@ def test_process_that_does_not_end_is_killed_and_named() -> None:
     asyncio.run(run())
 
 
-def test_process_killed_while_it_imports_is_named_at_once(tmp_path: Path) -> None:
+def test_process_killed_during_imports_is_named_immediately(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "importing")
     (tmp_path / "slow_module.py").write_text(
         f"open({str(tmp_path / 'importing')!r}, 'w').write('x')\nimport time\ntime.sleep(60)\n"
@@ -345,7 +345,7 @@ asyncio.run(run())
 """
 
 
-def test_processes_end_with_a_controller_that_is_killed_during_their_start(tmp_path: Path) -> None:
+def test_processes_exit_with_a_controller_killed_during_startup(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANED, str(tmp_path)]) as controller:
         process, started = psutil.Process(controller.pid), list[psutil.Process]()
         while len(started) < 3:
@@ -368,7 +368,7 @@ asyncio.run(run())
 """
 
 
-def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
+def test_suspended_time_does_not_count() -> None:
     with subprocess.Popen([sys.executable, "-c", WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
@@ -404,7 +404,7 @@ asyncio.run(run())
 
 
 @pytest.mark.slow
-def test_processes_survive_a_controller_that_is_suspended_for_minutes(tmp_path: Path) -> None:
+def test_processes_survive_a_controller_suspended_for_minutes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -415,7 +415,7 @@ def test_processes_survive_a_controller_that_is_suspended_for_minutes(tmp_path: 
         assert process.communicate("continue\n")[0] == pid * 20
 
 
-def test_process_that_ended_before_the_watch_counts_as_dead() -> None:
+def test_process_that_exited_before_the_watch_is_dead() -> None:
     async def run() -> None:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()

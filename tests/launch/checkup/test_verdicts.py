@@ -1,4 +1,4 @@
-"""Rules of the verdict, on reports made by hand."""
+"""Rules of the verdict, on handwritten reports."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_equal_hosts_have_no_problem() -> None:
     assert lines(host("n1"), host("n2"), links=(link,)) == []
 
 
-def test_other_version_is_named_with_its_host() -> None:
+def test_different_version_is_named_with_its_host() -> None:
     other = replace(REPORT, versions={"python": "3.11.7", "torch": "2.12.0"})
     assert lines(host("n1"), host("n2", other), host("n3")) == [
         "n2: torch 2.12.0, but n1, n3 have 2.13.0. Install the same packages on all hosts: titanrl doctor --install."
@@ -91,12 +91,12 @@ def test_model_that_no_host_has_is_missing_on_all() -> None:
     assert [line.partition(".")[0] for line in lines(host("n1", none), host("n2", none))] == ["n1: model", "n2: model"]
 
 
-def test_folder_that_is_not_shared_is_named() -> None:
+def test_unshared_output_dir_is_named() -> None:
     (line,) = lines(host("n1"), host("n2", replace(REPORT, shares_runs=False)))
     assert line.startswith("n2: output_dir is not shared with the controller")
 
 
-def test_closed_port_is_named_once_for_all_that_try_it() -> None:
+def test_closed_port_is_reported_once_for_all_sources() -> None:
     name = "port 22222 (hosts.slurm.port)"
     links = tuple(
         Link(source=source, target="n2", closed={name: "Connection refused"}, latency_s=1e-4, bytes_per_s=1e9)
@@ -108,7 +108,7 @@ def test_closed_port_is_named_once_for_all_that_try_it() -> None:
     ]
 
 
-def test_host_that_nobody_reaches_needs_all_ports() -> None:
+def test_unreachable_host_must_open_all_ports() -> None:
     (line,) = lines(host("n1"), host("n2"), links=(Link(source="n1", target="n2", closed={CHOSEN: "no answer"}),))
     assert line == (
         "n2: its TCP ports are closed for n1 (no answer). Allow TCP between the hosts in the firewall on all ports."
@@ -133,7 +133,7 @@ def test_clocks_and_slow_connections_are_warnings() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_every_pair_is_tried_once_and_no_host_twice_at_a_time(count: int) -> None:
+def test_rounds_pair_all_hosts_once_without_overlap(count: int) -> None:
     found = rounds(count)
     for pairs in found:
         taking_part = [number for pair in pairs for number in pair]
@@ -164,7 +164,7 @@ def test_roles_of_a_launcher_are_spread() -> None:
     assert third.shared_memory == 2 * second.shared_memory  # two versions, which it receives whole
 
 
-def test_generators_beside_trainers_need_no_host_of_their_own() -> None:
+def test_generators_on_trainer_hosts_need_no_separate_host() -> None:
     (alone,) = needs("hosts.kind=launcher", "placement.generator=trainers")
     assert alone.roles == "controller, rollout, trainer, generators"
     first, second = needs(
