@@ -158,7 +158,7 @@ class Session:
     @property
     def fault(self) -> FaultError | None:
         """Death or stall of a process that has ended every request; None if there was none."""
-        failure = self._parts.assembly.around.supervisor.failure
+        failure = self._parts.assembly.shared.supervisor.failure
         return failure if isinstance(failure, FaultError) else None
 
     # Parts, for the loops of TitanRL itself

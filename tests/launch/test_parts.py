@@ -16,7 +16,7 @@ from titanrl.config.faults import FaultsConfig
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host, wait_for_stopped_processes
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.respawns import RespawnLimitError, Respawns
 from titanrl.launch.rollouts import RolloutMesh
 from titanrl.launch.stalls import Watchdog
@@ -53,10 +53,10 @@ class Office:
         self.dies_while_starting = dies_while_starting
         self.supervisor = Supervisor(self.record, Watchdog(faults, folder))
         self.fleet = Fleet(folder, self.supervisor)
-        around = Surroundings(
+        shared = SharedContext(
             fleet=self.fleet, supervisor=self.supervisor, respawns=Respawns(faults), warn=self.told.append, start_s=60.0
         )
-        self.part = Part("clerk_0", around, self.spawn, self)
+        self.part = Part("clerk_0", shared, self.spawn, self)
 
     def record(self, kind: str, **fields: Any) -> None:
         self.events.append({"kind": kind, **fields})

@@ -33,7 +33,7 @@ from titanrl.launch.environment import (
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.hosts import Hosts, acquire_hosts
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
@@ -95,7 +95,7 @@ class Parts:
 
     async def stop_others(self) -> "Parts":
         """Stop every process except the generators' processes; return the generators, to be passed to `assemble`."""
-        around = self.assembly.around
+        shared = self.assembly.shared
         rollouts, self.assembly.rollouts = self.assembly.rollouts, None  # may belong to a start that failed
         if rollouts is not None:
             rollouts.buffer.close()
@@ -105,8 +105,8 @@ class Parts:
             mesh.listeners.clear()
             mesh.catch_up = None
         roles = [part.role for mesh in meshes for part in mesh.parts]
-        await around.supervisor.start_over(roles)
-        await around.fleet.retire_all_but(roles)
+        await shared.supervisor.start_over(roles)
+        await shared.fleet.retire_all_but(roles)
         logger.info("stopped all processes except the generators")
         return replace(self, trainer=None, rollouts=None)
 
@@ -115,8 +115,8 @@ class Parts:
 
         The workers close first, so that no completion is pending when the generators close.
         """
-        around = self.assembly.around
-        around.supervisor.expect_deaths()
+        shared = self.assembly.shared
+        shared.supervisor.expect_deaths()
         failures: list[str] = []
         if self.rollouts is not None:
             self.rollouts.buffer.close()
@@ -124,8 +124,8 @@ class Parts:
         meshes = [mesh for mesh in (self.generators, self.evaluator, self.trainer, *self.teachers) if mesh is not None]
         failures += await failures_of(*(mesh.close() for mesh in meshes))
         logger.info("closed the actors; stopping the processes")
-        to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if around.supervisor.failure else timeout_s / 2
-        return failures + await stop_processes(around.fleet, around.supervisor, self.assembly.hosts, to_stop_s)
+        to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if shared.supervisor.failure else timeout_s / 2
+        return failures + await stop_processes(shared.fleet, shared.supervisor, self.assembly.hosts, to_stop_s)
 
 
 async def failures_of(*closing: Awaitable[None]) -> list[str]:
@@ -181,52 +181,52 @@ async def assemble(
     else:
         supervisor, logs = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), files.run_dir / "logs"
         hosts, kind = await acquire_hosts(config, device.kind, logs, supervisor, say=say, warn=warn), config.hosts.kind
-        around = Surroundings(
+        shared = SharedContext(
             fleet=Fleet(logs, supervisor, own_children=kind == "local", have_names=kind != "kubernetes"),
             supervisor=supervisor,
             respawns=respawns or Respawns(config.faults),
             warn=warn,
             start_s=config.timeouts.start_s,
         )
-        assembly = Assembly(config, device, files, around, hosts)
-    around = assembly.around
+        assembly = Assembly(config, device, files, shared, hosts)
+    shared = assembly.shared
     try:
         starting = assembly.parts(roles, first_index, kept)
-        return await around.supervisor.ask("start of the processes", starting, config.timeouts.start_s)
+        return await shared.supervisor.ask("start of the processes", starting, config.timeouts.start_s)
     except BaseException:  # including interrupts: only kept processes may outlive a failed start
         if kept is not None:
             await kept.stop_others()
             raise
-        around.supervisor.expect_deaths()
-        await stop_processes(around.fleet, around.supervisor, assembly.hosts, config.timeouts.close_s / 2)
+        shared.supervisor.expect_deaths()
+        await stop_processes(shared.fleet, shared.supervisor, assembly.hosts, config.timeouts.close_s / 2)
         raise
 
 
 class Assembly:
     """Spawns the processes and actors of each role, both at startup and to replace dead ones."""
 
-    def __init__(self, config: Config, device: Device, files: RunFiles, around: Surroundings, hosts: Hosts) -> None:
+    def __init__(self, config: Config, device: Device, files: RunFiles, shared: SharedContext, hosts: Hosts) -> None:
         """Spawn nothing yet."""
         self._reader: WeightReader | None = None
         self.rollouts: Rollouts | None = None
-        self.config, self.device, self.files, self.around, self.hosts = config, device, files, around, hosts
+        self.config, self.device, self.files, self.shared, self.hosts = config, device, files, shared, hosts
 
     async def parts(self, roles: Roles, first_index: int, kept: Parts | None = None) -> Parts:
         """Spawn the processes and actors of some roles and connect them; reuse the generators in `kept`."""
-        config, around, timeouts = self.config, self.around, self.config.timeouts
+        config, shared, timeouts = self.config, self.shared, self.config.timeouts
         for kind, (environment, load) in needed(config, self.device, roles).items():
-            around.fleet.prepare(kind, environment, load)
+            shared.fleet.prepare(kind, environment, load)
         imports = ("titanrl.weights.store", "titanrl.replay.actors")
-        template = await around.fleet.template("store")
+        template = await shared.fleet.template("store")
         cores = role_cores(config.placement.cpus.store, 0, 1)
-        store_procs = around.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
+        store_procs = shared.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
         trainer_procs = await self._trainer_processes() if roles.trainer else None
         replicas = range(config.generator.replicas if roles.generators else 0)
         store = await spawn_store(store_procs)
         self._reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
         generators, evaluator = await self._generators(roles, kept)
         rollouts, shards = None, []
-        trainer = TrainerMesh(None, around.supervisor, timeouts)
+        trainer = TrainerMesh(None, shared.supervisor, timeouts)
         if roles.rollouts:
             self.rollouts = rollouts = self._rollouts(store_procs, trainer, generators, first_index)
             if evaluator is not None:
@@ -234,7 +234,7 @@ class Assembly:
             await rollouts.workers.spawn()
             shards = [part.actors.shard for part in rollouts.workers.parts]
         if trainer_procs is not None:
-            await around.fleet.join_process_group(
+            await shared.fleet.join_process_group(
                 trainer_procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
             setup = self._trainer_setup(store, shards, transports(config) if roles.generators else ())
@@ -242,7 +242,7 @@ class Assembly:
             trainer.shard_news = trainer_procs.spawn("trainer_shards", ShardNews) if shards else None
         weights = WeightSync(
             config.name,
-            WatchedStore(store, around.supervisor, timeouts.sync_s),
+            WatchedStore(store, shared.supervisor, timeouts.sync_s),
             push=trainer.push_weights if roles.generators else _push_nothing,
             expect=generators.expect_weights,
             pulls=[partial(generators.pull_weights, replica) for replica in replicas],
@@ -259,7 +259,7 @@ class Assembly:
 
     async def _generators(self, roles: Roles, kept: Parts | None) -> tuple[GeneratorMeshes, GeneratorMeshes | None]:
         """Spawn the generators and the background evaluator, or reset kept ones for the restarted run."""
-        config, around, timeouts = self.config, self.around, self.config.timeouts
+        config, shared, timeouts = self.config, self.shared, self.config.timeouts
         if kept is not None:
             assert kept.generators is not None
             meshes = [mesh for mesh in (kept.generators, kept.evaluator) if mesh is not None]
@@ -267,26 +267,26 @@ class Assembly:
             return kept.generators, kept.evaluator
         replicas = range(config.generator.replicas if roles.generators else 0)
         spawns = {f"generator_{replica}": partial(self.spawn_generator, replica) for replica in replicas}
-        generators, evaluator = GeneratorMeshes(spawns, around, timeouts), None
+        generators, evaluator = GeneratorMeshes(spawns, shared, timeouts), None
         await generators.spawn()
         if roles.rollouts and config.num_evaluator_ranks:
-            evaluator = GeneratorMeshes({EVALUATOR: self.spawn_evaluator}, around, timeouts)
+            evaluator = GeneratorMeshes({EVALUATOR: self.spawn_evaluator}, shared, timeouts)
             await evaluator.spawn()
         return generators, evaluator
 
     async def _engine_processes(self, role: str, replica: int, tp: int, environment: dict[str, str]) -> ProcMesh:
         """Spawn the processes of an engine on the replica's host, one per tensor-parallel rank."""
         imports, host = ("titanrl.weights.pull", "titanrl.generator.actor"), self.hosts.of_generator(replica)
-        template, cores = await self.around.fleet.template("generator"), generator_cores(self.config, replica)
-        return self.around.fleet.spawn(role, host, tp, environment, imports, template, cores)
+        template, cores = await self.shared.fleet.template("generator"), generator_cores(self.config, replica)
+        return self.shared.fleet.spawn(role, host, tp, environment, imports, template, cores)
 
     async def _trainer_processes(self) -> ProcMesh:
         config, hosts = self.config, self.hosts
         num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
         environment = trainer_environment(config, self.device)
-        imports, template = ("titanrl.trainer.actor",), await self.around.fleet.template("trainer")
+        imports, template = ("titanrl.trainer.actor",), await self.shared.fleet.template("trainer")
         cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
-        return self.around.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template, cores)
+        return self.shared.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template, cores)
 
     def _rollouts(self, store_procs: ProcMesh, trainer: TrainerMesh, generators: GeneratorMeshes, first_index: int) -> Rollouts:
         """Spawn the buffer; return its client and the client of the workers, which are not spawned yet."""
@@ -296,11 +296,11 @@ class Assembly:
         sampling = (config.num_slots, window, rollout.dynamic_sampling, first_index)
         prompts = partial(make_mixture, config, self.files.plugins)
         actor = store_procs.spawn("store_buffer", ReplayBuffer, *sampling, settings, prompts)
-        supervisor, timeouts = self.around.supervisor, config.timeouts
+        supervisor, timeouts = self.shared.supervisor, config.timeouts
         buffer = BufferClient(actor, supervisor, timeouts, rollout.starvation_timeout_s, rollout.groups_per_step)
         workers = RolloutMesh(
             {f"rollout_{n}": partial(self._spawn_worker, n, actor, generators) for n in range(rollout.num_workers)},
-            self.around,
+            self.shared,
             timeouts,
             buffer=buffer,
             trainer=trainer,
@@ -311,7 +311,7 @@ class Assembly:
 
     async def _spawn_worker(self, number: int, buffer: Any, generators: GeneratorMeshes, part: Part) -> Worker:
         """Spawn a process with two actors: a rollout worker and its storage shard."""
-        config, files, fleet = self.config, self.files, self.around.fleet
+        config, files, fleet = self.config, self.files, self.shared.fleet
         host, imports = self.hosts.of_worker(number), ("titanrl.rollout.actor",)
         template, cores = await fleet.template("rollout"), worker_cores(config, number)
         procs = fleet.spawn(part.role, host, 1, worker_environment(), imports, template, cores)
@@ -352,7 +352,7 @@ class Assembly:
     async def _engine(self, procs: ProcMesh, role: str, setup: GeneratorSetup) -> Replica:
         if setup.config.tp > 1:
             config = self.config
-            await self.around.fleet.join_process_group(
+            await self.shared.fleet.join_process_group(
                 procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
         return Replica.of(procs.spawn(role, Generator, setup))
@@ -376,7 +376,7 @@ class Assembly:
             procs = await self._engine_processes(part.role, 0, engine.tp, environment)
             return await self._engine(procs, part.role, setup)
 
-        teacher = GeneratorMeshes({name: spawn}, self.around, config.timeouts)
+        teacher = GeneratorMeshes({name: spawn}, self.shared, config.timeouts)
         parts.teachers.append(teacher)
         await teacher.spawn()
         await teacher.start()

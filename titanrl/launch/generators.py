@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import PartDiedError
 from titanrl.launch.trainer_mesh import start_request
 from titanrl.types import GenerationStats
@@ -41,17 +41,17 @@ class GeneratorMeshes:
     """Client of all generator replicas, each a mesh of tensor-parallel ranks."""
 
     def __init__(
-        self, spawns: Mapping[str, Callable[[Part], Awaitable[Replica]]], around: Surroundings, timeouts: TimeoutsConfig
+        self, spawns: Mapping[str, Callable[[Part], Awaitable[Replica]]], shared: SharedContext, timeouts: TimeoutsConfig
     ) -> None:
         """Start nothing yet.
 
         Args:
             spawns: functions that spawn a replica's processes and return its actors, by role.
-            around: objects that all parts share.
+            shared: objects that all parts share.
             timeouts: limits of requests.
         """
-        self.parts = [Part(role, around, spawn, self) for role, spawn in spawns.items()]
-        self.supervisor, self.timeouts = around.supervisor, timeouts
+        self.parts = [Part(role, shared, spawn, self) for role, spawn in spawns.items()]
+        self.supervisor, self.timeouts = shared.supervisor, timeouts
         self.listeners: list[OnReplica] = []
         """Called when a replica dies, and again when its replacement serves."""
         self.catch_up: Callable[[int], Awaitable[None]] | None = None

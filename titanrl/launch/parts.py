@@ -39,7 +39,7 @@ class Recovery(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class SharedContext:
     """Objects that all parts of a run share."""
 
     fleet: Fleet
@@ -57,12 +57,12 @@ class Part:
     A request sent with `ask` raises `PartDiedError` if the part dies. `until_done` resends it to the replacement.
     """
 
-    def __init__(self, role: str, around: Surroundings, spawn: Callable[["Part"], Awaitable[Any]], recovery: Recovery) -> None:
+    def __init__(self, role: str, shared: SharedContext, spawn: Callable[["Part"], Awaitable[Any]], recovery: Recovery) -> None:
         """Start nothing yet.
 
         Args:
             role: name prefix of the processes.
-            around: objects that all parts share.
+            shared: objects that all parts share.
             spawn: function that spawns the processes and returns their actors.
             recovery: callbacks of the owner.
         """
@@ -71,7 +71,7 @@ class Part:
         """Number of times that the part was spawned."""
         self.actors: Any = None
         """Actors of the current processes."""
-        self._around, self._spawn, self._recovery = around, spawn, recovery
+        self._shared, self._spawn, self._recovery = shared, spawn, recovery
         self._lost: asyncio.Future[str]
         self._is_started, self._is_up = asyncio.Event(), asyncio.Event()
         self._replacing: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ class Part:
 
     async def spawn(self) -> None:
         """Spawn the processes for the first time."""
-        self._around.supervisor.replace(self.role, Replaceable(on_end=self.die, probe=partial(self._recovery.probe, self)))
+        self._shared.supervisor.replace(self.role, Replaceable(on_end=self.die, probe=partial(self._recovery.probe, self)))
         await self._spawn_once()
 
     async def start(self) -> None:
@@ -127,11 +127,11 @@ class Part:
         """
         life = self.num_lives
         try:
-            return await self._around.supervisor.ask(name, call(self.actors), timeout_s, pace, self._lost)
+            return await self._shared.supervisor.ask(name, call(self.actors), timeout_s, pace, self._lost)
         except PartDiedError:
             raise
         except ActorDiedError as error:
-            if self._around.supervisor.failure:
+            if self._shared.supervisor.failure:
                 raise
             if life == self.num_lives:  # the actor died, but its process did not
                 self.die(str(error))
@@ -149,8 +149,8 @@ class Part:
     async def wait_until_up(self) -> None:
         """Wait until the part or its replacement is up."""
         if not self._is_up.is_set():
-            timeout_s = self._around.start_s * 2  # the first start may fail shortly before it completes
-            await self._around.supervisor.ask(f"{self.role}.replacement", self._is_up.wait(), timeout_s)
+            timeout_s = self._shared.start_s * 2  # the first start may fail shortly before it completes
+            await self._shared.supervisor.ask(f"{self.role}.replacement", self._is_up.wait(), timeout_s)
 
     def mark_started(self) -> None:
         """Declare that the actors accept requests. `Recovery.bring_up` calls it before it connects them to their callers."""
@@ -184,26 +184,26 @@ class Part:
 
     async def _replace(self) -> None:
         """Respawn the processes until a start succeeds; fail the run if the limit on replacements is exceeded."""
-        supervisor, started, cause = self._around.supervisor, time.perf_counter(), self._lost.result()
+        supervisor, started, cause = self._shared.supervisor, time.perf_counter(), self._lost.result()
         try:
             while self._lost.done():
                 cause = self._lost.result()
                 supervisor.record("fault", cause=cause)
-                self._around.respawns.add(self.role, cause)
+                self._shared.respawns.add(self.role, cause)
                 await supervisor.kill(self.role)
-                await self._around.fleet.retire(self.role)
+                await self._shared.fleet.retire(self.role)
                 await self._recovery.on_lost(self)
                 await self._spawn_once()
                 with contextlib.suppress(PartDiedError):
                     await self._recovery.bring_up(self)
             self._is_up.set()
-            seconds, respawns = time.perf_counter() - started, self._around.respawns
+            seconds, respawns = time.perf_counter() - started, self._shared.respawns
             supervisor.record("respawn", part=self.role, cause=cause, seconds=round(seconds, 3))
-            self._around.warn(
+            self._shared.warn(
                 f"{cause}; replaced after {seconds:.1f} s ({respawns.num_recent} of {respawns.limit} replacements)"
             )
         except TitanRLError as error:
-            supervisor.fail(error if self._around.respawns.limit else ActorDiedError(cause, self.role))
+            supervisor.fail(error if self._shared.respawns.limit else ActorDiedError(cause, self.role))
         except Exception as error:  # of any kind, or requests would wait for the replacement indefinitely
             logger.exception("the replacement of %s failed", self.role)
             supervisor.fail(ActorDiedError(f"{cause}, and could not be replaced: {error!r}", self.role))

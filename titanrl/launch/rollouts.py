@@ -13,7 +13,7 @@ from titanrl.actors import StoppedError, resolve
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.deadlines import DISK_S, Pace
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh, start_request
 from titanrl.replay.actors import RECORDS_FILE
@@ -47,7 +47,7 @@ class RolloutMesh:
     def __init__(
         self,
         spawns: Mapping[str, Callable[[Part], Awaitable[Worker]]],
-        around: Surroundings,
+        shared: SharedContext,
         timeouts: TimeoutsConfig,
         *,
         buffer: "BufferClient",
@@ -59,15 +59,15 @@ class RolloutMesh:
 
         Args:
             spawns: functions that spawn a worker's process and return its actors, by role.
-            around: objects that all parts share.
+            shared: objects that all parts share.
             timeouts: limits of requests.
             buffer: client of the buffer.
             trainer: client of the trainer, which reads the storage shards.
             generators: client of the generators, which serve the workers.
             in_rounds: True in synchronous training.
         """
-        self.parts = [Part(role, around, spawn, self) for role, spawn in spawns.items()]
-        self.supervisor, self.timeouts = around.supervisor, timeouts
+        self.parts = [Part(role, shared, spawn, self) for role, spawn in spawns.items()]
+        self.supervisor, self.timeouts = shared.supervisor, timeouts
         self._buffer, self._trainer, self._generators = buffer, trainer, generators
         self._in_rounds = in_rounds
         self._is_running = False
