@@ -187,11 +187,11 @@ def test_death_fails_all_requests_of_its_run_only(tmp_path: Path, is_killed: boo
 def test_every_actor_on_another_machine_reports_its_role() -> None:
     async def run() -> None:
         supervisor, ended = Supervisor(), asyncio.Queue[str]()
-        supervisor.note_remote("rollout_1_0", 17, "far")
-        supervisor.note_remote("rollout_10_0", 18, "far")
+        supervisor.watch_remote("rollout_1_0", 17, "far")
+        supervisor.watch_remote("rollout_10_0", 18, "far")
         for role in ("rollout_1", "rollout_10"):
             end, probe = partial(ended.put_nowait, role), partial(asyncio.sleep, 0)
-            supervisor.replace(role, Replaceable(on_end=lambda cause, end=end: end(), probe=probe))
+            supervisor.replace(role, Replaceable(on_death=lambda cause, end=end: end(), probe=probe))
 
         def report(mesh: str, text: str) -> None:
             monarch.actor.unhandled_fault_hook(SimpleNamespace(mesh_name=mesh, report=lambda: text))  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> No
         patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
         pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
         causes: list[str] = []
-        supervisor.replace("kept", Replaceable(on_end=causes.append, probe=lambda: patients["kept"].pid.call_one()))
+        supervisor.replace("kept", Replaceable(on_death=causes.append, probe=lambda: patients["kept"].pid.call_one()))
         for role in ("dropped", "kept"):  # the first death ends the run, and the second is noticed before it restarts
             hanging = asyncio.create_task(supervisor.ask("kept.wait", asyncio.Event().wait(), 60))
             os.kill(pids[role], signal.SIGKILL)

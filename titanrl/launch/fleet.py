@@ -17,7 +17,7 @@ from monarch.tools.network import AddrType
 from titanrl.actors import ProcessVariables, set_up_process
 from titanrl.launch.cores import CORES, Cores
 from titanrl.launch.supervision import Supervisor
-from titanrl.launch.templates.bootstrap import BIRTHS, NAME, PARENT, TEMPLATE
+from titanrl.launch.templates.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
 from titanrl.launch.templates.template import Template
 from titanrl.private_sockets import private_folder
 
@@ -54,7 +54,7 @@ class Fleet:
         self._meshes: dict[str, ProcMesh] = {}  # by role
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._stores: dict[int, TCPStore] = {}  # by `id` of the mesh
-        self._births = _Births(supervisor)
+        self._announcements = _Announcements(supervisor)
         self._templates: dict[str, Template] = {}  # by kind
 
     def prepare(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ class Fleet:
         """
         for stale in self._log_dir.glob(f"{role}_*.pid"):  # left by a killed run in this directory
             stale.unlink()
-        variables = {**environment, **self._parent, BIRTHS: self._births.path}
+        variables = {**environment, **self._parent, ANNOUNCEMENTS: self._announcements.path}
         if template is not None:
             variables[TEMPLATE] = template
         command = type(default_bootstrap_cmd())(sys.executable, None, ["-c", _PROGRAM], variables)
@@ -161,7 +161,7 @@ class Fleet:
         meshes, self._meshes = self._meshes, {}
         stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes.values()]
         results = await asyncio.gather(*stops, return_exceptions=True)
-        self._births.close()
+        self._announcements.close()
         self._stores.clear()
         for template in self._templates.values():
             template.close()
@@ -180,16 +180,16 @@ class Fleet:
             if host == socket.gethostname():
                 self._supervisor.watch(file.stem, int(pid))
             else:
-                self._supervisor.note_remote(file.stem, int(pid), host)
+                self._supervisor.watch_remote(file.stem, int(pid), host)
 
 
-class _Births:
+class _Announcements:
     """Socket on which new processes of this machine announce themselves, so that they are watched from their start."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._folder = private_folder()
-        self.path = str(self._folder.path / "births")
+        self.path = str(self._folder.path / "announcements")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(self.path)
         self._loop = asyncio.get_running_loop()

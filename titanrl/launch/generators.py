@@ -97,7 +97,7 @@ class GeneratorMeshes:
             if not part.is_started:
                 raise PartDiedError(f"{part.role} died while pulling the newest weights")
         self._serving.add(replica)
-        await self._tell(replica, part.actors.leader)
+        await self._notify(replica, part.actors.leader)
 
     async def start_over(self, reader: "WeightReader | None") -> None:
         """Reset the engines for a restarted run: drop their requests and weights; replace replicas that do not reply.
@@ -118,7 +118,7 @@ class GeneratorMeshes:
     async def on_lost(self, part: Part) -> None:
         """Announce the death of a replica, so that its callers resend their requests to other replicas or the replacement."""
         self._serving.discard(self.parts.index(part))
-        await self._tell(self.parts.index(part), None)
+        await self._notify(self.parts.index(part), None)
 
     def probe(self, part: Part) -> Awaitable[object]:
         """Request a reply from every rank's event loop and engine."""
@@ -181,7 +181,7 @@ class GeneratorMeshes:
         replies = await asyncio.gather(*(reply(self.parts[replica]) for replica in sorted(self._serving)))
         return [value for values in replies for value in values]
 
-    async def _tell(self, replica: int, actor: Any | None) -> None:
+    async def _notify(self, replica: int, actor: Any | None) -> None:
         await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))
 
 

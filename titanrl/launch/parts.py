@@ -94,7 +94,7 @@ class Part:
 
     async def spawn(self) -> None:
         """Spawn the processes for the first time."""
-        self._shared.supervisor.replace(self.role, Replaceable(on_end=self.die, probe=partial(self._recovery.probe, self)))
+        self._shared.supervisor.replace(self.role, Replaceable(on_death=self.die, probe=partial(self._recovery.probe, self)))
         await self._spawn_once()
 
     async def start(self) -> None:

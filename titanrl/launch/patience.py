@@ -5,7 +5,7 @@ from monarch.config import configure
 from titanrl.launch.leases import LOST_S
 
 
-def leave_lost_hosts_to_leases() -> None:
+def match_timeouts_to_leases() -> None:
     """Make torchmonarch report a lost host as early as its lease does, and keep this process alive despite lost messages.
 
     By default, torchmonarch reports a lost host a minute later, when its roles have already been replaced. It also terminates

@@ -98,7 +98,7 @@ class RolloutMesh:
         if part.num_lives > 1:
             await self._trainer.use_shard(self.parts.index(part), part.actors.shard)
         for replica in range(len(self._generators.parts)):  # they may have changed since the worker was spawned
-            await self._tell(part, replica, self._generators.serving[replica])
+            await self._notify(part, replica, self._generators.serving[replica])
         if self._is_running:
             await self._run(part)
 
@@ -121,7 +121,7 @@ class RolloutMesh:
 
     async def use_generator(self, replica: int, actor: Any | None) -> None:
         """Announce a generator replica's new actor to all workers, or None while the replica is down."""
-        await asyncio.gather(*(self._tell(part, replica, actor) for part in self.parts if part.is_started))
+        await asyncio.gather(*(self._notify(part, replica, actor) for part in self.parts if part.is_started))
         if self._in_rounds and actor is None:
             await self._rewind()
 
@@ -203,7 +203,7 @@ class RolloutMesh:
             await self._generators.abandon_round()
             await self._buffer.rewind(handles)
 
-    async def _tell(self, part: Part, replica: int, actor: Any | None) -> None:
+    async def _notify(self, part: Part, replica: int, actor: Any | None) -> None:
         with contextlib.suppress(PartDiedError):
             await part.ask(
                 f"{part.role}.use_generator",

@@ -38,7 +38,8 @@ LATE_S = 3.0
 LAST = "the limit of the configuration"
 """Reason of a stall at the configured limit, which ends the wait regardless of `faults.on_stall`."""
 _PACE = Pace()
-_Ends = tuple["asyncio.Future[TitanRLError]", "asyncio.Future[str] | None"]
+_Failures = tuple["asyncio.Future[TitanRLError]", "asyncio.Future[str] | None"]
+"""Futures that fail a request: the failure of the run, and the death of the receiver if it is replaceable."""
 
 
 class DeadlineError(TitanRLError):
@@ -50,14 +51,14 @@ class ActorDiedError(FaultError):
 
 
 class PartDiedError(ActorDiedError):
-    """A generator replica or rollout worker died and is being replaced; the message names it and gives the cause."""
+    """A replaceable part of the run died, such as a generator replica; the message names it and gives the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaceable:
     """Callbacks of a role whose processes are replaced together, instead of ending the run, when one dies or hangs."""
 
-    on_end: Callable[[str], None]
+    on_death: Callable[[str], None]
     """Called with the cause of death, possibly more than once."""
     probe: Callable[[], Awaitable[object]]
     """Sends a request to which every process replies immediately unless it hangs."""
@@ -83,10 +84,10 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._on_event, self._watchdog = on_event or (lambda kind, **fields: None), watchdog
         self._pidfds: dict[int, Process] = {}
-        self._ends: dict[int, asyncio.Event] = {}  # by pidfd
+        self._exits: dict[int, asyncio.Event] = {}  # by pidfd
         self._replaceable: dict[str, Replaceable] = {}  # by role
         self._remote: dict[str, Process] = {}
-        self._all_ended, self._reporting = asyncio.Event(), asyncio.Lock()
+        self._all_exited, self._reporting = asyncio.Event(), asyncio.Lock()
         self._failure: asyncio.Future[TitanRLError] = self._loop.create_future()
         self._guards: dict[asyncio.Task[None], str] = {}  # roles
         self._requests: dict[asyncio.Future[Any], str] = {}
@@ -94,8 +95,8 @@ class Supervisor:
         self._reports: set[asyncio.Task[None]] = set()
         self._reported: dict[tuple[Process, ...], Report] = {}
         self._closing, self._num_continued = False, 0
-        self._doomed: set[int] = set()  # pidfds of processes whose exit is expected
-        self._missed: dict[str, str] = {}  # causes of deaths since the run failed, by role
+        self._expected_exits: set[int] = set()  # pidfds
+        self._late_deaths: dict[str, str] = {}  # causes of deaths since the run failed, by role
         monarch.actor.unhandled_fault_hook = self._on_fault
         if threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGCONT, self._on_continue)
@@ -130,24 +131,24 @@ class Supervisor:
             ActorDiedError: A process of the run died while waiting.
         """
         task, started = asyncio.ensure_future(resolve(call)), time.perf_counter()
-        ends: _Ends = (self._failure, lost)
+        failures: _Failures = (self._failure, lost)
         self._requests[task] = name
         try:
             if self._watchdog is None or self._closing:
-                if not await self._is_done(task, name, timeout_s, ends):
+                if not await self._is_done(task, name, timeout_s, failures):
                     self._record_stall(Stall(request=name, seconds=timeout_s), None)
                     raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
             else:
-                await self._until_done(self._watchdog, task, name, timeout_s, pace, ends)
+                await self._until_done(self._watchdog, task, name, timeout_s, pace, failures)
                 self._watchdog.note_reply(name, pace, started)
             return _result_of(task)
         finally:
             del self._requests[task]
             task.cancel()
 
-    async def _is_done(self, task: "asyncio.Future[Any]", name: str, timeout_s: float, ends: "_Ends") -> bool:
+    async def _is_done(self, task: "asyncio.Future[Any]", name: str, timeout_s: float, failures: "_Failures") -> bool:
         """Wait for a reply; return False on timeout. Raise if the run has failed or the receiver died."""
-        failure, lost = ends
+        failure, lost = failures
         waiting: set[asyncio.Future[Any]] = {task, failure} if lost is None else {task, failure, lost}
         done, num_continued = set[asyncio.Future[Any]](), -1
         while not done and num_continued != self._num_continued:  # wait again if this process was suspended
@@ -165,11 +166,11 @@ class Supervisor:
         return bool(done)
 
     async def _until_done(
-        self, watchdog: Watchdog, task: "asyncio.Future[Any]", name: str, timeout_s: float, pace: Pace, ends: "_Ends"
+        self, watchdog: Watchdog, task: "asyncio.Future[Any]", name: str, timeout_s: float, pace: Pace, failures: "_Failures"
     ) -> None:
         """Wait for a reply under the learned deadline; handle each stall."""
         limit_s, waited_s, seen = watchdog.limit(name, pace, timeout_s), 0.0, None
-        while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), ends):
+        while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), failures):
             waited_s = min(timeout_s, waited_s + limit_s)
             before, seen = seen, await progress_of(pace)
             if waited_s >= timeout_s and seen != before:
@@ -183,7 +184,7 @@ class Supervisor:
             reason = LAST if waited_s >= timeout_s else watchdog.known(name, pace)
             stall = Stall(request=name, seconds=waited_s, suspects=involved, reason=reason)
             report = await self._report_stall(watchdog, stall, limit_s / 2)
-            if ends[0].done():
+            if failures[0].done():
                 continue
             if task.done():
                 logger.info("late reply to %s", name)
@@ -204,15 +205,15 @@ class Supervisor:
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._note_end(process.role, f"{process} exited")
+            self._handle_death(process.role, f"{process} exited")
             return
-        self._missed.pop(process.role, None)  # this process replaces the dead one
+        self._late_deaths.pop(process.role, None)  # this process replaces the dead one
         self._pidfds[pidfd] = process
-        self._ends[pidfd] = asyncio.Event()
-        self._all_ended.clear()
-        self._loop.add_reader(pidfd, self._on_end, pidfd)
+        self._exits[pidfd] = asyncio.Event()
+        self._all_exited.clear()
+        self._loop.add_reader(pidfd, self._on_exit, pidfd)
 
-    def note_remote(self, name: str, pid: int, host: str) -> None:
+    def watch_remote(self, name: str, pid: int, host: str) -> None:
         """Register a process of another machine. Only torchmonarch reports its death."""
         self._remote[name] = Process(name=name, pid=pid, host=host)
 
@@ -237,20 +238,20 @@ class Supervisor:
             self._replaceable.clear()
             roles = roles[:1] or ["host"]
         for role in roles:
-            self._note_end(role, cause)
+            self._handle_death(role, cause)
 
     async def kill(self, role: str) -> None:
         """Kill the processes of a role on this machine, and wait until they have exited."""
-        doomed = [pidfd for pidfd, process in self._pidfds.items() if process.role == role]
-        _send(signal.SIGKILL, doomed)
-        await asyncio.gather(*(self._ends[pidfd].wait() for pidfd in doomed))
+        pidfds = [pidfd for pidfd, process in self._pidfds.items() if process.role == role]
+        _send(signal.SIGKILL, pidfds)
+        await asyncio.gather(*(self._exits[pidfd].wait() for pidfd in pidfds))
         self._remote = {name: process for name, process in self._remote.items() if process.role != role}
 
     def guard(self, role: str, name: str, call: Awaitable[None]) -> None:
         """Treat failure of this long-running call as a death in the role."""
         task = asyncio.create_task(resolve(call), name=name)
         self._guards[task] = role
-        task.add_done_callback(self._on_guard_end)
+        task.add_done_callback(self._on_guard_done)
 
     def expect_deaths(self) -> None:
         """Ignore deaths from now on, because the session is closing.
@@ -262,7 +263,7 @@ class Supervisor:
         _send(signal.SIGCONT, self._pidfds)
 
     async def start_over(self, kept: Collection[str]) -> None:
-        """Cancel every request, kill every process outside the kept roles, and clear the failure of the run.
+        """Fail every request, kill every process outside the kept roles, and clear the failure of the run.
 
         A kept role is replaced if one of its processes died after the run failed.
         """
@@ -270,23 +271,23 @@ class Supervisor:
         self._replaceable = {role: part for role, part in self._replaceable.items() if role in kept}
         for task in [task for task, role in self._guards.items() if role not in kept]:
             task.cancel()
-        self._doomed = {pidfd for pidfd, process in self._pidfds.items() if process.role not in kept}
+        self._expected_exits = {pidfd for pidfd, process in self._pidfds.items() if process.role not in kept}
         dropped = {process.role for process in [*self._pidfds.values(), *self._remote.values()]} - set(kept)
         await asyncio.gather(*map(self.kill, dropped))
-        self._doomed = set()  # the kernel reuses the descriptors
+        self._expected_exits = set()  # the kernel reuses the descriptors
         self._failure = self._loop.create_future()
-        missed, self._missed = self._missed, {}
-        for role in missed.keys() & self._replaceable.keys():
-            self._note_end(role, missed[role])
+        late, self._late_deaths = self._late_deaths, {}
+        for role in late.keys() & self._replaceable.keys():
+            self._handle_death(role, late[role])
 
     async def reap(self, timeout_s: float) -> list[str]:
         """Wait until every watched process has exited; kill the others after `timeout_s`, and return their names."""
         if self._pidfds:
             with contextlib.suppress(TimeoutError):  # the remaining processes are killed below
-                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+                await asyncio.wait_for(self._all_exited.wait(), timeout_s)
         if killed := [str(process) for process in self._pidfds.values()]:
             _send(signal.SIGKILL, self._pidfds)
-            await self._all_ended.wait()
+            await self._all_exited.wait()
         if not self._failure.done():  # pending requests will never get a reply
             self._failure.set_result(ActorDiedError("the session was closed", "session"))
         return killed
@@ -358,7 +359,7 @@ class Supervisor:
         if not hung:
             self.fail(StallError(report.text, stall.actor))
         for role in hung:
-            self._note_end(role, report.text)
+            self._handle_death(role, report.text)
 
     async def _hung_roles(self, stall: Stall) -> set[str]:
         """Return the replaceable roles that hang: the stopped ones, or the ones that do not reply to a probe."""
@@ -369,21 +370,21 @@ class Supervisor:
         replies = await asyncio.gather(*(answers(probe()) for probe in probes.values()))
         return {role for role, reply in zip(probes, replies, strict=True) if not reply}
 
-    def _on_end(self, pidfd: int) -> None:
+    def _on_exit(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
         process = self._pidfds.pop(pidfd)
-        self._ends.pop(pidfd).set()
+        self._exits.pop(pidfd).set()
         os.close(pidfd)
         if not self._pidfds:
-            self._all_ended.set()
-        if pidfd not in self._doomed:
-            self._note_end(process.role, f"{process} exited")
+            self._all_exited.set()
+        if pidfd not in self._expected_exits:
+            self._handle_death(process.role, f"{process} exited")
 
-    def _on_guard_end(self, task: "asyncio.Task[None]") -> None:
+    def _on_guard_done(self, task: "asyncio.Task[None]") -> None:
         role = self._guards.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._note_end(role, f"{task.get_name()} failed: {_one_line(cause_of(error))}")
+            self._handle_death(role, f"{task.get_name()} failed: {_one_line(cause_of(error))}")
 
     def _on_fault(self, failure: Any) -> None:
         """Handle torchmonarch's fault report, which arrives on one of its threads.
@@ -397,16 +398,16 @@ class Supervisor:
         is_seen = not remote and (PROCESS_FAILED in report or SILENT in report)
         if not (self._closing or is_seen or STOP_FAILED in report):
             role = next(iter(remote), actor)
-            self._loop.call_soon_threadsafe(self._note_end, role, f"{failure.mesh_name} failed: {_one_line(report)}")
+            self._loop.call_soon_threadsafe(self._handle_death, role, f"{failure.mesh_name} failed: {_one_line(report)}")
 
-    def _note_end(self, role: str, cause: str) -> None:
+    def _handle_death(self, role: str, cause: str) -> None:
         """Handle a death in a role: replace the role if possible, else fail the run."""
         if self._closing:
             return
         if self._failure.done():
-            self._missed.setdefault(role, cause)
+            self._late_deaths.setdefault(role, cause)
         elif role in self._replaceable:
-            self._replaceable[role].on_end(cause)
+            self._replaceable[role].on_death(cause)
         else:
             self.fail(ActorDiedError(cause, role))
             self.record("fault", cause=cause)

@@ -155,7 +155,7 @@ def test_stand_in_and_fork_exit_together(end: str, code: int, tmp_path: Path) ->
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
         "TITANRL_PROCESS": "scribe_0",
-        "TITANRL_BIRTHS": str(tmp_path / "births"),
+        "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
     }
 
     async def work() -> None:

@@ -22,7 +22,7 @@ from titanrl.launch.kubernetes.leases import KubernetesError, Lost, Pod, PodBusy
 from titanrl.launch.kubernetes.manifest import Json, mesh, mesh_name, token_of
 from titanrl.launch.kubernetes.pod_state import PodState, current, end_of, progress
 from titanrl.launch.leases import Host, Leases, OnLost, Say
-from titanrl.launch.patience import leave_lost_hosts_to_leases
+from titanrl.launch.patience import match_timeouts_to_leases
 from titanrl.private_sockets import private_sockets
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class KubernetesHosts:
         """
         try:
             enable_transport("tcp")  # before the first use of Monarch; by default, hosts cannot connect to this process
-            leave_lost_hosts_to_leases()
+            match_timeouts_to_leases()
             tokens = await self._requested()
             return await self._attach(tokens, await self._ready())
         except PodBusyError:

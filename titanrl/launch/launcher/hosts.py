@@ -12,7 +12,7 @@ from titanrl.launch.launcher.host import START, STOP, UP
 from titanrl.launch.launcher.rendezvous import LauncherError
 from titanrl.launch.launcher.world import is_loopback
 from titanrl.launch.leases import Host, Leases, OnLost, Say
-from titanrl.launch.patience import leave_lost_hosts_to_leases
+from titanrl.launch.patience import match_timeouts_to_leases
 from titanrl.private_sockets import private_sockets
 
 
@@ -49,7 +49,7 @@ class LauncherHosts:
         try:
             # Before the first use of Monarch. If all hosts are on this machine, none needs to listen on the network.
             enable_transport("ipc" if is_loopback(self._crew.address) else "tcp")
-            leave_lost_hosts_to_leases()
+            match_timeouts_to_leases()
             if gone := [str(rank) for rank in range(count) if rank not in self._crew.connections]:
                 raise LauncherError(
                     f"hosts.kind: the hosts of rank {', '.join(gone)} exited (got launcher). Restart the launcher."

@@ -15,7 +15,7 @@ from titanrl.config.schema import Config
 from titanrl.launch.host_meshes import attach_meshes, first_rank
 from titanrl.launch.identities import new_identities
 from titanrl.launch.leases import Host, Leases, OnLost, Say
-from titanrl.launch.patience import leave_lost_hosts_to_leases
+from titanrl.launch.patience import match_timeouts_to_leases
 from titanrl.launch.slurm.jobs import (
     IN_ALLOCATION,
     JobStatus,
@@ -89,7 +89,7 @@ class SlurmHosts:
         identities = new_identities(count)
         try:
             enable_transport("tcp")  # before the first use of Monarch; by default, hosts cannot connect to this process
-            leave_lost_hosts_to_leases()
+            match_timeouts_to_leases()
             await self.acquire({IDENTITIES: " ".join(identities)})
             with private_sockets():
                 return self._attach(identities)

@@ -24,7 +24,7 @@ PARENT = "TITANRL_PARENT_PID"
 """Environment variable with the id of the process that the new process must not outlive; unset if another machine starts it."""
 NAME = "TITANRL_PROCESS"
 """Environment variable with the role and rank of the process."""
-BIRTHS = "TITANRL_BIRTHS"
+ANNOUNCEMENTS = "TITANRL_ANNOUNCEMENTS"
 """Environment variable with the path of the controller's socket for announcements."""
 TEMPLATE = "TITANRL_TEMPLATE"
 """Environment variable with the socket path of the template that forks the process; unset if there is none."""
@@ -41,15 +41,15 @@ def main() -> None:
     template = os.environ.pop(TEMPLATE, None)
     if template is not None:
         stand_in(template)
-    run(os.environ.pop(NAME), os.environ.pop(BIRTHS))
+    run(os.environ.pop(NAME), os.environ.pop(ANNOUNCEMENTS))
 
 
-def run(name: str, births: str) -> None:
+def run(name: str, announcements: str) -> None:
     """Bind this process to its cores, announce it, and run Monarch's program."""
     cores = os.environ.pop(CORES, None)
     if cores is not None:
         bind(cores)
-    announce(name, births)
+    announce(name, announcements)
     runpy.run_module(MONARCH, run_name="__main__", alter_sys=True)
 
 

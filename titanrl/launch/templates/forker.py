@@ -49,7 +49,7 @@ def main(listener_fd: int, state_fd: int, controller: int) -> None:
     os.environ.clear()
     os.environ.update(order.environment)
     allow_tracing(controller)
-    bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.BIRTHS))
+    bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.ANNOUNCEMENTS))
 
 
 @dataclass(frozen=True, slots=True)
