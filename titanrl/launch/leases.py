@@ -121,7 +121,7 @@ class Leases:
         self._writers.add(writer)
         self._adopted.append(asyncio.create_task(self._keep(host, reader, writer)))
 
-    def tell(self, rank: int, line: bytes) -> None:
+    def send(self, rank: int, line: bytes) -> None:
         """Send a message to a host that holds its lease."""
         self._holders[rank].write(line)
 

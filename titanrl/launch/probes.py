@@ -20,7 +20,7 @@ async def progress_of(pace: Pace) -> object:
     return None
 
 
-async def answers(probe: Awaitable[object]) -> bool:
+async def responds(probe: Awaitable[object]) -> bool:
     """Return True if a probe gets a reply within `PROBE_S`; False on timeout or if the process is dead."""
     try:
         await asyncio.wait_for(resolve(probe), PROBE_S)

@@ -16,7 +16,7 @@ import monarch.actor
 from titanrl.actors import ActorError, SupervisionError, cause_of, resolve
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
-from titanrl.launch.probes import answers, progress_of
+from titanrl.launch.probes import progress_of, responds
 from titanrl.launch.stacks import Process
 from titanrl.launch.stalls import OnEvent, Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
 
@@ -367,7 +367,7 @@ class Supervisor:
         if stall.are_stopped:
             return roles & self._replaceable.keys()
         probes = {role: self._replaceable[role].probe for role in roles & self._replaceable.keys()}
-        replies = await asyncio.gather(*(answers(probe()) for probe in probes.values()))
+        replies = await asyncio.gather(*(responds(probe()) for probe in probes.values()))
         return {role for role, reply in zip(probes, replies, strict=True) if not reply}
 
     def _on_exit(self, pidfd: int) -> None:

@@ -22,7 +22,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sizes import Sizes
 from titanrl.errors import TitanRLError
 from titanrl.launch.checkup.probe import RANK, connect, rounds
-from titanrl.launch.checkup.report import HostReport, Question
+from titanrl.launch.checkup.report import HostReport, ReportRequest
 from titanrl.launch.checkup.verdicts import Examined, Link, Needs, Problem, needs_of, problems
 from titanrl.launch.launcher.host import END, FAILED
 from titanrl.launch.launcher.rendezvous import Controller, publish
@@ -30,7 +30,7 @@ from titanrl.launch.launcher.world import World, own_address
 from titanrl.launch.leases import Host, Leases, Say
 from titanrl.launch.slurm.node import CONTROLLER, TOKEN
 
-ANSWER_S = 60.0
+REPLY_S = 60.0
 """Limit for a probe's reply, in seconds. Listing a large model's files on a slow disk takes longest."""
 CLOCK_ROUNDS = 5
 END_S = 10.0
@@ -49,7 +49,7 @@ class Probes:
     def __init__(self, num_hosts: int) -> None:
         """Start without connections."""
         self.leases = Leases(num_hosts, self._on_lost, self._on_lost, self._on_line)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
         self._problems: dict[int, str] = {}  # configuration errors of hosts that a launcher started, by rank
 
     @property
@@ -73,49 +73,49 @@ class Probes:
                 f"(got {timeout_s:g}). Read the output of the hosts, and allow all ports between them."
             ) from None
 
-    async def ask(self, rank: int, question: str, **fields: Any) -> Any:
+    async def query(self, rank: int, request: str, **fields: Any) -> Any:
         """Send a request to a host's probe; return its reply.
 
         Raises:
             CheckupError: The probe exited or did not reply.
             ConfigError: The host's configuration is invalid.
         """
-        answer = self._answers[rank] = asyncio.get_running_loop().create_future()
+        reply = self._replies[rank] = asyncio.get_running_loop().create_future()
         if rank in self._problems:
             raise ConfigError(self._problems[rank])
         if rank in self.leases.lost:
             self._on_lost(self.leases.hosts[rank])
-        self.leases.tell(rank, json.dumps({"ask": question, **fields}).encode() + b"\n")
+        self.leases.send(rank, json.dumps({"request": request, **fields}).encode() + b"\n")
         try:
-            return await asyncio.wait_for(answer, ANSWER_S)
+            return await asyncio.wait_for(reply, REPLY_S)
         except TimeoutError:
             node = self.leases.hosts[rank].node
-            raise CheckupError(f"{node}: no reply to '{question}' within {ANSWER_S:g} s. Check this host.") from None
+            raise CheckupError(f"{node}: no reply to '{request}' within {REPLY_S:g} s. Check this host.") from None
 
-    async def ask_all(self, question: str, **fields: Any) -> list[Any]:
+    async def query_all(self, request: str, **fields: Any) -> list[Any]:
         """Send a request to all hosts; return their replies by rank."""
-        return await asyncio.gather(*(self.ask(host.rank, question, **fields) for host in self.hosts))
+        return await asyncio.gather(*(self.query(host.rank, request, **fields) for host in self.hosts))
 
     def end(self, code: int) -> None:
         """Make the probes exit with a code."""
         for host in self.hosts:
             if host.rank not in self.leases.lost:
-                self.leases.tell(host.rank, f"{END} {code}\n".encode())
+                self.leases.send(host.rank, f"{END} {code}\n".encode())
 
     def _on_line(self, host: Host, line: bytes) -> None:
-        answer = self._answers.pop(host.rank, None)
+        reply = self._replies.pop(host.rank, None)
         if line.startswith(FAILED):
             self._problems[host.rank] = f"{host.node} (rank {host.rank}): {line.removeprefix(FAILED).decode().strip()}"
-        if answer is not None and not answer.done():
+        if reply is not None and not reply.done():
             if host.rank in self._problems:
-                answer.set_exception(ConfigError(self._problems[host.rank]))
+                reply.set_exception(ConfigError(self._problems[host.rank]))
             else:
-                answer.set_result(json.loads(line))
+                reply.set_result(json.loads(line))
 
     def _on_lost(self, host: Host) -> None:
-        answer = self._answers.pop(host.rank, None)
-        if answer is not None and not answer.done():
-            answer.set_exception(CheckupError(f"{host.node}: its probe exited. Read the output of this host."))
+        reply = self._replies.pop(host.rank, None)
+        if reply is not None and not reply.done():
+            reply.set_exception(CheckupError(f"{host.node}: its probe exited. Read the output of this host."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +153,12 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
     folder = config.output_dir.absolute() / f".doctor-{token}"
     folder.mkdir(parents=True)
     (folder / "token").write_text(token, encoding="utf-8")
-    question = Question(device=device, folders=_folders(config), token_file=str(folder / "token"), token=token)
+    request = ReportRequest(device=device, folders=_folders(config), token_file=str(folder / "token"), token=token)
     keeps_folder = config.hosts.kind == "slurm"  # after an error, the folder contains the hosts' output
     try:
         async with _started(config, device, world, len(needs), folder, say) as probes:
             try:
-                checkup = await _ask(config, probes, question, needs)
+                checkup = await _query_hosts(config, probes, request, needs)
             except ConfigError:
                 probes.end(2)
                 raise
@@ -170,17 +170,17 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
             shutil.rmtree(folder)
 
 
-async def _ask(config: Config, probes: Probes, question: Question, needs: Sequence[Needs]) -> Checkup:
-    texts = await probes.ask_all("report", **asdict(question))
-    listening = [await probes.ask(host.rank, "listen", ports=_named_ports(config)) for host in probes.hosts]
+async def _query_hosts(config: Config, probes: Probes, request: ReportRequest, needs: Sequence[Needs]) -> Checkup:
+    texts = await probes.query_all("report", **asdict(request))
+    listening = [await probes.query(host.rank, "listen", ports=_named_ports(config)) for host in probes.hosts]
     clocks = [await _clock(probes, host.rank) for host in probes.hosts]
     names = names_of(probes.hosts)
     links = await _links(probes, names, listening)
     if config.hosts.kind in ("slurm", "kubernetes"):
         links += await _links_from_here(probes, listening)
     hosts = [
-        Examined(node=name, report=HostReport.parse(text), needs=need, clock_s=clock, taken=answer["taken"])
-        for name, text, need, clock, answer in zip(names, texts, needs, clocks, listening, strict=True)
+        Examined(node=name, report=HostReport.parse(text), needs=need, clock_s=clock, taken=reply["taken"])
+        for name, text, need, clock, reply in zip(names, texts, needs, clocks, listening, strict=True)
     ]
     return Checkup(hosts=hosts, links=links, problems=problems(hosts, links))
 
@@ -271,11 +271,11 @@ async def _clock(probes: Probes, rank: int) -> float:
     """
     best, ahead = float("inf"), 0.0
     for _ in range(CLOCK_ROUNDS):
-        asked = time.time()
-        there = await probes.ask(rank, "clock")
-        answered = time.time()
-        if answered - asked < best:
-            best, ahead = answered - asked, there - (asked + answered) / 2
+        sent = time.time()
+        there = await probes.query(rank, "clock")
+        received = time.time()
+        if received - sent < best:
+            best, ahead = received - sent, there - (sent + received) / 2
     return ahead
 
 
@@ -283,15 +283,15 @@ async def _links(probes: Probes, names: Sequence[str], listening: Sequence[Mappi
     """Measure the connection from every host to every other one. No host takes part in two measurements at the same time."""
     found = list[Link]()
     for pairs in rounds(len(names)):
-        answers = await asyncio.gather(
+        replies = await asyncio.gather(
             *(
-                probes.ask(source, "connect", address=listening[target]["address"], ports=listening[target]["ports"])
+                probes.query(source, "connect", address=listening[target]["address"], ports=listening[target]["ports"])
                 for source, target in pairs
             )
         )
         found += [
-            Link(source=names[source], target=names[target], **answer)
-            for (source, target), answer in zip(pairs, answers, strict=True)
+            Link(source=names[source], target=names[target], **reply)
+            for (source, target), reply in zip(pairs, replies, strict=True)
         ]
     return found
 
@@ -299,8 +299,8 @@ async def _links(probes: Probes, names: Sequence[str], listening: Sequence[Mappi
 async def _links_from_here(probes: Probes, listening: Sequence[Mapping[str, Any]]) -> list[Link]:
     """Measure the connections from the controller to the hosts on other machines."""
     here, found = socket.gethostname(), list[Link]()
-    for host, answer in zip(probes.hosts, listening, strict=True):
+    for host, reply in zip(probes.hosts, listening, strict=True):
         if host.name != here:
-            link = await connect(answer["address"], answer["ports"])
+            link = await connect(reply["address"], reply["ports"])
             found.append(Link(source=f"{here} (controller)", target=host.node, **link))
     return found

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanrl.launch.checkup.report import Question, report
+from titanrl.launch.checkup.report import ReportRequest, report
 from titanrl.launch.kubernetes.leases import CONNECTION
 from titanrl.launch.launcher.host import END
 from titanrl.launch.launcher.rendezvous import Controller
@@ -36,7 +36,7 @@ def main() -> None:
     """Serve requests until the controller sends an exit code or exits."""
     if CONNECTION in os.environ:
         connection = socket.socket(fileno=int(os.environ.pop(CONNECTION)))
-        sys.exit(asyncio.run(_answer_on(connection)))
+        sys.exit(asyncio.run(_serve_on(connection)))
     controller = Controller(os.environ.pop(CONTROLLER), os.environ.pop(TOKEN))
     rank = os.environ.get(RANK) or os.environ["SLURM_NODEID"]
     sys.exit(serve(controller, int(rank)))
@@ -55,30 +55,30 @@ async def _serve(controller: Controller, host: Host) -> int:
     except (OSError, TimeoutError) as error:
         print(f"{host.node}: the controller at {controller.address} cannot be reached: {error!r}", file=sys.stderr)
         return 1
-    return await _answer_all(reader, writer)
+    return await _serve_requests(reader, writer)
 
 
-async def _answer_on(connection: socket.socket) -> int:
-    return await _answer_all(*await asyncio.open_connection(sock=connection))
+async def _serve_on(connection: socket.socket) -> int:
+    return await _serve_requests(*await asyncio.open_connection(sock=connection))
 
 
-async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+async def _serve_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
     address, servers = str(writer.get_extra_info("sockname")[0]), list[asyncio.Server]()
     try:
         while line := await reader.readline():
             if line.startswith(END.encode()):
                 return int(line.split()[1])
             message = json.loads(line)
-            question = message.pop("ask")
-            if question == "report":
-                answer: Any = (await asyncio.to_thread(report, Question(**message))).dump()
-            elif question == "listen":
-                answer = await listen(address, message["ports"], servers)
-            elif question == "connect":
-                answer = await connect(message["address"], message["ports"])
+            request = message.pop("request")
+            if request == "report":
+                reply: Any = (await asyncio.to_thread(report, ReportRequest(**message))).dump()
+            elif request == "listen":
+                reply = await listen(address, message["ports"], servers)
+            elif request == "connect":
+                reply = await connect(message["address"], message["ports"])
             else:
-                answer = time.time()
-            writer.write(json.dumps(answer).encode() + b"\n")
+                reply = time.time()
+            writer.write(json.dumps(reply).encode() + b"\n")
     except ConnectionError:
         pass
     return 1
@@ -98,7 +98,7 @@ async def listen(address: str, ports: Mapping[str, int], servers: list[asyncio.S
     open_ports, taken = {}, {}
     for name, port in ({CHOSEN: 0} | dict(ports)).items():
         try:
-            server = await asyncio.start_server(_answer, address, port, limit=1 << 22)
+            server = await asyncio.start_server(_serve_connection, address, port, limit=1 << 22)
         except OSError as error:
             taken[name] = f"{os.strerror(error.errno)}" if error.errno else str(error)
             continue
@@ -155,7 +155,7 @@ async def _measure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, a
         return {"latency_s": min(trips), "bytes_per_s": num_sent / (time.perf_counter() - started)}
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Return the received data to the sender, or discard it, as requested by the first byte."""
     try:
         kind = await reader.read(1)

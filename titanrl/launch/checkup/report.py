@@ -33,10 +33,10 @@ _MAX_DIGESTED_BYTES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ReportRequest:
     """Request for a host's report.
 
-    Example: `Question(device="cpu", folders={"model.path": "/models/a"}, token_file="/runs/.doctor", token="6f1c")`
+    Example: `ReportRequest(device="cpu", folders={"model.path": "/models/a"}, token_file="/runs/.doctor", token="6f1c")`
     """
 
     device: DeviceKind
@@ -84,21 +84,21 @@ class HostReport:
         return json.dumps(asdict(self))
 
 
-def report(question: Question) -> HostReport:
+def report(request: ReportRequest) -> HostReport:
     """Return the report of this host."""
     memory, limited_by = memory_limit()
     folder = Path("/dev/shm")
     return HostReport(
         name=socket.gethostname(),
-        versions=versions(question.device),
-        device_problem=missing_for(question.device),
-        devices=accelerators(question.device),
+        versions=versions(request.device),
+        device_problem=missing_for(request.device),
+        devices=accelerators(request.device),
         cores=len(os.sched_getaffinity(0)),
         memory=memory,
         limited_by=limited_by,
         shared_memory=shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None,
-        files={key: digest_of(Path(path)) for key, path in question.folders.items()},
-        shares_runs=_content(Path(question.token_file)) == question.token,
+        files={key: digest_of(Path(path)) for key, path in request.folders.items()},
+        shares_runs=_content(Path(request.token_file)) == request.token,
     )
 
 

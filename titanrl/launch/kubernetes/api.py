@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 15.0
+REPLY_S = 15.0
 """Limit for a response of the API server, in seconds."""
 RELEASE_S = 5.0
 """Shorter limit for deletions, which delay the end of the run."""
@@ -73,7 +73,7 @@ class Api:
 
     def mesh(self, name: str) -> Json | None:
         """Return a MonarchMesh; None if it does not exist."""
-        found: Json | None = self._ask(
+        found: Json | None = self._request(
             f"get MonarchMesh {name}", self._custom.get_namespaced_custom_object, name=name, **self._where
         )
         return found
@@ -81,7 +81,7 @@ class Api:
     def create_mesh(self, body: Json) -> Json:
         """Create a MonarchMesh."""
         what = f"create MonarchMesh {body['metadata']['name']}"
-        created: Json | None = self._ask(what, self._custom.create_namespaced_custom_object, body=body, **self._where)
+        created: Json | None = self._request(what, self._custom.create_namespaced_custom_object, body=body, **self._where)
         if created is None:
             raise KubernetesError(
                 f"hosts.kind: the cluster at {self._host} has no MonarchMesh resources (got kubernetes). "
@@ -95,16 +95,20 @@ class Api:
         With `version`, the request fails if the resource has changed since that version.
         """
         body = {"metadata": {"ownerReferences": owners} | ({} if version is None else {"resourceVersion": version})}
-        self._ask(f"patch MonarchMesh {name}", self._custom.patch_namespaced_custom_object, name=name, body=body, **self._where)
+        self._request(
+            f"patch MonarchMesh {name}", self._custom.patch_namespaced_custom_object, name=name, body=body, **self._where
+        )
 
     def delete_mesh(self, name: str) -> None:
         """Delete a MonarchMesh. Do nothing if it does not exist."""
         delete = self._custom.delete_namespaced_custom_object
-        self._ask(f"delete MonarchMesh {name}", delete, limit_s=RELEASE_S, name=name, **self._where)
+        self._request(f"delete MonarchMesh {name}", delete, limit_s=RELEASE_S, name=name, **self._where)
 
     def pod(self, name: str) -> Json | None:
         """Return a pod; None if it does not exist."""
-        found: Json | None = self._ask(f"get pod {name}", self._pods.read_namespaced_pod, name=name, namespace=self.namespace)
+        found: Json | None = self._request(
+            f"get pod {name}", self._pods.read_namespaced_pod, name=name, namespace=self.namespace
+        )
         return found
 
     def owner(self) -> Json | None:
@@ -122,9 +126,9 @@ class Api:
 
     def watch(self, mesh: str, on_pods: OnPods, on_error: Callable[[KubernetesError], None]) -> "PodWatch":
         """Follow the pods of a mesh in a thread, until the returned watch is closed."""
-        return PodWatch(self._pods, self._ask, self.namespace, mesh, on_pods, on_error)
+        return PodWatch(self._pods, self._request, self.namespace, mesh, on_pods, on_error)
 
-    def _ask(self, what: str, call: Callable[..., Any], *, limit_s: float = ANSWER_S, **arguments: Any) -> Any:
+    def _request(self, what: str, call: Callable[..., Any], *, limit_s: float = REPLY_S, **arguments: Any) -> Any:
         """Call the API; return the object as JSON, or None if it does not exist.
 
         Raises:
@@ -152,7 +156,7 @@ class PodWatch:
     def __init__(
         self,
         pods: Any,
-        ask: Callable[..., Any],
+        request: Callable[..., Any],
         namespace: str,
         mesh: str,
         on_pods: OnPods,
@@ -161,7 +165,7 @@ class PodWatch:
         """Start the thread, in which `on_pods` and `on_error` are called."""
         from kubernetes.watch import Watch
 
-        self._pods, self._ask, self._on_pods, self._on_error = pods, ask, on_pods, on_error
+        self._pods, self._request, self._on_pods, self._on_error = pods, request, on_pods, on_error
         self._selection = {"namespace": namespace, "label_selector": f"{MESH_LABEL}={mesh}"}
         self._watch = Watch()
         self._is_closed = threading.Event()
@@ -188,11 +192,11 @@ class PodWatch:
 
     def _follow(self) -> None:
         """List the pods, then apply changes until the watch ends."""
-        listed = self._ask("list pods", self._pods.list_namespaced_pod, **self._selection)
+        listed = self._request("list pods", self._pods.list_namespaced_pod, **self._selection)
         pods = {pod["metadata"]["name"]: pod for pod in listed["items"]}
         self._on_pods(dict(pods))
         options = {"resource_version": listed["metadata"].get("resourceVersion"), "timeout_seconds": WATCH_S}
-        limits = {"_request_timeout": (ANSWER_S, WATCH_S + ANSWER_S), "deserialize": False}
+        limits = {"_request_timeout": (REPLY_S, WATCH_S + REPLY_S), "deserialize": False}
         changes = self._watch.stream(self._pods.list_namespaced_pod, **self._selection, **options, **limits)
         for change in changes:
             if self._is_closed.is_set():

@@ -179,7 +179,7 @@ class PodHost:
         await asyncio.gather(*self._served, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._answer(reader, writer))
+        task = asyncio.ensure_future(self._serve_connection(reader, writer))
         self._served.add(task)
         try:
             await task
@@ -187,7 +187,7 @@ class PodHost:
             self._served.discard(task)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection. Kubernetes' readiness probe connects and disconnects without a message."""
         try:
             async with asyncio.timeout(GREETING_S):

@@ -17,7 +17,7 @@ from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
 from titanrl.errors import TitanRLError
 
-ANSWER_S = 30.0
+REPLY_S = 30.0
 """Limit for a reply of Slurm's controller, in seconds."""
 IN_ALLOCATION = "TITANRL_IN_ALLOCATION"
 """Environment variable set for a controller that runs inside the allocation of its hosts (`titanrl submit`)."""
@@ -121,7 +121,7 @@ def cancel_job(job_id: str) -> str:
     """Cancel a job; return an error message, or an empty string on success. A job that has already ended is not an error."""
     try:
         done = subprocess.run(
-            ["scancel", job_id], capture_output=True, text=True, timeout=ANSWER_S, check=False, env=clean_environment()
+            ["scancel", job_id], capture_output=True, text=True, timeout=REPLY_S, check=False, env=clean_environment()
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -189,9 +189,9 @@ async def _run(*command: str, text: str = "") -> tuple[int, str, str]:
             f"hosts.slurm: {command[0]} cannot be run ({error}). Start the run where Slurm is installed."
         ) from None
     try:
-        output, errors = await asyncio.wait_for(process.communicate(text.encode()), ANSWER_S)
+        output, errors = await asyncio.wait_for(process.communicate(text.encode()), REPLY_S)
     except TimeoutError:
-        raise SlurmError(f"hosts.slurm: {command[0]} did not reply within {ANSWER_S:g} s. Check the cluster.") from None
+        raise SlurmError(f"hosts.slurm: {command[0]} did not reply within {REPLY_S:g} s. Check the cluster.") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
