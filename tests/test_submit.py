@@ -63,7 +63,7 @@ def test_submitted_run_starts_without_a_checkpoint(tmp_path: Path) -> None:
     assert resumable(run_dir).state == FIRST
     assert load_config(run_dir / "config.yaml") == config(tmp_path)
     (run_dir / JOB_SCRIPT).unlink()
-    with pytest.raises(ConfigError, match="no whole checkpoint"):
+    with pytest.raises(ConfigError, match="no intact checkpoint"):
         resumable(run_dir)
 
 
@@ -74,7 +74,7 @@ def test_each_submission_has_a_new_directory(tmp_path: Path) -> None:
 def test_running_run_cannot_be_submitted_again(tmp_path: Path) -> None:
     run_dir = prepare(config(tmp_path), None)
     lock = RunLock(run_dir)
-    with pytest.raises(ConfigError, match="the run has not ended"):
+    with pytest.raises(ConfigError, match="the run is still active"):
         prepare(config(tmp_path), run_dir)
     lock.release()
 

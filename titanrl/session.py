@@ -158,7 +158,7 @@ class Session:
     @property
     def fault(self) -> FaultError | None:
         """Death or stall of a process that made all requests fail; None if there was none."""
-        failure = self._parts.assembly.around.supervisor.failure
+        failure = self._parts.assembly.shared.supervisor.failure
         return failure if isinstance(failure, FaultError) else None
 
     # Components, for TitanRL's own loops

@@ -44,7 +44,7 @@ class ClusterRun:
         return [row for row in read_metrics(metrics) if "reward/mean" in row] if metrics.exists() else []
 
     def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
-        """Wait until a step is done."""
+        """Wait until a step has finished."""
         deadline = time.monotonic() + timeout_s
         while not any(row["step"] >= step for row in self.steps()):
             assert self.process.poll() is None, f"the run ended before step {step}: {self.finish()[1]}"
@@ -52,7 +52,7 @@ class ClusterRun:
             time.sleep(0.1)
 
     def finish(self, timeout_s: float = 200) -> tuple[int, str]:
-        """Wait for the end; return exit code and output."""
+        """Wait until the command exits; return exit code and output."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
 
@@ -81,7 +81,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def start_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Return a function that starts a small quick start, with the controller beside Slurm's or on this machine."""
+    """Return a function that starts a small quick start, with the controller on Slurm's controller node or on this machine."""
     folder, started = tmp_path_factory.getbasetemp(), list[ClusterRun]()
     environment = cluster.environment | {"PYTHONPATH": str(REPO)}
 
@@ -109,7 +109,7 @@ def start_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def assert_nothing_left(cluster: Cluster, run: ClusterRun, timeout_s: float = 20) -> None:
-    """Check that soon no process of a run is left on any node, and no job."""
+    """Check that within `timeout_s`, no process of a run is left on any node, and no job."""
     deadline = time.monotonic() + timeout_s
     while left := [*cluster.jobs(), *cluster.processes("titanrl.launch.slurm.node", str(run.run_dir))]:
         assert time.monotonic() < deadline, f"left after {timeout_s:g} s: {left}"

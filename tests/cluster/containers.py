@@ -1,4 +1,4 @@
-"""Containers of the emulated Kubernetes: real processes, which run the command of a pod.
+"""Containers of the emulated Kubernetes: real processes that run the command of a pod.
 
 `Machines` gives each a network, a name, process ids and mounts of its own; `Processes` runs them beside this one.
 """
@@ -37,7 +37,7 @@ class Runtime(Protocol):
 
 
 class Processes:
-    """Containers that are processes of this machine, each with a loopback address of its own."""
+    """Containers that are processes of this machine, each with a separate loopback address."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._addresses = folder, dict[str, str]()
@@ -64,7 +64,7 @@ class Processes:
 
 
 class Machines:
-    """Containers that are namespaces of their own for everything that a machine has of its own."""
+    """Containers that are isolated like separate machines, with a namespace for each kind of resource."""
 
     def __init__(self, folder: Path, network: Network) -> None:
         self._folder, self._network, self._addresses = folder, network, dict[str, str]()
@@ -99,7 +99,7 @@ class Machines:
         )
 
     def _account(self, name: str) -> Path:
-        """Write the files by which a pod has the rights of a service account; return their folder."""
+        """Write the files that give a pod the permissions of a service account; return their folder."""
         account = self._folder / "accounts" / name
         account.mkdir(parents=True, exist_ok=True)
         (account / "token").write_text(f"account of {name}")
@@ -113,7 +113,7 @@ class Machines:
 
 
 def _end_with_tests() -> None:
-    """Let the kernel kill this process when the tests end, even if they are killed."""
+    """Make the kernel kill this process when the tests exit, even if they are killed."""
     _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -124,7 +124,7 @@ def _command(pod: Json) -> list[str]:
 
 @contextlib.contextmanager
 def in_namespace(space: str) -> Iterator[None]:
-    """Let sockets that this thread makes be in a network namespace; do nothing if it has no name."""
+    """Create this thread's sockets in a network namespace while the body runs; do nothing if the name is empty."""
     if not space:
         yield
         return

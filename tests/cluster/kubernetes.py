@@ -27,7 +27,7 @@ from tests.cluster.requests import MESH_PATH, NAMESPACE, POD_PATH, Handler, Refu
 
 CRD = json.loads((Path(__file__).parent / "monarchmesh_crd.json").read_text())
 RESTART_S = 1.0
-"""Pause before a container is started again."""
+"""Seconds before a container is restarted."""
 Json = dict[str, Any]
 
 
@@ -67,7 +67,7 @@ class Kubernetes:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
-        """End every process, and the server."""
+        """Kill every process, and stop the server."""
         assert self._server is not None
         for kind in ("Job", "MonarchMesh", "Pod"):
             for name in self.names(kind):
@@ -78,7 +78,7 @@ class Kubernetes:
         self._server.server_close()
 
     def allow(self, token: str, rules: list[Json]) -> None:
-        """Give a token rights, as a Role has them."""
+        """Give a token permissions, in the form of a Role's rules."""
         self._rules[token] = rules
 
     def kubeconfig(self, token: str, certificate: Path | None = None) -> Path:
@@ -97,7 +97,7 @@ class Kubernetes:
         return path
 
     def apply(self, manifest: str) -> None:
-        """Create the objects of a manifest, as `kubectl apply` does."""
+        """Create the objects of a manifest, like `kubectl apply`."""
         for body in yaml.safe_load_all(manifest):
             if body["kind"] == "Role":
                 self.allow(f"account of {body['metadata']['name']}", body["rules"])
@@ -109,11 +109,11 @@ class Kubernetes:
             return [copy.deepcopy(one) for (other, _), one in self._objects.items() if other == kind]
 
     def names(self, kind: str) -> list[str]:
-        """Return their names."""
+        """Return the names of the objects of a kind."""
         return sorted(one["metadata"]["name"] for one in self.objects(kind))
 
     def kill(self, pod: str) -> None:
-        """Let a pod lose its power: the kernel ends every process in it at once."""
+        """Simulate a power loss of a pod: the kernel kills every process in it immediately."""
         with self._changed:
             uid = self._objects["Pod", pod]["metadata"]["uid"]
             os.killpg(self._processes[uid].pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ class Kubernetes:
     # Objects
 
     def create(self, body: Json) -> Json:
-        """Create an object, and start what follows from it."""
+        """Create an object, and the objects and containers that it implies."""
         kind, name = body["kind"], body["metadata"]["name"]
         if kind == "MonarchMesh":
             check_mesh(body)
@@ -163,7 +163,7 @@ class Kubernetes:
             return self._put({**one, "metadata": {**one["metadata"], **metadata}}, "MODIFIED")
 
     def delete(self, kind: str, name: str, grace_s: float | None = None) -> None:
-        """Delete an object; its dependents follow."""
+        """Delete an object and its dependents."""
         with self._changed:
             one = self._get(kind, name)
             if kind == "Pod" and one["metadata"]["uid"] in self._processes:
@@ -176,7 +176,7 @@ class Kubernetes:
             self._remove(kind, name)
 
     def _remove(self, kind: str, name: str) -> None:
-        """Remove an object, and delete those of which it is an owner."""
+        """Remove an object, and delete the objects that it owns."""
         with self._changed:
             one = self._objects.pop((kind, name))
             self._put(one, "DELETED")
@@ -192,7 +192,7 @@ class Kubernetes:
         return self._objects[kind, name]
 
     def _put(self, one: Json, change: str) -> Json:
-        """Store an object with a new version, and tell the watches."""
+        """Store an object with a new version, and notify the watches."""
         self._version += 1
         one = copy.deepcopy(one)
         one["metadata"]["resourceVersion"] = str(self._version)
@@ -216,7 +216,7 @@ class Kubernetes:
         self.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec, "status": status})
 
     def _run_pod(self, pod: Json) -> None:
-        """Run the container, again whenever it has ended, until the pod is deleted."""
+        """Run the container, and restart it whenever it exits, until the pod is deleted."""
         image = pod["spec"]["containers"][0]["image"]
         if image.startswith("missing/"):
             waiting = {"reason": "ErrImagePull", "message": f'failed to pull "{image}": not found'}
@@ -244,7 +244,7 @@ class Kubernetes:
             time.sleep(RESTART_S)
 
     def _after_end(self, pod: Json, ip: str, code: int) -> bool:
-        """Return True if the container of a pod that has ended is not started again."""
+        """Return True if the exited container of a pod is not restarted."""
         name = pod["metadata"]["name"]
         with self._changed:
             del self._processes[pod["metadata"]["uid"]]
@@ -296,7 +296,7 @@ class Kubernetes:
                 self._put({**one, "status": status}, "MODIFIED")
 
     def _answers(self, pod: Json, ip: str, process: subprocess.Popen[bytes]) -> bool:
-        """Return True once the probe of a container succeeds; False if the container ends before."""
+        """Return True once the probe of a container succeeds; False if the container exits first."""
         probe = pod["spec"]["containers"][0].get("readinessProbe")
         while probe is not None and process.poll() is None:
             with contextlib.suppress(OSError), in_namespace(self._space):
@@ -334,7 +334,7 @@ class Kubernetes:
     # Requests
 
     def check_rights(self, token: str, verb: str, group: str, resource: str) -> None:
-        """Refuse a request whose token has no right to it."""
+        """Refuse a request whose token lacks the permission."""
         if token not in self._rules:
             raise Refused(401, "Unauthorized", "Unauthorized")
         for rule in self._rules[token]:
@@ -343,7 +343,7 @@ class Kubernetes:
         raise Refused(403, "Forbidden", f'{resource} is forbidden: cannot {verb} resource "{resource}" in API group "{group}"')
 
     def answer(self, method: str, path: str, body: Json | None, query: Mapping[str, str]) -> Json:
-        """Answer a request other than a watch."""
+        """Handle a request other than a watch."""
         base, _, name = path.rpartition("/")
         if method == "GET" and path == POD_PATH:
             selected = [one for one in self.objects("Pod") if _matches(one, query.get("labelSelector", ""))]
@@ -382,7 +382,7 @@ class Kubernetes:
 
 
 def check_mesh(body: Json) -> None:
-    """Refuse a MonarchMesh that the operator's schema does not allow, or that has fields which it does not know."""
+    """Refuse a MonarchMesh that violates the operator's schema, or has unknown fields."""
     schema = strict(CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
     rest = {key: value for key, value in body.items() if key != "metadata"}
     errors = [f"{error.json_path}: {error.message}" for error in jsonschema.Draft7Validator(schema).iter_errors(rest)]
@@ -391,7 +391,7 @@ def check_mesh(body: Json) -> None:
 
 
 def strict(schema: Any) -> Any:
-    """Return a schema whose objects have no other fields than the named ones."""
+    """Return a schema that forbids unknown fields."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -403,7 +403,7 @@ def strict(schema: Any) -> Any:
 
 
 def make_certificate(folder: Path, address: str) -> None:
-    """Make `ca.crt` and `ca.key` for a server at an address."""
+    """Create `ca.crt` and `ca.key` for a server at an address."""
     options = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=kubernetes"]
     options += ["-addext", f"subjectAltName=IP:{address}", "-keyout", f"{folder}/ca.key", "-out", f"{folder}/ca.crt"]
     subprocess.run(["openssl", "req", *options], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Hosts of an emulated cluster: network namespaces of this machine, connected by a switch that nothing else is connected to."""
+"""Hosts of an emulated cluster: network namespaces of this machine, connected by an isolated switch."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def missing(*commands: str, packages: str) -> str:
 
 @contextlib.contextmanager
 def firewall(space: str, *rule: str) -> Iterator[None]:
-    """Let a host, given by its namespace, refuse some connections from others in the body."""
+    """Make a host, given by its namespace, refuse some connections from others while the body runs."""
     if shutil.which("iptables", path=PATH) is None:
         pytest.skip("needs iptables (apt-get install iptables)")
     inside = ["ip", "netns", "exec", space, "iptables", "-w"]
@@ -48,12 +48,12 @@ class Network:
     """The switch and its hosts, from `start` to `stop`."""
 
     def __init__(self, prefix: str) -> None:
-        """Make nothing yet; `prefix` begins the names of the namespaces, so that two test runs do not disturb each other."""
+        """Create nothing yet; `prefix` starts the names of the namespaces, so that two test runs do not disturb each other."""
         self.prefix = prefix
         self._hosts: dict[str, int] = {}  # numbers of their cables, because names of interfaces are short
 
     def start(self) -> None:
-        """Make the switch."""
+        """Create the switch."""
         self._ip("netns", "add", f"{self.prefix}-sw")
         self._ip("-n", f"{self.prefix}-sw", "link", "add", "br0", "type", "bridge")
         self._ip("-n", f"{self.prefix}-sw", "link", "set", "br0", "up")
@@ -85,20 +85,20 @@ class Network:
         return f"{self.prefix}-{host}"
 
     def pull_cable(self, host: str) -> None:
-        """Take a host off the network; its processes go on."""
+        """Disconnect a host from the network; its processes continue."""
         self._ip("-n", f"{self.prefix}-sw", "link", "set", f"v{self._hosts[host]}", "down")
 
     def plug_in(self, host: str) -> None:
-        """Put a host back on the network."""
+        """Reconnect a host to the network."""
         self._ip("-n", f"{self.prefix}-sw", "link", "set", f"v{self._hosts[host]}", "up")
 
     def on(self, host: str, *command: str) -> list[str]:
-        """Return the command that runs another one on a host, with the processes of this machine in view."""
+        """Return the command that runs another command on a host, with the processes of this machine visible."""
         inner = f'hostname {host}; exec "$@"'
         return ["ip", "netns", "exec", self.space(host), "unshare", "--uts", "bash", "-c", inner, "sh", *command]
 
     def machine(self, host: str, *command: str, prepare: str = "true") -> list[str]:
-        """Return the command that runs another one on a machine of its own, with the network and the name of a host.
+        """Return the command that runs another command on a separate machine, with the network and the name of a host.
 
         SIGKILL to it is a loss of power.
 

@@ -1,4 +1,4 @@
-"""Requests to the emulated API of Kubernetes."""
+"""Requests to the emulated Kubernetes API."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ POD_PATH = f"/api/v1/namespaces/{NAMESPACE}/pods"
 
 
 class Refused(Exception):
-    """An answer of the API server other than success."""
+    """An error response of the API server."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""A Slurm cluster of three nodes on this machine: each node has network, host name, processes and shared memory of its own.
+"""A Slurm cluster of three nodes on this machine, each with a separate network, host name, process table and shared memory.
 
 It needs root, network namespaces, and Slurm (`apt-get install slurm-wlm munge`), and changes nothing of this machine's network.
 Several slurmd on one host name do not do, because every host of a run listens on the port of its name.
@@ -20,7 +20,7 @@ CONTROLLER = "ctl"
 PREFIX = f"titanrl{os.getpid()}"
 """Names of the namespaces, so that two test runs do not disturb each other."""
 UP_S = 60.0
-"""Limit for the start of the cluster."""
+"""Limit for the start of the cluster, in seconds."""
 COMMANDS = ("slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun", "munged", "ip", "unshare")
 
 _SLURM_CONF = """\
@@ -92,31 +92,31 @@ class Cluster:
         self._wait("idle nodes", lambda: self.states() == dict.fromkeys(NODES, "idle"))
 
     def start_node(self, node: str) -> None:
-        """Start a node: slurmd, in namespaces of its own for everything that a machine has of its own."""
+        """Start a node: slurmd, isolated like a separate machine by namespaces."""
         self._start(node, self.machine(node, "sh", "-c", f"slurmd -D -f {self.folder}/slurm.conf -N {node}; true"))
 
     def kill_node(self, node: str) -> None:
-        """Let a machine lose its power: the kernel ends every process on it at once."""
+        """Simulate a power loss of a machine: the kernel kills every process on it immediately."""
         self._processes.pop(node).kill()
 
     def pull_cable(self, node: str) -> None:
-        """Take a node off the network; its processes go on."""
+        """Disconnect a node from the network; its processes continue."""
         self._network.pull_cable(node)
 
     def plug_in(self, node: str) -> None:
-        """Put a node back on the network."""
+        """Reconnect a node to the network."""
         self._network.plug_in(node)
 
     def on(self, host: str, *command: str) -> list[str]:
-        """Return the command that runs another one on a host, with the processes of this machine in view."""
+        """Return the command that runs another command on a host, with the processes of this machine visible."""
         return self._network.on(host, *command)
 
     def machine(self, node: str, *command: str, prepare: str = "true") -> list[str]:
-        """Return the command that runs another one on a machine of its own, with the network and the name of a node."""
+        """Return the command that runs another command on a separate machine with the network and name of a node."""
         return self._network.machine(node, *command, prepare=prepare)
 
     def slurm(self, *command: str) -> str:
-        """Run a command of Slurm; return its output."""
+        """Run a Slurm command; return its output."""
         done = subprocess.run(
             self.on(CONTROLLER, *command), env=self.environment, capture_output=True, text=True, timeout=30, check=False
         )
@@ -128,11 +128,11 @@ class Cluster:
         return dict(line.split() for line in lines if len(line.split()) == 2)
 
     def jobs(self) -> list[str]:
-        """Return the jobs that have nodes or wait for them, as `id state`."""
+        """Return the running and waiting jobs, as `id state`."""
         return self.slurm("squeue", "--noheader", "--format=%i %T").splitlines()
 
     def processes(self, *marks: str) -> list[str]:
-        """Return the command lines, of all nodes, that contain one of some texts."""
+        """Return the command lines on all nodes that contain one of the given texts."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ class Cluster:
         return found
 
     def stop(self) -> None:
-        """End every process, and delete the namespaces."""
+        """Kill every process, and delete the namespaces."""
         for process in reversed(self._processes.values()):
             process.send_signal(signal.SIGKILL)
         for process in self._processes.values():

@@ -1,4 +1,4 @@
-"""`titanrl doctor --config` on three hosts, one of which is broken in a real way: its files, packages, limits or network."""
+"""`titanrl doctor --config` on three hosts, one of which has a real problem with its files, packages, limits or network."""
 
 import json
 import shutil
@@ -19,12 +19,12 @@ OPTIONS = ("device=cpu", "hosts.trusted_network=true", "hosts.trainer_hosts=2", 
 LIMIT_S = 120.0
 
 Verdict = tuple[int, list[str], dict[str, Any]]
-"""Exit code, lines of the verdict, and the whole report."""
+"""Exit code, lines of the verdict, and the complete report."""
 
 
 @pytest.fixture
 def doctor(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Verdict]]:
-    """Return a function that examines three hosts; `prepare` changes one of them before."""
+    """Return a function that examines three hosts; `prepare` changes one of them beforehand."""
     started: list[subprocess.Popen[str]] = []
 
     def run(command: list[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
@@ -63,7 +63,7 @@ def doctor(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Verdict]]
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("by", ["torchrun", "slurm"])
-def test_whole_hosts_are_ready(doctor: Callable[..., Verdict], by: str) -> None:
+def test_healthy_hosts_are_ready(doctor: Callable[..., Verdict], by: str) -> None:
     code, lines, found = doctor(by=by)
     assert (code, lines) == (0, [])
     assert [host["node"] for host in found["hosts"]] == list(NODES)
@@ -74,13 +74,13 @@ def test_whole_hosts_are_ready(doctor: Callable[..., Verdict], by: str) -> None:
 
 
 @pytest.mark.cluster
-def test_other_version_of_torch_on_one_host_is_named(doctor: Callable[..., Verdict], tmp_path: Path) -> None:
+def test_different_torch_version_on_one_host_is_named(doctor: Callable[..., Verdict], tmp_path: Path) -> None:
     fake = tmp_path / "fake" / "torch-1.0.0.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
     code, lines, found = doctor(prepare={"n2": f"export PYTHONPATH={fake.parent}:$PYTHONPATH"})
     version = found["hosts"][0]["report"]["versions"]["torch"]
-    assert (code, lines) == (1, [f"n2: torch 1.0.0, but n1, n3 has {version}"])
+    assert (code, lines) == (1, [f"n2: torch 1.0.0, but n1, n3 have {version}"])
 
 
 @pytest.mark.cluster
@@ -94,11 +94,11 @@ def test_missing_model_on_one_host_is_named(doctor: Callable[..., Verdict], tmp_
 
 
 @pytest.mark.cluster
-def test_folder_of_runs_that_one_host_does_not_see_is_named(doctor: Callable[..., Verdict], tmp_path: Path) -> None:
+def test_output_dir_not_shared_with_one_host_is_named(doctor: Callable[..., Verdict], tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     code, lines, _ = doctor(prepare={"n2": f"mount -t tmpfs tmpfs {tmp_path}/runs"})
     assert code == 1
-    assert lines == ["n2: output_dir is not that of the controller: a file that it has written there is not seen"]
+    assert lines == ["n2: output_dir is not shared with the controller: a file that the controller wrote there is not visible"]
 
 
 @pytest.mark.cluster
@@ -132,4 +132,4 @@ def test_too_little_memory_on_one_host_is_named(doctor: Callable[..., Verdict]) 
         group.rmdir()
     (line,) = lines
     assert code == 1
-    assert line.startswith("n2: 503.3 MB of memory (the memory limit of its cgroup), and its roles (trainer) need ")
+    assert line.startswith("n2: 503.3 MB of memory (the memory limit of its cgroup), but its roles (trainer) need ")

@@ -76,7 +76,7 @@ def test_full_disk_at_a_checkpoint_keeps_the_one_before(tmp_path: Path) -> None:
     assert resumable(run_dir).state.step == 1
     resumed = fine_tune(tmp_path, "--resume", str(run_dir), "hooks=[]")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "continuing from step 1, the newest whole checkpoint (step-2: commit.json is missing" in resumed.stderr
+    assert "continuing from step 1, the newest intact checkpoint (step-2: commit.json is missing" in resumed.stderr
     assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss/train" in row] == [1, 2, 3]
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["final", "step-2", "step-3", "unusable-2"]
 

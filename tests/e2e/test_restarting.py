@@ -201,7 +201,7 @@ def test_interrupt_of_a_restart_closes_in_order(start_run: Start, plain_run: Fin
     command.wait_for_step(3)
     command.process_of("trainer").kill()
     log, deadline = command.run_dir / "logs" / "controller_0.log", time.monotonic() + 60
-    while "processes stopped" not in log.read_text():  # of the first session
+    while "stopped all processes" not in log.read_text():  # of the first session
         assert time.monotonic() < deadline
         time.sleep(0.05)
     command.process.send_signal(signal.SIGINT)

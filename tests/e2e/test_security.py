@@ -22,7 +22,7 @@ def test_live_run_admits_no_other_user_and_no_second_controller(start_run: Start
         assert reachable_by_nobody(processes) == set()
     second = start_run(f"secure-{kind}", resume=True).finish(timeout_s=60)
     assert second.code == 2
-    assert f"the run has not ended: process {command.process.pid} on " in second.output
+    assert f"the run is still active in process {command.process.pid} on " in second.output
     command.process.send_signal(signal.SIGHUP)
     finished = command.finish(timeout_s=30)
     assert finished.code == 129, finished.output

@@ -26,7 +26,7 @@ from titanrl.launch.environment import generator_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.hosts import local_host
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.respawns import Respawns
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model
@@ -118,14 +118,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         ]
         (folder / "tmp").mkdir()
         environment = generator_environment(config, DEVICES["cpu"], 0) | {"TMPDIR": str(folder / "tmp")}
-        around = Surroundings(fleet=fleet, supervisor=supervisor, respawns=Respawns(config.faults), warn=print, start_s=120.0)
+        shared = SharedContext(fleet=fleet, supervisor=supervisor, respawns=Respawns(config.faults), warn=print, start_s=120.0)
 
         async def spawn(setup: GeneratorSetup, part: Part) -> Replica:
             procs = fleet.spawn(part.role, local_host(), 1, environment, ("titanrl.generator.actor",))
             return Replica.of(procs.spawn("generator", Generator, setup))
 
         spawns = {f"replica_{number}": partial(spawn, setup) for number, setup in enumerate(setups)}
-        generators = GeneratorMeshes(spawns, around, config.timeouts)
+        generators = GeneratorMeshes(spawns, shared, config.timeouts)
         await generators.spawn()
         await generators.start()
         pools = tuple(GeneratorPool([actor], max_num_seqs=256) for actor in generators.actors)

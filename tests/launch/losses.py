@@ -1,4 +1,4 @@
-"""A caller's own losses, as the trainer imports them."""
+"""Custom losses, which the trainer imports by path."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A process with one actor for tests, started and stopped as a session does."""
+"""A process with one actor for tests, started and stopped like the processes of a session."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Choice of CPU cores, and processes that are bound to them."""
+"""Choice of CPU cores, and processes bound to them."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from titanrl.launch.cores import Cores, bind, chosen_cores, numa_nodes, numbers
 NODES = [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
 
-def test_lists_of_linux_are_read() -> None:
+def test_linux_cpu_lists_are_parsed() -> None:
     assert numbers("0-3,8") == {0, 1, 2, 3, 8}
     assert numbers("\n") == set()
 

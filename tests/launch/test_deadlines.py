@@ -1,4 +1,4 @@
-"""Deadlines that are learned from earlier replies."""
+"""Deadlines learned from earlier replies."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def learned(*seconds: float) -> ReplyTimes:
     return times
 
 
-def test_first_replies_have_the_deadline_of_the_configuration() -> None:
+def test_first_requests_have_the_configured_deadline() -> None:
     times = learned(*[0.1] * (WARM_UP - 1))
     assert times.limit("trainer.optim_step", 1800) == 1800
     times.add("trainer.optim_step", 0.1)

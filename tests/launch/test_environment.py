@@ -21,7 +21,7 @@ SLURM = {"hosts": {"kind": "slurm", "generator_hosts": 2}}
         (SLURM, ["0,1", "0,1", "2,3", "2,3"]),  # replicas alternate between the two hosts
     ],
 )
-def test_ranks_of_a_replica_get_adjacent_devices_of_their_own(sections: dict[str, Any], devices: list[str]) -> None:
+def test_replicas_get_separate_adjacent_devices(sections: dict[str, Any], devices: list[str]) -> None:
     trainer = {"parallelism": {"dp_shard": 2}}
     config = Config(name="a", num_steps=1, trainer=trainer, generator={"replicas": 4, "tp": 2}, **sections)
     environments = [generator_environment(config, DEVICES["cuda"], replica) for replica in range(4)]

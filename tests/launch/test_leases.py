@@ -8,7 +8,7 @@ from titanrl.launch.leases import ENDING, Host, Leases, hold_lease
 
 
 class Events:
-    """Notes what the leases tell."""
+    """Records the callbacks of the leases."""
 
     def __init__(self) -> None:
         self.lost: asyncio.Queue[Host] = asyncio.Queue()
@@ -43,7 +43,7 @@ def test_all_hosts_hold_their_leases_in_any_order() -> None:
     run(work())
 
 
-def test_end_of_a_host_is_reported() -> None:
+def test_lost_host_is_reported() -> None:
     async def work() -> None:
         leases, events, address = await opened(2)
         _, first = await hold_lease(address, leases.token, host(0))
@@ -58,7 +58,7 @@ def test_end_of_a_host_is_reported() -> None:
     run(work())
 
 
-def test_hosts_end_with_their_controller() -> None:
+def test_hosts_exit_with_their_controller() -> None:
     async def work() -> None:
         leases, events, address = await opened(1)
         reader, _ = await hold_lease(address, leases.token, host(0))

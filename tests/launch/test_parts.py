@@ -1,4 +1,4 @@
-"""Parts that are replaced while a run goes on, with real processes."""
+"""Replacement of parts during a run, with real processes."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from titanrl.config.faults import FaultsConfig
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host, wait_for_stopped_processes
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.respawns import RespawnLimitError, Respawns
 from titanrl.launch.rollouts import RolloutMesh
 from titanrl.launch.stalls import Watchdog
@@ -24,7 +24,7 @@ from titanrl.launch.supervision import PartDiedError, Supervisor
 
 
 class Clerk(Actor):
-    """Does nothing well."""
+    """Actor that replies, waits indefinitely, or blocks its event loop."""
 
     @concurrent_endpoint
     async def pid(self) -> int:
@@ -45,7 +45,7 @@ class Clerk(Actor):
 
 
 class Office:
-    """One part, and what its owner was told of it."""
+    """One part, and the callbacks that its owner received."""
 
     def __init__(self, folder: Path, faults: FaultsConfig, dies_while_starting: int = 0) -> None:
         self.events: list[dict[str, Any]] = []
@@ -53,10 +53,10 @@ class Office:
         self.dies_while_starting = dies_while_starting
         self.supervisor = Supervisor(self.record, Watchdog(faults, folder))
         self.fleet = Fleet(folder, self.supervisor)
-        around = Surroundings(
+        shared = SharedContext(
             fleet=self.fleet, supervisor=self.supervisor, respawns=Respawns(faults), warn=self.told.append, start_s=60.0
         )
-        self.part = Part("clerk_0", around, self.spawn, self)
+        self.part = Part("clerk_0", shared, self.spawn, self)
 
     def record(self, kind: str, **fields: Any) -> None:
         self.events.append({"kind": kind, **fields})
@@ -104,13 +104,13 @@ def in_office(
     return asyncio.run(run())
 
 
-def test_request_is_sent_again_to_the_replacement(tmp_path: Path) -> None:
+def test_request_is_resent_to_the_replacement(tmp_path: Path) -> None:
     async def scenario(office: Office) -> None:
         first = await office.pid()
         hanging = asyncio.create_task(office.part.ask("clerk_0.hang", lambda clerk: clerk.hang.call_one(), 60))
         await asyncio.sleep(0)
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(PartDiedError, match=rf"clerk_0_0 \(process {first}\) has ended .while waiting for: clerk_0.hang"):
+        with pytest.raises(PartDiedError, match=rf"clerk_0_0 \(process {first}\) exited .while waiting for: clerk_0.hang"):
             await hanging
         assert not office.part.is_up
         assert await office.pid() not in (0, first)
@@ -118,7 +118,7 @@ def test_request_is_sent_again_to_the_replacement(tmp_path: Path) -> None:
 
     office = in_office(tmp_path, scenario)
     assert office.told[:3] == ["up", "lost", "up"]
-    assert re.search(r"clerk_0_0 \(process \d+\) has ended; replaced after .* s \(1 of 5 replacements\)", office.told[3])
+    assert re.search(r"clerk_0_0 \(process \d+\) exited; replaced after .* s \(1 of 5 replacements\)", office.told[3])
     assert [event["kind"] for event in office.events] == ["fault", "respawn"]
     assert office.events[1]["part"] == "clerk_0"
     assert 0 < office.events[1]["seconds"] < 60
@@ -170,7 +170,7 @@ def test_part_that_hangs_is_replaced(tmp_path: Path, stop: bool) -> None:
 
 
 def test_worker_learns_which_replicas_serve_in_its_first_life() -> None:
-    """After a restart a replica may have been replaced between the spawn of a worker and its start."""
+    """After a restart, a replica may be replaced between the spawn of a worker and its start."""
     told: list[tuple[int, Any]] = []
     actor = SimpleNamespace(
         start=SimpleNamespace(call_one=lambda: None),

@@ -1,4 +1,4 @@
-"""The versions that the trainer keeps for proximal and reference policy, and those it computes with."""
+"""Versions that the trainer keeps for the proximal and reference policies, and versions it computes with."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ TWO_RANKS = MicroBatch(rows=(NO_ROWS, NO_ROWS))
 
 
 class Copies:
-    """The part of a trainer that keeps versions."""
+    """Fake trainer that keeps versions."""
 
     def __init__(self) -> None:
         self.version = 0

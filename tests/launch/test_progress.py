@@ -1,4 +1,4 @@
-"""The choice of the checkpoint that a run resumes from."""
+"""Search for the checkpoint that a run resumes from."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def test_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_newest_intact_checkpoint_is_used(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         write_checkpoint(tmp_path, step)
     found = resumable(tmp_path)
     assert (found.state, found.unusable) == (state_of(10), {})
 
 
-def test_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_state_survives_a_round_trip(tmp_path: Path) -> None:
     counts = Counts(prompts=40, rollouts=320, generated_tokens=5000).plus(prompts=2, trained_tokens=12_345_678_901)
     state = replace(
         state_of(5), in_flight=(33, 37), published=(2, 4), num_held=8, num_skipped=1, evaluated_step=4, counts=counts
@@ -59,7 +59,7 @@ def flip_a_byte(folder: Path) -> None:
 
 
 def write_state(content: object) -> Callable[[Path], None]:
-    """Write a state that a new list of files covers, as after a mistake in the writer."""
+    """Write a state and a matching list of files, as if the writer had a bug."""
 
     def write(folder: Path) -> None:
         (folder / STATE_FILE).write_text(json.dumps(content))
@@ -89,7 +89,7 @@ def write_state(content: object) -> Callable[[Path], None]:
         (write_state({"step": 4, "version": 4, "next_index": 32, "counts": {"prompts": "4"}}), "not the state of step 4"),
     ],
 )
-def test_damaged_checkpoint_is_named_and_the_one_before_taken(
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(
     damage: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path, 2)
@@ -99,14 +99,14 @@ def test_damaged_checkpoint_is_named_and_the_one_before_taken(
     assert reason in found.unusable["step-4"]
 
 
-def test_without_a_whole_checkpoint_the_error_lists_all(tmp_path: Path) -> None:
+def test_error_without_an_intact_checkpoint_lists_all(tmp_path: Path) -> None:
     flip_a_byte(write_checkpoint(tmp_path, 2))
     uncommit_folder(write_checkpoint(tmp_path, 4))
     (tmp_path / "checkpoints" / "step-x").mkdir()
     with pytest.raises(ConfigError) as raised:
         resumable(tmp_path)
     assert str(raised.value) == (
-        f"--resume: no whole checkpoint (got {tmp_path}; step-4: commit.json is missing, so writing was not finished; "
+        f"--resume: no intact checkpoint (got {tmp_path}; step-4: commit.json is missing, so writing was not finished; "
         "step-2: __0_0.distcp has other bytes than were written (SHA-256)). Give the directory of a run that saved one."
     )
 

@@ -1,4 +1,4 @@
-"""The files of a run that steps back to a checkpoint, or to its beginning."""
+"""Files of a run that rolls back to a checkpoint, or to its start."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def take_steps(recorder: Recorder, first: int, last: int) -> None:
         recorder.directory.log_advantages(step, [(step, step, [0.0])])
 
 
-def test_run_steps_back_to_a_checkpoint_or_to_its_beginning(tmp_path: Path) -> None:
+def test_run_rolls_back_to_a_checkpoint_or_its_start(tmp_path: Path) -> None:
     recorder = open_at(tmp_path, RunState(step=0, version=0, next_index=0), "start")
     recorder.evaluation(0, EVALUATION)
     recorder.directory.event("publication", version=0)

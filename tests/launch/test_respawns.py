@@ -19,6 +19,6 @@ def test_limit_holds_within_the_window_and_names_what_died() -> None:
     respawns.add("rollout_1", "killed")
 
 
-def test_limit_of_zero_gives_the_cause_alone() -> None:
+def test_limit_of_zero_reports_only_the_cause() -> None:
     with pytest.raises(RespawnLimitError, match=r"^trainer rank 0 has ended$"):
         Respawns(FaultsConfig(max_respawns=0)).add("trainer", "trainer rank 0 has ended")

@@ -1,4 +1,4 @@
-"""Claims of run directories by several processes."""
+"""Locks on run directories, with several processes."""
 
 import signal
 import subprocess
@@ -41,14 +41,14 @@ def test_live_run_is_refused_with_its_process_until_it_is_killed(tmp_path: Path)
     (tmp_path / "config.yaml").touch()
     holder = hold(tmp_path, "claim_run")
     assert line(holder) == str(tmp_path)
-    with pytest.raises(ConfigError, match=rf"--resume: the run has not ended: process {holder.pid} on .* Wait for its end"):
+    with pytest.raises(ConfigError, match=rf"--resume: the run is still active in process {holder.pid} on .* Wait until"):
         claim_run(tmp_path)
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
     claim_run(tmp_path).release()
 
 
-def test_directory_without_a_run_is_used_and_one_with_a_run_is_not(tmp_path: Path) -> None:
+def test_only_directories_without_a_run_are_reused(tmp_path: Path) -> None:
     first = claim_new_run(tmp_path / "a" / "run")
     assert first.path == tmp_path / "a" / "run"
     first.release()

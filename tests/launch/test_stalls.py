@@ -1,4 +1,4 @@
-"""Processes that do not answer: each is found, named and described by its stacks, and the run closes as fast as otherwise."""
+"""Processes that do not respond: each is detected and named with its stacks, and the run closes as fast as usual."""
 
 import asyncio
 import ctypes
@@ -30,7 +30,7 @@ def spin_in_python() -> None:
 
 
 class Patient(Actor):
-    """Answers, until it hangs."""
+    """Replies, until it hangs."""
 
     @endpoint
     async def answer(self) -> int:
@@ -46,7 +46,7 @@ class Patient(Actor):
 
 
 class Ward:
-    """A process of one rank that has answered often enough, and what the supervisor has reported."""
+    """A process of one rank with enough replies for a learned deadline, and the reports of its supervisor."""
 
     def __init__(self, folder: Path, **faults: Any) -> None:
         self.events: list[dict[str, Any]] = []
@@ -60,7 +60,7 @@ class Ward:
         self.events.append({"kind": kind, **fields})
 
     async def settle(self, request: Callable[[], Any]) -> Any:
-        """Make the deadline of the kind `PATIENT` a learned one, after a first reply that waits for the start."""
+        """Make enough requests for a learned deadline of the kind `PATIENT`; the first reply waits for the start."""
         await self.supervisor.ask("start", request(), 60)
         for _ in range(WARM_UP):
             reply = await self.supervisor.ask("patient.answer", request(), 60, PATIENT)
@@ -68,7 +68,7 @@ class Ward:
 
 
 def with_ward(folder: Path, scenario: Callable[[Ward], Coroutine[Any, Any, None]], **faults: Any) -> Ward:
-    """Run a scenario with one process, then stop the process as a session does, which must not take long."""
+    """Run a scenario with one process, then stop the process like a session, which must not take long."""
 
     async def run() -> Ward:
         ward = Ward(folder, **faults)
@@ -157,10 +157,10 @@ def test_run_that_waits_reports_again_after_twice_the_time(tmp_path: Path) -> No
     assert reported == pytest.approx([reported[0] * (2**number - 1) for number in range(1, len(reported) + 1)])
     assert last == 0.2
     assert len(ward.warnings) == len(reported)
-    assert all("waiting on (faults.on_stall)" in text for text in ward.warnings)
+    assert all("still waiting (faults.on_stall)" in text for text in ward.warnings)
 
 
-def test_work_that_goes_on_is_no_stall(tmp_path: Path) -> None:
+def test_progress_is_not_a_stall(tmp_path: Path) -> None:
     async def scenario() -> Ward:
         (tmp_path / "logs").mkdir()
         ward, finished = Ward(tmp_path, min_stall_s=0.1), iter([1, 2, 3, 4, 4])
@@ -189,7 +189,7 @@ def test_reply_that_waited_for_a_replacement_raises_no_deadline(tmp_path: Path) 
     assert watchdog.limit("buffer.take_batch", Pace(), 1800.0) == learned < 2 * LIMIT_S
 
 
-def test_breakpoint_in_the_controller_is_no_stall(tmp_path: Path) -> None:
+def test_breakpoint_in_the_controller_is_not_a_stall(tmp_path: Path) -> None:
     async def scenario() -> Ward:
         ward = Ward(tmp_path)
         await ward.settle(lambda: asyncio.sleep(0))

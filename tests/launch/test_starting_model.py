@@ -1,4 +1,4 @@
-"""Names of cached models, and several processes that make the same one."""
+"""Names of cached models, and several processes that create the same model."""
 
 import shutil
 from pathlib import Path

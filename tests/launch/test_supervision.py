@@ -27,7 +27,7 @@ from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineE
 
 
 class Trace:
-    """Makes a file when it is deleted."""
+    """Creates a file when it is deleted."""
 
     def __init__(self, file: Path) -> None:
         self._file = str(file)
@@ -40,14 +40,14 @@ TRACES: list[Trace] = []
 
 
 class NotQuiteError(BaseException):
-    """Like torch's CheckpointException, no Exception, and with arguments that it does not pass on."""
+    """Like torch's CheckpointException, not an Exception, and with arguments that it does not pass on."""
 
     def __init__(self, file: str) -> None:
         super().__init__("missing", file)
 
 
 class Patient(Actor):
-    """Does what can go wrong."""
+    """Actor whose endpoints fail in many ways."""
 
     @endpoint
     async def pid(self) -> int:
@@ -139,7 +139,7 @@ def test_request_to_a_stopped_engine_is_logged_without_traceback(tmp_path: Path)
     assert "Traceback" not in log
 
 
-def test_error_of_an_actor_that_asked_another_one_is_that_of_the_other() -> None:
+def test_error_of_a_nested_request_reaches_the_caller() -> None:
     nested = ActorError(ActorError(ValueError("no room"), "asked by a shard"), "asked by a worker")
     error = portable(nested)
     assert (type(error), str(error)) == (ValueError, "no room")
@@ -156,7 +156,7 @@ def test_deadline_error_names_the_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_death_ends_every_wait_of_its_run_only(tmp_path: Path, is_killed: bool) -> None:
+def test_death_fails_all_requests_of_its_run_only(tmp_path: Path, is_killed: bool) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         pid = await supervisor.ask("pid", patient.pid.call_one(), 30)
         waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
@@ -171,7 +171,7 @@ def test_death_ends_every_wait_of_its_run_only(tmp_path: Path, is_killed: bool) 
         monarch.actor.unhandled_fault_hook = hear
         await asyncio.sleep(0.1)  # the request is sent
         os.kill(pid, signal.SIGKILL) if is_killed else patient.end_process.broadcast()
-        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
+        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) exited"):
             await asyncio.wait_for(waiting, 15)
         following = Supervisor()
         take[0], monarch.actor.unhandled_fault_hook = monarch.actor.unhandled_fault_hook, hear
@@ -184,14 +184,14 @@ def test_death_ends_every_wait_of_its_run_only(tmp_path: Path, is_killed: bool) 
     with_patient(tmp_path, scenario)
 
 
-def test_every_actor_of_a_process_of_another_machine_reports_its_role() -> None:
+def test_every_actor_on_another_machine_reports_its_role() -> None:
     async def run() -> None:
         supervisor, ended = Supervisor(), asyncio.Queue[str]()
-        supervisor.note_remote("rollout_1_0", 17, "far")
-        supervisor.note_remote("rollout_10_0", 18, "far")
+        supervisor.watch_remote("rollout_1_0", 17, "far")
+        supervisor.watch_remote("rollout_10_0", 18, "far")
         for role in ("rollout_1", "rollout_10"):
             end, probe = partial(ended.put_nowait, role), partial(asyncio.sleep, 0)
-            supervisor.replace(role, Replaceable(on_end=lambda cause, end=end: end(), probe=probe))
+            supervisor.replace(role, Replaceable(on_death=lambda cause, end=end: end(), probe=probe))
 
         def report(mesh: str, text: str) -> None:
             monarch.actor.unhandled_fault_hook(SimpleNamespace(mesh_name=mesh, report=lambda: text))  # type: ignore[arg-type]
@@ -207,14 +207,14 @@ def test_every_actor_of_a_process_of_another_machine_reports_its_role() -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Return True if a process has ended, even if its parent has not noticed that yet."""
+    """Return True if a process has exited, even if its parent has not reaped it yet."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def test_start_over_ends_requests_and_other_processes_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_start_over_fails_requests_and_kills_all_but_kept_processes(tmp_path: Path) -> None:
     async def run() -> None:
         supervisor = Supervisor()
         fleet = Fleet(tmp_path, supervisor)
@@ -236,7 +236,7 @@ def test_start_over_ends_requests_and_other_processes_and_keeps_the_rest(tmp_pat
             hanging = asyncio.create_task(supervisor.ask("kept.hang", patients["kept"].hang.call_one(), 60))
             await asyncio.sleep(0)
             os.kill(doomed, signal.SIGKILL)
-            with pytest.raises(ActorDiedError, match=rf"{role}_0 \(process {doomed}\) has ended"):
+            with pytest.raises(ActorDiedError, match=rf"{role}_0 \(process {doomed}\) exited"):
                 await hanging
             await supervisor.start_over(["kept"])
         supervisor.expect_deaths()
@@ -252,7 +252,7 @@ def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> No
         patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
         pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
         causes: list[str] = []
-        supervisor.replace("kept", Replaceable(on_end=causes.append, probe=lambda: patients["kept"].pid.call_one()))
+        supervisor.replace("kept", Replaceable(on_death=causes.append, probe=lambda: patients["kept"].pid.call_one()))
         for role in ("dropped", "kept"):  # the first death ends the run, and the second is noticed before it restarts
             hanging = asyncio.create_task(supervisor.ask("kept.wait", asyncio.Event().wait(), 60))
             os.kill(pids[role], signal.SIGKILL)
@@ -262,7 +262,7 @@ def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> No
                 await asyncio.sleep(0.01)
         assert causes == []
         await supervisor.start_over(["kept"])
-        assert causes == [f"kept_0 (process {pids['kept']}) has ended"]
+        assert causes == [f"kept_0 (process {pids['kept']}) exited"]
         await supervisor.start_over(["kept"])
         assert len(causes) == 1
         supervisor.expect_deaths()
@@ -271,7 +271,7 @@ def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def test_failed_guarded_call_ends_every_wait_with_its_cause(tmp_path: Path) -> None:
+def test_failed_guarded_call_fails_all_requests_with_its_cause(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         supervisor.guard("patient", "the first", patient.pid.call_one())
         assert await supervisor.ask("pid", patient.pid.call_one(), 30) > 0
@@ -292,7 +292,7 @@ def test_stopped_process_runs_exit_handlers_but_no_interpreter_shutdown(tmp_path
     assert not (tmp_path / "taken apart").exists()
 
 
-def test_process_that_does_not_end_is_killed_and_named() -> None:
+def test_process_that_does_not_exit_is_killed_and_named() -> None:
     async def run() -> None:
         supervisor = Supervisor()
         with subprocess.Popen(["sleep", "600"]) as stubborn, subprocess.Popen(["true"]) as willing:
@@ -306,7 +306,7 @@ def test_process_that_does_not_end_is_killed_and_named() -> None:
     asyncio.run(run())
 
 
-def test_process_killed_while_it_imports_is_named_at_once(tmp_path: Path) -> None:
+def test_process_killed_during_imports_is_named_immediately(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "importing")
     (tmp_path / "slow_module.py").write_text(
         f"open({str(tmp_path / 'importing')!r}, 'w').write('x')\nimport time\ntime.sleep(60)\n"
@@ -321,7 +321,7 @@ def test_process_killed_while_it_imports_is_named_at_once(tmp_path: Path) -> Non
         await asyncio.to_thread((tmp_path / "importing").read_text)
         pid = int((tmp_path / "patient_0.pid").read_text().split()[0])
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) has ended"):
+        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) exited"):
             await asyncio.wait_for(starting, 5)
         supervisor.expect_deaths()
         await asyncio.gather(fleet.stop(20), return_exceptions=True)
@@ -345,7 +345,7 @@ asyncio.run(run())
 """
 
 
-def test_processes_end_with_a_controller_that_is_killed_during_their_start(tmp_path: Path) -> None:
+def test_processes_exit_with_a_controller_killed_during_startup(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANED, str(tmp_path)]) as controller:
         process, started = psutil.Process(controller.pid), list[psutil.Process]()
         while len(started) < 3:
@@ -368,7 +368,7 @@ asyncio.run(run())
 """
 
 
-def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
+def test_suspended_time_does_not_count() -> None:
     with subprocess.Popen([sys.executable, "-c", WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
@@ -404,7 +404,7 @@ asyncio.run(run())
 
 
 @pytest.mark.slow
-def test_processes_survive_a_controller_that_is_suspended_for_minutes(tmp_path: Path) -> None:
+def test_processes_survive_a_controller_suspended_for_minutes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -415,7 +415,7 @@ def test_processes_survive_a_controller_that_is_suspended_for_minutes(tmp_path: 
         assert process.communicate("continue\n")[0] == pid * 20
 
 
-def test_process_that_ended_before_the_watch_counts_as_dead() -> None:
+def test_process_that_exited_before_the_watch_is_dead() -> None:
     async def run() -> None:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()

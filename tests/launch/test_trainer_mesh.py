@@ -1,4 +1,4 @@
-"""The controller's side of requests, with actors that reply when the test says so."""
+"""Clients of the trainer and the buffer, with fake actors whose replies the tests control."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ def buffer_client(starvation_timeout_s: float, **endpoints: Any) -> BufferClient
     return BufferClient(actor, Supervisor(), TimeoutsConfig(), starvation_timeout_s, groups_per_step=8)
 
 
-def test_late_batch_can_be_waited_for_again() -> None:
+def test_late_batch_can_be_awaited_again() -> None:
     async def scenario() -> None:
         calls, sent = [], asyncio.Event()
 
@@ -89,7 +89,7 @@ def test_take_batch_raises_the_error_of_a_prefetched_request() -> None:
 
 
 class Ranks:
-    """Two trainer ranks that note the order of their requests."""
+    """Two fake trainer ranks that record the order of their requests."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.requests: list[str] = []
@@ -128,7 +128,7 @@ def test_optimizer_step_follows_the_passes_and_waits_for_the_push() -> None:
 
 
 @pytest.mark.parametrize("cause", [ValueError, asyncio.CancelledError])
-def test_failed_pass_cancels_queued_optimizer_step_without_complaint(cause: type[BaseException]) -> None:
+def test_failed_pass_quietly_cancels_queued_optimizer_step(cause: type[BaseException]) -> None:
     complaints: list[Any] = []
 
     async def scenario() -> None:

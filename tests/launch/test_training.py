@@ -1,4 +1,4 @@
-"""Tinker's verbs on two real trainer ranks."""
+"""Methods of the training client, on two real trainer ranks."""
 
 import asyncio
 import re
@@ -139,7 +139,7 @@ def test_trainer_refuses_a_step_queued_behind_a_failed_pass(lab: Lab) -> None:
     assert lab.ask(lambda: lab.client.optim_step(ADAM)) == after_failure
 
 
-def test_optimizer_options_hold_for_one_step(lab: Lab) -> None:
+def test_optimizer_options_apply_to_one_step(lab: Lab) -> None:
     before = logprobs(lab)
 
     async def step(**options: float) -> Any:
@@ -301,7 +301,7 @@ def test_every_loss_of_the_configuration_can_be_named(lab: Lab) -> None:
         assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4, abs=1e-4), name
 
 
-def test_own_policy_loss_by_path_file_and_object_equals_ppo(lab: Lab) -> None:
+def test_custom_policy_loss_by_path_file_and_object_equals_ppo(lab: Lab) -> None:
     async def loss_and_norm(loss: Any, config: dict[str, float]) -> tuple[float, float]:
         await lab.client.load_state_with_optimizer(lab.start)
         output = await lab.client.forward_backward(DATA, loss, config)
@@ -367,7 +367,7 @@ def test_busy_time_counts_computing_and_not_waiting(lab: Lab) -> None:
 
 
 def test_rank_with_another_request_is_named_and_the_trainer_refuses_to_continue(running: Lab) -> None:
-    """This test is the last one: the trainer cannot be used afterwards."""
+    """This test must be the last one, because the trainer cannot be used afterwards."""
 
     async def scenario() -> tuple[Any, Any, Any]:
         await running.client.zero_grad()

@@ -1,4 +1,4 @@
-"""Requests of the controller to a weight store that does not answer."""
+"""Requests of the controller to a weight store that does not reply."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from titanrl.launch.watched_store import WatchedStore
 
 
 class StoppedStore:
-    """Answers nothing, like a process that a signal has stopped."""
+    """Never replies, like a process stopped by a signal."""
 
     async def put(self, key: str, value: object) -> None:
         await asyncio.Event().wait()
@@ -27,7 +27,7 @@ REQUESTS: dict[str, Callable[[WatchedStore], Any]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_request_ends_with_the_run_and_at_its_deadline(name: str) -> None:
+def test_request_fails_with_the_run_and_at_its_deadline(name: str) -> None:
     stopped: Any = StoppedStore()
 
     async def scenario() -> None:

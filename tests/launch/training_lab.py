@@ -23,7 +23,7 @@ from titanrl.weights.store import WeightStore, spawn_store
 
 @dataclass
 class Lab:
-    """A trainer of two ranks whose weights every test finds as they were made."""
+    """A trainer of two ranks whose weights are reset for every test."""
 
     runner: asyncio.Runner
     trainer: TrainerMesh

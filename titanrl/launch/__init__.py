@@ -1,1 +1,1 @@
-"""Hosts, process meshes and actors of a run: started together, watched, and stopped in order."""
+"""Launch a run: acquire hosts, spawn and connect processes and actors, supervise and replace them, and shut them down."""

@@ -1,4 +1,8 @@
-"""Starts every process and actor of a session and connects them."""
+"""Start the processes and actors of a session, connect them, and shut them down.
+
+`assemble` is the entry point. It acquires the hosts, spawns the requested roles, and returns `Parts`, the clients of the
+running actors. `Assembly` also spawns the replacements of generators and rollout workers that die later.
+"""
 
 import asyncio
 import logging
@@ -29,7 +33,7 @@ from titanrl.launch.environment import (
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.hosts import Hosts, acquire_hosts
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
@@ -54,14 +58,14 @@ logger = logging.getLogger(__name__)
 EVALUATOR = "evaluator"
 """Role of the generator that evaluates in the background."""
 GRACE_S = 2.0
-"""Seconds for stopped processes to end before they are killed."""
+"""Seconds that stopped processes have to exit before they are killed."""
 STOP_AFTER_DEATH_S = 4.0
-"""Seconds for processes to stop when one has died: a rank that waits for it in a collective cannot stop by itself."""
+"""The same after a process has died. It is short, because a rank that waits for the dead one in a collective cannot exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """Clients of the actors that make groups and keep them."""
+    """Clients of the actors that generate groups and store them."""
 
     workers: RolloutMesh
     buffer: BufferClient
@@ -69,30 +73,30 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Clients of the running actors, and the means to stop them."""
+    """Clients of the running actors. `close` stops all of them; `stop_others` keeps the generators."""
 
     trainer: TrainerMesh | None
     generators: GeneratorMeshes | None
     rollouts: Rollouts | None
     evaluator: GeneratorMeshes | None
-    """The generator that evaluates in the background; None if there is none."""
+    """Generator for background evaluations; None if there is none."""
     weights: WeightSync
-    """Way of the weights from the trainer to the generators; without either of them it must not be used."""
+    """Weight transfer from the trainer to the generators. It may only be used if the session has both."""
     assembly: "Assembly"
     """Spawns the processes."""
     teachers: list[GeneratorMeshes] = field(default_factory=list)
     teacher_ranks: list[int] = field(default_factory=list)
-    """Number of ranks of each teacher, also of those that are starting."""
+    """Number of ranks of each teacher, including teachers that are still starting."""
 
     @property
     def can_keep_generators(self) -> bool:
-        """True if the generators can outlive a restart of the run: no host may have ended."""
+        """True if the generators can outlive a restart: the session has some but no teachers, and every host is alive."""
         return self.generators is not None and not self.teachers and self.assembly.hosts.are_alive()
 
     async def stop_others(self) -> "Parts":
-        """Stop every process but those of the generators; return these, for `assemble`."""
-        around = self.assembly.around
-        rollouts, self.assembly.rollouts = self.assembly.rollouts, None  # perhaps of a start that has failed
+        """Stop every process except the generators' processes; return the generators, to be passed to `assemble`."""
+        shared = self.assembly.shared
+        rollouts, self.assembly.rollouts = self.assembly.rollouts, None  # may belong to a start that failed
         if rollouts is not None:
             rollouts.buffer.close()
             await asyncio.gather(*(part.close() for part in rollouts.workers.parts))
@@ -101,37 +105,37 @@ class Parts:
             mesh.listeners.clear()
             mesh.catch_up = None
         roles = [part.role for mesh in meshes for part in mesh.parts]
-        await around.supervisor.start_over(roles)
-        await around.fleet.retire_all_but(roles)
-        logger.info("processes stopped, except those of the generators")
+        await shared.supervisor.start_over(roles)
+        await shared.fleet.retire_all_but(roles)
+        logger.info("stopped all processes except the generators")
         return replace(self, trainer=None, rollouts=None)
 
     async def close(self, timeout_s: float) -> list[str]:
-        """Close every actor, then stop every process, each within half the time; return what failed.
+        """Close every actor, then stop every process; return the errors. Each of the two phases gets half of `timeout_s`.
 
-        The workers close first, so that no request for a completion is pending when the generators close.
+        The workers close first, so that no completion is pending when the generators close.
         """
-        around = self.assembly.around
-        around.supervisor.expect_deaths()
+        shared = self.assembly.shared
+        shared.supervisor.expect_deaths()
         failures: list[str] = []
         if self.rollouts is not None:
             self.rollouts.buffer.close()
             failures += await failures_of(self.rollouts.workers.close())
         meshes = [mesh for mesh in (self.generators, self.evaluator, self.trainer, *self.teachers) if mesh is not None]
         failures += await failures_of(*(mesh.close() for mesh in meshes))
-        logger.info("actors closed; stopping processes")
-        to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if around.supervisor.failure else timeout_s / 2
-        return failures + await stop_processes(around.fleet, around.supervisor, self.assembly.hosts, to_stop_s)
+        logger.info("closed the actors; stopping the processes")
+        to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if shared.supervisor.failure else timeout_s / 2
+        return failures + await stop_processes(shared.fleet, shared.supervisor, self.assembly.hosts, to_stop_s)
 
 
 async def failures_of(*closing: Awaitable[None]) -> list[str]:
-    """Await all; return the texts of their exceptions."""
+    """Await all of them; return the messages of their exceptions."""
     results = await asyncio.gather(*closing, return_exceptions=True)
     return [str(result) for result in results if isinstance(result, BaseException)]
 
 
 async def stop_processes(fleet: Fleet, supervisor: Supervisor, hosts: Hosts, timeout_s: float) -> list[str]:
-    """Stop every process, kill those that do not end, and release the hosts; return what failed."""
+    """Stop every process, kill the ones that do not exit, and release the hosts; return the errors."""
     failures = []
     try:
         await fleet.stop(timeout_s)
@@ -139,9 +143,9 @@ async def stop_processes(fleet: Fleet, supervisor: Supervisor, hosts: Hosts, tim
         failures.append(str(error))
     killed = await supervisor.reap(GRACE_S)
     if killed:
-        failures.append(f"killed, because they did not end: {', '.join(killed)}")
+        failures.append(f"killed because they did not exit: {', '.join(killed)}")
     hosts.close()
-    logger.info("processes stopped")
+    logger.info("stopped all processes")
     return failures
 
 
@@ -158,71 +162,71 @@ async def assemble(
     say: Callable[[str], None] = logger.info,
     kept: Parts | None = None,
 ) -> Parts:
-    """Spawn the processes and actors of some roles. They load nothing yet; the `start` of each client does that.
+    """Spawn the processes and actors of some roles. They load nothing until the `start` method of each client is called.
 
     Args:
-        config: the run.
-        device: of trainer and generators.
+        config: configuration of the run.
+        device: device of the trainer and the generators.
         files: paths of the run.
         roles: roles to start.
-        first_index: first position of the prompt stream.
-        respawns: replacements of earlier sessions of the run, which count, too.
-        on_event: records faults, stalls and replacements.
-        warn: tells the user of stalls and deaths that do not end the run.
-        say: tells the user what the start waits for.
-        kept: generators of the same run, from `Parts.stop_others`. Its callbacks stay in use. They outlive a failed start.
+        first_index: first position in the prompt stream.
+        respawns: replacements by earlier sessions of the run, which count toward the limit.
+        on_event: called to record faults, stalls and replacements.
+        warn: called with a message for the user about a stall or death that does not end the run.
+        say: called with a message for the user about what startup is waiting for.
+        kept: generators of the same run, from `Parts.stop_others`. They keep their callbacks, and outlive a failed start.
     """
     if kept is not None:
         assembly = kept.assembly
     else:
         supervisor, logs = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), files.run_dir / "logs"
         hosts, kind = await acquire_hosts(config, device.kind, logs, supervisor, say=say, warn=warn), config.hosts.kind
-        around = Surroundings(
+        shared = SharedContext(
             fleet=Fleet(logs, supervisor, own_children=kind == "local", have_names=kind != "kubernetes"),
             supervisor=supervisor,
             respawns=respawns or Respawns(config.faults),
             warn=warn,
             start_s=config.timeouts.start_s,
         )
-        assembly = Assembly(config, device, files, around, hosts)
-    around = assembly.around
+        assembly = Assembly(config, device, files, shared, hosts)
+    shared = assembly.shared
     try:
         starting = assembly.parts(roles, first_index, kept)
-        return await around.supervisor.ask("start of the processes", starting, config.timeouts.start_s)
-    except BaseException:  # an interrupt, too: no process may outlive a failed start, except kept ones
+        return await shared.supervisor.ask("start of the processes", starting, config.timeouts.start_s)
+    except BaseException:  # including interrupts: only kept processes may outlive a failed start
         if kept is not None:
             await kept.stop_others()
             raise
-        around.supervisor.expect_deaths()
-        await stop_processes(around.fleet, around.supervisor, assembly.hosts, config.timeouts.close_s / 2)
+        shared.supervisor.expect_deaths()
+        await stop_processes(shared.fleet, shared.supervisor, assembly.hosts, config.timeouts.close_s / 2)
         raise
 
 
 class Assembly:
-    """Spawns the processes and actors of each role, at the start and again for a replacement."""
+    """Spawns the processes and actors of each role, both at startup and to replace dead ones."""
 
-    def __init__(self, config: Config, device: Device, files: RunFiles, around: Surroundings, hosts: Hosts) -> None:
+    def __init__(self, config: Config, device: Device, files: RunFiles, shared: SharedContext, hosts: Hosts) -> None:
         """Spawn nothing yet."""
         self._reader: WeightReader | None = None
         self.rollouts: Rollouts | None = None
-        self.config, self.device, self.files, self.around, self.hosts = config, device, files, around, hosts
+        self.config, self.device, self.files, self.shared, self.hosts = config, device, files, shared, hosts
 
     async def parts(self, roles: Roles, first_index: int, kept: Parts | None = None) -> Parts:
-        """Spawn the processes and actors of some roles, except kept generators, and connect them."""
-        config, around, timeouts = self.config, self.around, self.config.timeouts
+        """Spawn the processes and actors of some roles and connect them; reuse the generators in `kept`."""
+        config, shared, timeouts = self.config, self.shared, self.config.timeouts
         for kind, (environment, load) in needed(config, self.device, roles).items():
-            around.fleet.prepare(kind, environment, load)
+            shared.fleet.prepare(kind, environment, load)
         imports = ("titanrl.weights.store", "titanrl.replay.actors")
-        template = await around.fleet.template("store")
+        template = await shared.fleet.template("store")
         cores = role_cores(config.placement.cpus.store, 0, 1)
-        store_procs = around.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
+        store_procs = shared.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
         trainer_procs = await self._trainer_processes() if roles.trainer else None
         replicas = range(config.generator.replicas if roles.generators else 0)
         store = await spawn_store(store_procs)
         self._reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
         generators, evaluator = await self._generators(roles, kept)
         rollouts, shards = None, []
-        trainer = TrainerMesh(None, around.supervisor, timeouts)
+        trainer = TrainerMesh(None, shared.supervisor, timeouts)
         if roles.rollouts:
             self.rollouts = rollouts = self._rollouts(store_procs, trainer, generators, first_index)
             if evaluator is not None:
@@ -230,7 +234,7 @@ class Assembly:
             await rollouts.workers.spawn()
             shards = [part.actors.shard for part in rollouts.workers.parts]
         if trainer_procs is not None:
-            await around.fleet.join_process_group(
+            await shared.fleet.join_process_group(
                 trainer_procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
             setup = self._trainer_setup(store, shards, transports(config) if roles.generators else ())
@@ -238,7 +242,7 @@ class Assembly:
             trainer.shard_news = trainer_procs.spawn("trainer_shards", ShardNews) if shards else None
         weights = WeightSync(
             config.name,
-            WatchedStore(store, around.supervisor, timeouts.sync_s),
+            WatchedStore(store, shared.supervisor, timeouts.sync_s),
             push=trainer.push_weights if roles.generators else _push_nothing,
             expect=generators.expect_weights,
             pulls=[partial(generators.pull_weights, replica) for replica in replicas],
@@ -254,8 +258,8 @@ class Assembly:
         )
 
     async def _generators(self, roles: Roles, kept: Parts | None) -> tuple[GeneratorMeshes, GeneratorMeshes | None]:
-        """Spawn the generators and the one that evaluates in the background, or let kept ones start over."""
-        config, around, timeouts = self.config, self.around, self.config.timeouts
+        """Spawn the generators and the background evaluator, or reset kept ones for the restarted run."""
+        config, shared, timeouts = self.config, self.shared, self.config.timeouts
         if kept is not None:
             assert kept.generators is not None
             meshes = [mesh for mesh in (kept.generators, kept.evaluator) if mesh is not None]
@@ -263,45 +267,40 @@ class Assembly:
             return kept.generators, kept.evaluator
         replicas = range(config.generator.replicas if roles.generators else 0)
         spawns = {f"generator_{replica}": partial(self.spawn_generator, replica) for replica in replicas}
-        generators, evaluator = GeneratorMeshes(spawns, around, timeouts), None
+        generators, evaluator = GeneratorMeshes(spawns, shared, timeouts), None
         await generators.spawn()
         if roles.rollouts and config.num_evaluator_ranks:
-            evaluator = GeneratorMeshes({EVALUATOR: self.spawn_evaluator}, around, timeouts)
+            evaluator = GeneratorMeshes({EVALUATOR: self.spawn_evaluator}, shared, timeouts)
             await evaluator.spawn()
         return generators, evaluator
 
     async def _engine_processes(self, role: str, replica: int, tp: int, environment: dict[str, str]) -> ProcMesh:
-        """Spawn the processes of an engine, one per tensor-parallel rank, on the host of a replica."""
+        """Spawn the processes of an engine on the replica's host, one per tensor-parallel rank."""
         imports, host = ("titanrl.weights.pull", "titanrl.generator.actor"), self.hosts.of_generator(replica)
-        template, cores = await self.around.fleet.template("generator"), generator_cores(self.config, replica)
-        return self.around.fleet.spawn(role, host, tp, environment, imports, template, cores)
-
-    async def _worker_process(self, role: str, number: int) -> ProcMesh:
-        template, imports = await self.around.fleet.template("rollout"), ("titanrl.rollout.actor",)
-        cores = worker_cores(self.config, number)
-        return self.around.fleet.spawn(role, self.hosts.of_worker(number), 1, worker_environment(), imports, template, cores)
+        template, cores = await self.shared.fleet.template("generator"), generator_cores(self.config, replica)
+        return self.shared.fleet.spawn(role, host, tp, environment, imports, template, cores)
 
     async def _trainer_processes(self) -> ProcMesh:
         config, hosts = self.config, self.hosts
         num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
         environment = trainer_environment(config, self.device)
-        imports, template = ("titanrl.trainer.actor",), await self.around.fleet.template("trainer")
+        imports, template = ("titanrl.trainer.actor",), await self.shared.fleet.template("trainer")
         cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
-        return self.around.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template, cores)
+        return self.shared.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template, cores)
 
     def _rollouts(self, store_procs: ProcMesh, trainer: TrainerMesh, generators: GeneratorMeshes, first_index: int) -> Rollouts:
-        """Spawn the buffer; return the clients of the workers, which are not spawned yet, and of the buffer."""
+        """Spawn the buffer; return its client and the client of the workers, which are not spawned yet."""
         config, rollout = self.config, self.config.rollout
         settings = replay_settings(config)
         window = 1 if rollout.replay is not None else config.window_groups
         sampling = (config.num_slots, window, rollout.dynamic_sampling, first_index)
         prompts = partial(make_mixture, config, self.files.plugins)
         actor = store_procs.spawn("store_buffer", ReplayBuffer, *sampling, settings, prompts)
-        supervisor, timeouts = self.around.supervisor, config.timeouts
+        supervisor, timeouts = self.shared.supervisor, config.timeouts
         buffer = BufferClient(actor, supervisor, timeouts, rollout.starvation_timeout_s, rollout.groups_per_step)
         workers = RolloutMesh(
             {f"rollout_{n}": partial(self._spawn_worker, n, actor, generators) for n in range(rollout.num_workers)},
-            self.around,
+            self.shared,
             timeouts,
             buffer=buffer,
             trainer=trainer,
@@ -311,9 +310,11 @@ class Assembly:
         return Rollouts(workers=workers, buffer=buffer)
 
     async def _spawn_worker(self, number: int, buffer: Any, generators: GeneratorMeshes, part: Part) -> Worker:
-        """Spawn the process of a rollout worker, and in it the worker and its storage shard."""
-        config, files = self.config, self.files
-        procs = await self._worker_process(part.role, number)
+        """Spawn a process with two actors: a rollout worker and its storage shard."""
+        config, files, fleet = self.config, self.files, self.shared.fleet
+        host, imports = self.hosts.of_worker(number), ("titanrl.rollout.actor",)
+        template, cores = await fleet.template("rollout"), worker_cores(config, number)
+        procs = fleet.spawn(part.role, host, 1, worker_environment(), imports, template, cores)
         shard = procs.spawn(f"{part.role}_shard", StorageShard, number, buffer, config.replay.shard_memory_bytes, files.run_dir)
         setup = WorkerSetup(
             number=number,
@@ -331,7 +332,7 @@ class Assembly:
         return Worker(procs.spawn(part.role, RolloutWorker, setup), shard)
 
     async def spawn_generator(self, replica: int, part: Part) -> Replica:
-        """Spawn the processes of a generator replica, and their actors."""
+        """Spawn the processes and actors of a generator replica."""
         config = self.config
         environment = generator_environment(config, self.device, replica)
         procs = await self._engine_processes(part.role, replica, config.generator.tp, environment)
@@ -340,7 +341,7 @@ class Assembly:
         )
 
     async def spawn_evaluator(self, part: Part) -> Replica:
-        """Spawn the processes of the generator that evaluates in the background, whose ranks are behind the generators'."""
+        """Spawn the background evaluator. Its devices follow those of the generators."""
         config, tp = self.config, self.config.generator.tp
         first = generator_device(config, config.generator.replicas)
         environment = generator_environment(config, self.device, 0) | visible(self.device, range(first, first + tp))
@@ -351,17 +352,17 @@ class Assembly:
     async def _engine(self, procs: ProcMesh, role: str, setup: GeneratorSetup) -> Replica:
         if setup.config.tp > 1:
             config = self.config
-            await self.around.fleet.join_process_group(
+            await self.shared.fleet.join_process_group(
                 procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
         return Replica.of(procs.spawn(role, Generator, setup))
 
     async def spawn_teacher(self, parts: Parts, engine: GeneratorConfig, files: RunFiles) -> GeneratorMeshes:
-        """Start one generator replica with the frozen weights of `files.model_dir`; it closes with the other parts.
+        """Start one generator replica with the frozen weights of `files.model_dir`; `parts.close` closes it.
 
         Args:
-            parts: running parts.
-            engine: options of the engine. Its ranks are behind those of the generators and earlier teachers.
+            parts: running clients, to which the teacher is added.
+            engine: options of the engine. Its devices follow those of the generators and earlier teachers.
             files: paths of the teacher.
         """
         name = f"teacher_{len(parts.teacher_ranks)}"
@@ -375,7 +376,7 @@ class Assembly:
             procs = await self._engine_processes(part.role, 0, engine.tp, environment)
             return await self._engine(procs, part.role, setup)
 
-        teacher = GeneratorMeshes({name: spawn}, self.around, config.timeouts)
+        teacher = GeneratorMeshes({name: spawn}, self.shared, config.timeouts)
         parts.teachers.append(teacher)
         await teacher.spawn()
         await teacher.start()
@@ -404,19 +405,19 @@ class Assembly:
 
 
 def _absolute(folder: Path | None) -> Path | None:
-    """Return the absolute path of a folder that other processes use, too."""
+    """Return the absolute path of a folder that other processes also use."""
     return None if folder is None else folder.resolve()
 
 
 async def _push_nothing(version: int) -> Sequence[WeightManifest]:
-    """Publish a version without generators that could pull it."""
+    """Publish no weights, because there are no generators to pull them."""
     return ()
 
 
 def generator_setup(
     config: Config, device: Device, files: RunFiles, family: str | None, reader: WeightReader | None
 ) -> GeneratorSetup:
-    """Return the setup of a generator; without a reader its weights are those of the directory, in vLLM's own model."""
+    """Return the setup of a generator. Without a reader, it loads the weights in the directory into vLLM's native model."""
     generator = config.generator
     if reader is None:
         options = {"model_impl": "native", "vllm": {**generator.vllm, "load_format": "auto"}}
@@ -426,7 +427,7 @@ def generator_setup(
         model_dir=files.model_dir,
         config=generator,
         device=device,
-        max_len=min(config.max_sampled_tokens + 1, limit),  # one more, for the log-probabilities of a whole sequence
+        max_len=min(config.max_sampled_tokens + 1, limit),  # one more, for the log-probabilities of a complete sequence
         stop_ids=files.stop_ids,
         reader=reader,
         family=family,

@@ -1,4 +1,4 @@
-"""Check of the CPU cores of a configuration on this machine. Nothing here imports Monarch."""
+"""Checks of `placement.cpus` on this machine. This module must not import Monarch."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from titanrl.launch.cores import numbers
 
 
 def broken_by_cores(config: Config) -> Iterator[BrokenRule]:
-    """Yield a rule for each role that is bound to cores which this machine does not have. Other machines are not checked."""
+    """Yield a rule for each role that is bound to cores this machine does not have. Other machines are not checked."""
     if config.hosts.across_machines:
         return
     usable = os.sched_getaffinity(0)
@@ -19,12 +19,12 @@ def broken_by_cores(config: Config) -> Iterator[BrokenRule]:
         yield BrokenRule(
             values={f"placement.cpus.{role}": choice},
             rule=f"the run may use none of these cores on this machine; it may use {_text(usable)}",
-            fix="choose some of these, or set it to split or null",
+            fix="choose from these cores, or set it to split or null",
         )
 
 
 def _text(cores: set[int]) -> str:
-    """Return the numbers of cores in short: `0-3,8`."""
+    """Return core numbers as a Linux CPU list, such as `0-3,8`."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:

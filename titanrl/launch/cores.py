@@ -1,4 +1,4 @@
-"""CPU cores of a process: chosen from the configuration, and bound when the process starts, before any library has threads."""
+"""CPU affinity: chosen by the configuration, and set when a process starts, before any library starts threads."""
 
 import os
 from collections.abc import Sequence
@@ -6,30 +6,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CORES = "TITANRL_CORES"
-"""Variable with the cores of a new process, from `Cores.text`; unset if it is not bound."""
+"""Environment variable with the cores of a new process, from `Cores.text`; unset if the process is not bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Choice of the cores of equal processes on one host.
+    """Cores of processes of the same role on one host.
 
     Example: `Cores(choice="split", first=2, count=4)` for the third and the fourth of four processes
     """
 
     choice: str
-    """`split`, `numa`, or numbers of cores."""
+    """`split`, `numa`, or core numbers, such as `0-3,8`."""
     first: int
-    """Number of the first of these processes among those of the role on the host."""
+    """Index of the first of these processes among the role's processes on the host."""
     count: int
-    """Number of processes of the role on the host."""
+    """Number of the role's processes on the host."""
 
     def text(self, number: int) -> str:
-        """Return the value of the variable for one of these processes."""
+        """Return the value of `CORES` for one of these processes."""
         return f"{self.choice} {self.first + number} {self.count}"
 
 
 def numbers(text: str) -> set[int]:
-    """Return the numbers in a list of Linux, such as `0-3,8`."""
+    """Parse a Linux CPU list, such as `0-3,8`."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -38,10 +38,10 @@ def numbers(text: str) -> set[int]:
 
 
 def chosen_cores(text: str, usable: Sequence[int], nodes: Sequence[set[int]]) -> set[int]:
-    """Return the cores of a process; empty if the host has none of them.
+    """Return the cores of a process; empty if none of them is usable.
 
     Args:
-        text: value of the variable.
+        text: value of `CORES`.
         usable: cores that the process may use, in order.
         nodes: cores of each NUMA node.
     """
@@ -58,13 +58,13 @@ def chosen_cores(text: str, usable: Sequence[int], nodes: Sequence[set[int]]) ->
 
 
 def numa_nodes() -> list[set[int]]:
-    """Return the cores of each NUMA node of this machine; empty if the kernel does not say."""
+    """Return the cores of each NUMA node of this machine; empty if the kernel does not report them."""
     files = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:]))
     return [numbers(file.read_text()) for file in files]
 
 
 def bind(text: str) -> None:
-    """Bind this process, and every thread and process that it starts, to its cores; leave it as it is if there are none."""
+    """Bind this process, and all threads and processes that it starts, to its cores; do nothing if none is usable."""
     cores = chosen_cores(text, sorted(os.sched_getaffinity(0)), numa_nodes())
     if cores:
         os.sched_setaffinity(0, cores)

@@ -1,6 +1,6 @@
-"""An emulated host: a process that starts other processes for the controller, as Monarch's program on a machine of a cluster.
+"""Program of Monarch's host: starts processes for the controller. On one machine, several of these emulate hosts.
 
-Monarch's own emulation (`ProcessJob`) outlives a controller that is killed, and its sockets can be reached by other users.
+Monarch's `ProcessJob` is not used for emulation: it outlives a killed controller, and other users can reach its sockets.
 """
 
 import os
@@ -15,7 +15,7 @@ from titanrl.sandbox.confine import end_with_parent
 
 
 def main() -> None:
-    """Serve until the parent process ends; the arguments are the address and the parent."""
+    """Serve until the parent process exits; the command-line arguments are the address and the parent's process id."""
     address, parent = sys.argv[1:]
     end_with_parent(int(parent))
     os.environ[PARENT] = str(os.getpid())  # inherited by the processes of this host

@@ -1,4 +1,4 @@
-"""Environment variables of each role's processes, set before the interpreter starts."""
+"""Environment variables, devices and CPU cores of each role's processes, set before the interpreter starts."""
 
 import getpass
 import os
@@ -13,7 +13,7 @@ from titanrl.device import Device, num_threads
 from titanrl.launch.cores import Cores
 from titanrl.temporary import TemporaryFolder
 
-# Without these, glibc maps and unmaps short-lived tensors each time: about a thousand page faults in a tiny step.
+# Without these, glibc maps and unmaps memory for each short-lived tensor: about a thousand page faults in a tiny step.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -30,10 +30,10 @@ _COMMON = {
 
 @contextmanager
 def temporary_folder() -> Iterator[None]:
-    """Give this process, and those started in the body, a folder for temporary files; delete it afterwards.
+    """Redirect the temporary files of this process, and of processes started in the body, to a folder that is deleted on exit.
 
-    Monarch's sockets would otherwise remain, as the processes of a run exit without the teardown that deletes them. torch's
-    compile cache stays where other runs find it.
+    It collects Monarch's sockets, which would remain because the run's processes exit without the teardown that deletes them.
+    torch's compile cache stays in the usual location, where other runs find it.
     """
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     before = os.environ.get("TMPDIR")
@@ -58,13 +58,16 @@ def trainer_environment(config: Config, device: Device) -> dict[str, str]:
         config.generator.replicas * config.generator.tp if config.max_staleness and not config.hosts.across_machines else 0
     )
     threads = num_threads(ranks_per_host, num_taken=decoding) if device.kind == "cpu" else 1
-    # OpenMP threads that spin while waiting make a step tens of times slower when another process uses a core.
+    # Spinning OpenMP threads make a step tens of times slower when another process uses one of the cores.
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     return {**_COMMON, **_KEEP_MEMORY, **openmp, **visible(device, range(ranks_per_host))}
 
 
 def generator_environment(config: Config, device: Device, replica: int) -> dict[str, str]:
-    """Return the variables of a replica's ranks. They see its devices, `LOCAL_RANK` selects one, and vLLM runs in-process."""
+    """Return the variables of a replica's ranks. They see the replica's devices; `LOCAL_RANK` selects one.
+
+    vLLM runs in the rank's process.
+    """
     environment = {
         **_COMMON,
         **_KEEP_MEMORY,
@@ -74,19 +77,19 @@ def generator_environment(config: Config, device: Device, replica: int) -> dict[
         "VLLM_NO_USAGE_STATS": "1",
     }
     if device.kind == "cpu":
-        # Even with enforce_eager, vLLM compiles a sampler helper at the first request. It takes 10 s and gains nothing here.
+        # Even with enforce_eager, vLLM compiles a sampler helper at the first request, which takes 10 s and gains nothing here.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     first, tp = generator_device(config, replica), config.generator.tp
     return environment | visible(device, range(first, first + tp))
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the variables of rollout workers, buffer and store: no device, one thread."""
+    """Return the variables of the rollout workers, buffer and store, which use no device and one thread."""
     return {**_COMMON, "OMP_NUM_THREADS": "1"}
 
 
 def generator_device(config: Config, replica: int) -> int:
-    """Return the index of a replica's first device on its host: behind the trainer's devices if both share the host."""
+    """Return the index of a replica's first device on its host: after the trainer's devices if both are on the host."""
     hosts, tp = config.hosts, config.generator.tp
     if hosts.across_machines:
         is_behind = config.placement.generator == "trainers" and not hosts.share_devices
@@ -95,12 +98,12 @@ def generator_device(config: Config, replica: int) -> int:
 
 
 def role_cores(choice: str | None, first: int, count: int) -> Cores | None:
-    """Return the CPU cores of processes of a role, or None if they are not bound."""
+    """Return the CPU cores of a role's processes; None if they are not bound."""
     return None if choice is None else Cores(choice, first, count)
 
 
 def generator_cores(config: Config, replica: int) -> Cores | None:
-    """Return the CPU cores of the ranks of a replica, and of engines beside it."""
+    """Return the CPU cores of a replica's ranks; the evaluator and teachers use the cores of replica 0."""
     tp, replicas = config.generator.tp, replica_hosts(config)
     return role_cores(
         config.placement.cpus.generator, replica_slot(config, replica) * tp, replicas.count(replicas[replica]) * tp
@@ -114,7 +117,7 @@ def worker_cores(config: Config, worker: int) -> Cores | None:
 
 
 def visible(device: Device, indices: Iterable[int]) -> dict[str, str]:
-    """Return the variable that limits a process to some devices; none on CPU."""
+    """Return the variable that limits a process to some devices; empty on CPU."""
     if device.visible_devices is None:
         return {}
     return {device.visible_devices: ",".join(map(str, indices))}

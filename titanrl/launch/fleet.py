@@ -1,4 +1,4 @@
-"""The processes of a run, spawned with the environment of their role and stopped together."""
+"""Process meshes of a run: spawned with the environment of their role, watched, and stopped together."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from monarch.tools.network import AddrType
 from titanrl.actors import ProcessVariables, set_up_process
 from titanrl.launch.cores import CORES, Cores
 from titanrl.launch.supervision import Supervisor
-from titanrl.launch.templates.bootstrap import BIRTHS, NAME, PARENT, TEMPLATE
+from titanrl.launch.templates.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
 from titanrl.launch.templates.template import Template
 from titanrl.private_sockets import private_folder
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _PROGRAM = "from titanrl.launch.templates.bootstrap import main; main()"
 RETIRE_S = 5.0
-"""Seconds that the processes of a part have to stop before its replacement starts."""
+"""Seconds that the processes of a part have to stop before the part is respawned."""
 _LOOPBACK = "127.0.0.1"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK_VARIABLES = {
-    "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 starts no store of its own, which would listen on all interfaces
+    "TORCHELASTIC_USE_AGENT_STORE": "True",  # otherwise rank 0 starts a store, which listens on all interfaces
     **dict.fromkeys(_INTERFACE_VARIABLES, "lo"),
 }
 
@@ -44,8 +44,8 @@ class Fleet:
         Args:
             log_dir: folder of the processes' logs and pid files.
             supervisor: watches the processes.
-            own_children: False if other hosts start some of the processes. Those of this process end with it.
-            have_names: False if hosts cannot look up each other's names, as pods of Kubernetes.
+            own_children: True if this process starts all processes, so that they are tied to its life.
+            have_names: False if hosts cannot resolve each other's names, like Kubernetes pods.
         """
         self._log_dir = log_dir
         self._supervisor = supervisor
@@ -53,12 +53,12 @@ class Fleet:
         self._parent = {PARENT: str(os.getpid())} if own_children else {}
         self._meshes: dict[str, ProcMesh] = {}  # by role
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._stores: dict[int, TCPStore] = {}  # by identity of the mesh
-        self._births = _Births(supervisor)
+        self._stores: dict[int, TCPStore] = {}  # by `id` of the mesh
+        self._announcements = _Announcements(supervisor)
         self._templates: dict[str, Template] = {}  # by kind
 
     def prepare(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> None:
-        """Start the template of processes that this machine will run, unless there is one.
+        """Start a template for processes of this machine, unless it is running or other hosts start the processes.
 
         Args:
             kind: name of the template, such as `generator`.
@@ -73,7 +73,7 @@ class Fleet:
         self._templates[kind] = Template(environment, load, self._log_dir / f"template_{kind}.log")
 
     async def template(self, kind: str) -> str | None:
-        """Wait until a template is ready; return its socket, or None if there is none or it has failed."""
+        """Wait until a template is ready; return its socket path, or None if it does not exist or has failed."""
         template = self._templates.get(kind)
         return template.path if template is not None and await template.is_ready() else None
 
@@ -90,17 +90,17 @@ class Fleet:
         """Start processes on each host of a mesh, in the background.
 
         Args:
-            role: prefix of log and pid files.
+            role: name of the mesh, and prefix of its log and pid files.
             host: hosts of the processes.
             num_procs: processes on each host.
             environment: variables set before the interpreter starts.
-            imports: modules of the actors to be spawned there; see `set_up_process`.
-            template: socket of the template to fork (`template`); without it, the processes import everything themselves.
+            imports: modules of the actors that will be spawned; see `set_up_process`.
+            template: socket path of the template to fork; without it, the processes import everything themselves.
             cores: CPU cores of these processes on their host; None binds nothing.
         """
         for stale in self._log_dir.glob(f"{role}_*.pid"):  # left by a killed run in this directory
             stale.unlink()
-        variables = {**environment, **self._parent, BIRTHS: self._births.path}
+        variables = {**environment, **self._parent, ANNOUNCEMENTS: self._announcements.path}
         if template is not None:
             variables[TEMPLATE] = template
         command = type(default_bootstrap_cmd())(sys.executable, None, ["-c", _PROGRAM], variables)
@@ -117,11 +117,11 @@ class Fleet:
         return mesh
 
     async def join_process_group(self, procs: ProcMesh, *, one_machine: bool, interface: str | None = None) -> None:
-        """Set the variables by which torch.distributed ranks find each other; on one machine they use loopback only.
+        """Set the environment variables with which torch.distributed forms a process group.
 
         Args:
-            procs: the ranks.
-            one_machine: True if all of them are on this machine.
+            procs: processes of the ranks.
+            one_machine: True if all ranks are on this machine; they then communicate over loopback only.
             interface: network interface between hosts; None lets each library choose.
         """
         if not one_machine:
@@ -137,31 +137,31 @@ class Fleet:
         await variables.set.call(_LOOPBACK_VARIABLES)
 
     async def retire(self, role: str) -> None:
-        """Stop the processes of a role, most of which have ended."""
+        """Stop the processes of a role, most of which have exited, and forget the role."""
         self._watches[role].cancel()
         await asyncio.gather(self._watches.pop(role), return_exceptions=True)
         mesh = self._meshes.pop(role)
         self._stores.pop(id(mesh), None)
-        with contextlib.suppress(Exception):  # of a mesh or host that has ended; the supervisor has seen the processes end
+        with contextlib.suppress(Exception):  # the mesh or its host may be dead; the supervisor has seen the processes exit
             await asyncio.wait_for(mesh.stop().as_asyncio(), RETIRE_S)
 
     async def retire_all_but(self, kept: Collection[str]) -> None:
-        """Stop the processes of all other roles, which the supervisor has killed."""
+        """Stop and forget every role outside `kept`. The supervisor has already killed the processes."""
         await asyncio.gather(*(self.retire(role) for role in self._meshes.keys() - set(kept)))
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop every process; torchmonarch kills those that do not end.
+        """Stop every process; torchmonarch kills the ones that do not exit.
 
         Raises:
-            ExceptionGroup: processes did not stop in time.
+            ExceptionGroup: Processes did not stop in time.
         """
         for watch in self._watches.values():
             watch.cancel()
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)  # a failed start has failed every call already
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)  # they have failed if the start failed
         meshes, self._meshes = self._meshes, {}
         stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes.values()]
         results = await asyncio.gather(*stops, return_exceptions=True)
-        self._births.close()
+        self._announcements.close()
         self._stores.clear()
         for template in self._templates.values():
             template.close()
@@ -170,26 +170,26 @@ class Fleet:
             file.unlink()
         failures = [result for result in results if isinstance(result, Exception)]
         if failures:
-            raise ExceptionGroup("processes did not stop in time; they end with the controller", failures)
+            raise ExceptionGroup("processes did not stop in time; they exit with the controller", failures)
 
     async def _watch_remote(self, role: str, mesh: ProcMesh) -> None:
-        """Note which processes run on other machines, from their pid files (`set_up_process`)."""
+        """Register the processes of a mesh with the supervisor, from their pid files (`set_up_process`)."""
         await mesh.initialized
         for file in sorted(self._log_dir.glob(f"{role}_*.pid")):
             pid, host = file.read_text().split()
             if host == socket.gethostname():
                 self._supervisor.watch(file.stem, int(pid))
             else:
-                self._supervisor.note_remote(file.stem, int(pid), host)
+                self._supervisor.watch_remote(file.stem, int(pid), host)
 
 
-class _Births:
-    """Socket to which the processes of this machine announce themselves, so that they are watched from then on."""
+class _Announcements:
+    """Socket on which new processes of this machine announce themselves, so that they are watched from their start."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._folder = private_folder()
-        self.path = str(self._folder.path / "births")
+        self.path = str(self._folder.path / "announcements")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(self.path)
         self._loop = asyncio.get_running_loop()
@@ -197,7 +197,7 @@ class _Births:
 
     def _receive(self) -> None:
         pid, host, name = self._socket.recv(1024).decode().split()
-        if host == socket.gethostname():  # hosts may share a file system, and with it the socket, but not the process ids
+        if host == socket.gethostname():  # another host may reach the socket on a shared file system, but its pids differ
             self._supervisor.watch(name, int(pid))
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class _Births:
 
 
 def _loopback_store() -> "TCPStore":
-    """Start a store for a process group of this machine. By default torch's stores listen on all interfaces."""
+    """Start a store for a process group of this machine. By default, torch's stores listen on all interfaces."""
     from torch.distributed import TCPStore
 
     with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""The controller's client of the generators. A replica that dies or hangs is replaced by one with the newest weights."""
+"""The controller's client of the generators. Replicas that die or hang are replaced, and pull the newest weights."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import PartDiedError
 from titanrl.launch.trainer_mesh import start_request
 from titanrl.types import GenerationStats
@@ -29,33 +29,33 @@ class Replica:
 
     @classmethod
     def of(cls, mesh: Any) -> Self:
-        """Wrap a mesh. Slicing takes half a millisecond, so it is done once."""
+        """Wrap a mesh and slice it once, because slicing takes half a millisecond."""
         return cls(mesh, mesh.slice(procs=0))
 
 
 OnReplica = Callable[[int, Any | None], Awaitable[None]]
-"""Function of a replica's number and its new actor; None if it has ended."""
+"""Called with a replica's index and its new leader, or None if the replica died."""
 
 
 class GeneratorMeshes:
-    """All generator replicas, each a mesh of its tensor-parallel ranks."""
+    """Client of all generator replicas, each a mesh of tensor-parallel ranks."""
 
     def __init__(
-        self, spawns: Mapping[str, Callable[[Part], Awaitable[Replica]]], around: Surroundings, timeouts: TimeoutsConfig
+        self, spawns: Mapping[str, Callable[[Part], Awaitable[Replica]]], shared: SharedContext, timeouts: TimeoutsConfig
     ) -> None:
         """Start nothing yet.
 
         Args:
-            spawns: by role, function that spawns the processes of a replica and returns their actor mesh.
-            around: supervisor and others.
+            spawns: functions that spawn a replica's processes and return its actors, by role.
+            shared: objects that all parts share.
             timeouts: limits of requests.
         """
-        self.parts = [Part(role, around, spawn, self) for role, spawn in spawns.items()]
-        self.supervisor, self.timeouts = around.supervisor, timeouts
+        self.parts = [Part(role, shared, spawn, self) for role, spawn in spawns.items()]
+        self.supervisor, self.timeouts = shared.supervisor, timeouts
         self.listeners: list[OnReplica] = []
-        """Told of each replica that ends, and of its replacement when it serves."""
+        """Called when a replica dies, and again when its replacement serves."""
         self.catch_up: Callable[[int], Awaitable[None]] | None = None
-        """Pulls the newest weights into a replica; None if they never change, or if each request pulls its own."""
+        """Pulls the newest weights into a replica; None if they never change, or if each request pulls its own weights."""
         self._pulled = [-1] * len(self.parts)
         self._newest = -1  # version that a replica needs before it may serve
         self._serving: set[int] = set()
@@ -67,7 +67,7 @@ class GeneratorMeshes:
 
     @property
     def serving(self) -> tuple[Any | None, ...]:
-        """Like `actors`, with None for each replica that does not serve; an actor that has ended cannot be sent to others."""
+        """Like `actors`, with None for each replica that does not serve, because a dead actor cannot be sent in a message."""
         return tuple(
             part.actors.leader if replica in self._serving and part.is_started else None
             for replica, part in enumerate(self.parts)
@@ -79,11 +79,11 @@ class GeneratorMeshes:
             await part.spawn()
 
     async def start(self) -> None:
-        """Load vLLM and build the engines; from then on, a rank that cannot follow its rank 0 ends the replica."""
+        """Load vLLM and build the engines. From then on, a replica is replaced if one of its ranks cannot follow rank 0."""
         await asyncio.gather(*(part.start() for part in self.parts))
 
     async def bring_up(self, part: Part) -> None:
-        """Build the engine of a replica, and let it catch up with the weights of the others."""
+        """Build the engine of a replica, pull the newest weights into it, and announce it to the listeners."""
         await part.ask(f"{part.role}.start", lambda replica: replica.mesh.start.call(), self.timeouts.start_s)
         mesh = part.actors.mesh
         for rank in range(1, mesh.size()):
@@ -92,15 +92,15 @@ class GeneratorMeshes:
         replica = self.parts.index(part)
         self._pulled[replica] = -1
         part.mark_started()
-        while self.catch_up is not None and self._pulled[replica] < self._newest:  # others are published meanwhile
+        while self.catch_up is not None and self._pulled[replica] < self._newest:  # newer ones may be published during a pull
             await self.catch_up(replica)
             if not part.is_started:
-                raise PartDiedError(f"{part.role} died while it pulled the newest weights")
+                raise PartDiedError(f"{part.role} died while pulling the newest weights")
         self._serving.add(replica)
-        await self._tell(replica, part.actors.leader)
+        await self._notify(replica, part.actors.leader)
 
     async def start_over(self, reader: "WeightReader | None") -> None:
-        """Keep the engines for a run that restarts: drop their requests and weights, and replace those that do not answer.
+        """Reset the engines for a restarted run: drop their requests and weights; replace replicas that do not reply.
 
         Args:
             reader: source of the weights from now on.
@@ -116,26 +116,27 @@ class GeneratorMeshes:
         await asyncio.gather(*map(start_over, self.parts))
 
     async def on_lost(self, part: Part) -> None:
-        """Make the callers of a replica send its requests again, to others or to the replacement."""
+        """Announce the death of a replica, so that its callers resend their requests to other replicas or the replacement."""
         self._serving.discard(self.parts.index(part))
-        await self._tell(self.parts.index(part), None)
+        await self._notify(self.parts.index(part), None)
 
     def probe(self, part: Part) -> Awaitable[object]:
-        """Request an answer of every rank's event loop and engine."""
+        """Request a reply from every rank's event loop and engine."""
         reply: Awaitable[object] = part.actors.mesh.probe.call()
         return reply
 
     async def expect_weights(self, version: int) -> None:
-        """Make every serving replica hold new requests until it has pulled a version."""
+        """Make every serving replica hold new requests until it has pulled this version."""
         self._newest = max(self._newest, version)
         await self._each(
             "expect_weights", lambda replica: replica.leader.expect_weights.call_one(version), self.timeouts.sync_s
         )
 
     async def pull_weights(self, replica: int, commit: Commit) -> int:
-        """Load a committed version on all ranks of one replica; return the bytes that they received over the network.
+        """Load a committed version on all ranks of one replica; return the number of bytes received over the network.
 
-        A replica that is being replaced does not delay the publication: it pulls the newest version before it serves.
+        A replica that is being replaced returns 0 and does not delay the publication: it pulls the newest version before it
+        serves.
         """
         part, timeout_s = self.parts[replica], self.timeouts.sync_s
         self._newest = max(self._newest, commit.version)
@@ -148,7 +149,7 @@ class GeneratorMeshes:
         return 0
 
     def take_stats(self) -> "asyncio.Task[GenerationStats]":
-        """Request the work of all replicas since the last call; what a replica did before it died is not in it."""
+        """Request the statistics of all replicas since the last call. A dead replica's work is not included."""
         return start_request(self._take_stats(), "take_stats")
 
     async def _take_stats(self) -> GenerationStats:
@@ -161,7 +162,7 @@ class GeneratorMeshes:
         )
 
     async def abandon_round(self) -> None:
-        """Forget the requests of a round that is not complete."""
+        """Drop the requests of an incomplete round."""
         await self._each("abandon_round", lambda replica: replica.leader.abandon_round.call_one(), self.timeouts.step_s)
 
     async def close(self) -> None:
@@ -170,7 +171,7 @@ class GeneratorMeshes:
         await self._each("close", lambda replica: replica.mesh.close.call(), self.timeouts.close_s / 4)
 
     async def _each(self, endpoint: str, call: Callable[[Replica], Awaitable[Any]], timeout_s: float) -> list[Any]:
-        """Return the replies of the serving replicas; one that dies gives none."""
+        """Return the replies of the serving replicas, except those that die."""
 
         async def reply(part: Part) -> list[Any]:
             with contextlib.suppress(PartDiedError):
@@ -180,7 +181,7 @@ class GeneratorMeshes:
         replies = await asyncio.gather(*(reply(self.parts[replica]) for replica in sorted(self._serving)))
         return [value for values in replies for value in values]
 
-    async def _tell(self, replica: int, actor: Any | None) -> None:
+    async def _notify(self, replica: int, actor: Any | None) -> None:
         await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))
 
 

@@ -1,4 +1,7 @@
-"""The hosts of a run: this machine, several emulated on it, those of Slurm or a launcher, or pods of Kubernetes."""
+"""The hosts of a run: this machine, hosts emulated on it, Slurm nodes, hosts of a launcher, or Kubernetes pods.
+
+`acquire_hosts` returns `Hosts`, which maps roles to hosts.
+"""
 
 import os
 import signal
@@ -32,26 +35,26 @@ from titanrl.private_sockets import private_folder, private_sockets
 
 
 class Job(Protocol):
-    """Hosts that were acquired."""
+    """An allocation of hosts."""
 
     def kill(self) -> None:
-        """Release them, with every process on them."""
+        """Kill every process on the hosts, and release them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Hosts of the roles."""
+    """Assignment of roles to the acquired hosts."""
 
     config: Config
-    """The run, which says which role goes where."""
+    """Configuration of the run, which defines the placement of each role."""
     local: HostMesh
     """The controller's host."""
     job: Job | None
-    """The allocation; None on this machine alone."""
+    """The allocation; None if the run only uses this machine directly."""
     meshes: Mapping[str, HostMesh] = field(default_factory=dict)
-    """Meshes of hosts by name (`trainers`, `generators`); empty if the controller's host is the only one."""
+    """Host meshes by name (`trainers`, `generators`); empty if the controller's host is the only one."""
     has_ended: Callable[[str, int], bool] = lambda mesh, number: False
-    """Function of the name of a mesh and the number of a host that returns True if that host is known to have ended."""
+    """Function that returns True if a host, given by mesh name and index, is known to be lost."""
     are_alive: Callable[[], bool] = lambda: True
     """Function that returns True if every host is known to be alive."""
 
@@ -62,22 +65,22 @@ class Hosts:
 
     @property
     def store(self) -> HostMesh:
-        """Host of the buffer and the weight store."""
+        """Host of the replay buffer and the weight store."""
         return self._first_alive([store_place(self.config)], "store")
 
     def of_generator(self, replica: int) -> HostMesh:
-        """Return the host for the processes of a replica: its own, or that of the next replica if it has ended.
+        """Return the host for a replica's processes. If it is lost, return the host of the next replica.
 
         Raises:
-            FaultError: All generator hosts have ended.
+            FaultError: All generator hosts are lost.
         """
         return self._first_alive(self._replica_places(replica), f"generator_{replica}")
 
     def of_worker(self, worker: int) -> HostMesh:
-        """Return the host for the process of a rollout worker: its own, or that of a replica if it has ended.
+        """Return the host for a rollout worker's process. If it is lost, return the host of a generator replica.
 
         Raises:
-            FaultError: All of these hosts have ended.
+            FaultError: All of these hosts are lost.
         """
         return self._first_alive([worker_place(self.config, worker), *self._replica_places(worker)], f"rollout_{worker}")
 
@@ -91,10 +94,10 @@ class Hosts:
                 return self.local
             if not self.has_ended(*place):
                 return self.meshes[place[0]].slice(hosts=place[1])
-        raise FaultError("all hosts of this role have ended", role)
+        raise FaultError("all hosts for this role are lost", role)
 
     def close(self) -> None:
-        """Release the allocation. torchmonarch's host processes outlive the controller unless they are killed."""
+        """Release the allocation, and kill torchmonarch's host processes, which would otherwise outlive the controller."""
         if self.job is not None:
             self.job.kill()
 
@@ -102,20 +105,20 @@ class Hosts:
 async def acquire_hosts(
     config: Config, device: DeviceKind, log_dir: Path, supervisor: Supervisor, *, say: Say, warn: Say
 ) -> Hosts:
-    """Acquire the hosts of the configuration; wait in the scheduler's queue if there is one.
+    """Acquire the hosts that a configuration requests; wait in the scheduler's queue if necessary.
 
     Args:
-        config: the run.
-        device: kind of the devices.
-        log_dir: folder of logs.
-        supervisor: replaces the parts on hosts that end, or ends the run.
-        say: tells the user what the start waits for.
-        warn: tells the user that the scheduler ends the hosts.
+        config: configuration of the run.
+        device: kind of the hosts' devices.
+        log_dir: folder for logs.
+        supervisor: notified of lost hosts; replaces the roles on them, or fails the run.
+        say: called with a message for the user about what startup is waiting for.
+        warn: called with a message for the user when the scheduler terminates the hosts.
 
     Raises:
         SlurmError: Slurm refused or ended the job.
-        LauncherError: A host of the launcher has ended, or this process has no launcher.
-        KubernetesError: The cluster refused, or pods do not start.
+        LauncherError: A host of the launcher died, or no launcher started this process.
+        KubernetesError: The cluster refused a request, or the pods do not start.
     """
     hosts, meshes = config.hosts, host_counts(config)
     if hosts.kind == "slurm":
@@ -146,7 +149,7 @@ def _launcher_hosts(config: Config, meshes: dict[str, int], say: Say) -> Launche
 async def _network_hosts(
     config: Config, device: DeviceKind, network: SlurmHosts | LauncherHosts | KubernetesHosts, supervisor: Supervisor, warn: Say
 ) -> Hosts:
-    network.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # a full host has no accelerators to spare
+    network.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # other hosts have no free accelerators
     if not isinstance(network, KubernetesHosts):
         network.on_ending = partial(_end_with_hosts, supervisor, config.hosts.kind, warn)
     acquired = await network.start()
@@ -154,8 +157,8 @@ async def _network_hosts(
 
 
 def _end_with_hosts(supervisor: Supervisor, kind: str, warn: Say, cause: str) -> None:
-    """End the run as a signal does, so that it can save; a session in another program has no handler and fails."""
-    if terminal.is_ending():  # most schedulers signal this process, too, and a second signal would end it at once
+    """End the run like a signal, so that it can save. A session in another program has no signal handler, so it fails."""
+    if terminal.is_ending():  # most schedulers also signal this process, and a second signal would end it immediately
         return
     warn(cause)
     if callable(signal.getsignal(signal.SIGTERM)):
@@ -165,34 +168,34 @@ def _end_with_hosts(supervisor: Supervisor, kind: str, warn: Say, cause: str) ->
 
 
 def wait_for_stopped_processes() -> None:
-    """Let torchmonarch give up no process that is suspended or busy, for runs whose processes are all on this machine.
+    """Turn off torchmonarch's timeouts for suspended or busy processes; for runs on this machine only.
 
-    If all processes were suspended together (Ctrl-Z), each would conclude that the others are gone. Here none can outlive the
-    controller, and the end of a process is noticed without a timeout. A process that is stopped is for the watchdog to report;
-    torchmonarch would give it up as crashed after 30 s.
+    If all processes are suspended together (Ctrl-Z), each would conclude that the others are dead. On one machine the timeouts
+    are unnecessary: no process outlives the controller, and pidfds report exits. The watchdog reports a stopped process, which
+    torchmonarch would treat as crashed after 30 s.
     """
     patience = {"supervision_watchdog_timeout": "30d", "message_delivery_timeout": "30d", "get_actor_state_max_idle": "30d"}
     configure(mesh_orphan_timeout="30d", **patience)
 
 
 def local_host() -> HostMesh:
-    """Return this machine as a host. Only this user can connect to its processes.
+    """Return this machine as a host. Only the current user can connect to its processes.
 
     Raises:
-        OpenSocketsError: That cannot be ensured, and the environment does not allow to start regardless.
+        OpenSocketsError: The sockets cannot be made private, and the environment does not permit open ones.
     """
     with private_sockets():
         return monarch.actor.this_host()
 
 
 class EmulatedHosts:
-    """Hosts that are processes of this machine; they end with this process."""
+    """Hosts emulated by processes of this machine, which exit with this process."""
 
     def __init__(self, meshes: dict[str, int]) -> None:
         """Start nothing yet.
 
         Args:
-            meshes: number of hosts by the name of their mesh.
+            meshes: number of hosts by mesh name.
         """
         self._meshes = meshes
         self._folder = private_folder()
@@ -203,7 +206,7 @@ class EmulatedHosts:
         return {name: self._start(name, count) for name, count in self._meshes.items()}
 
     def kill(self) -> None:
-        """Kill the hosts; the kernel then kills every process on them."""
+        """Kill the hosts. The kernel then kills every process on them."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -211,11 +214,11 @@ class EmulatedHosts:
         self._folder.delete()
 
     def has_ended(self, mesh: str, number: int) -> bool:
-        """Return True if a host has ended."""
+        """Return True if a host has exited."""
         return self._processes[mesh, number].poll() is not None
 
     def are_alive(self) -> bool:
-        """Return True if no host has ended."""
+        """Return True if no host has exited."""
         return all(process.poll() is None for process in self._processes.values())
 
     def _start(self, name: str, count: int) -> HostMesh:

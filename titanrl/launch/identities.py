@@ -1,6 +1,6 @@
-"""Identities of Monarch's hosts, as its own jobs make them."""
+"""Identities of Monarch hosts, allocated the same way as in Monarch's job classes."""
 
-from monarch._src.job.service_identity import allocate_service_proc_ids  # monarch.job would import a web server, too
+from monarch._src.job.service_identity import allocate_service_proc_ids  # importing monarch.job would load a web server
 
 
 def new_identities(count: int) -> list[str]:

@@ -1,10 +1,11 @@
-"""Leases of the hosts of an allocation: one TCP connection from each host to the controller, open as long as both live.
+"""Host leases: one TCP connection from each host to the controller, open as long as both are alive.
 
-The kernel reports the end of either side, also of a machine that lost its power or its network, so that neither side asks.
-A host without its controller ends, so no allocation outlives a controller that was killed.
+The kernel reports when the peer dies or its machine loses power or network, so neither side polls. A host exits when it loses
+its controller, so no allocation outlives a killed controller.
 """
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 import socket
@@ -13,25 +14,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LOST_S = 5
-"""Seconds without any sign of life after which a host is lost."""
+"""Seconds without any sign of life after which a host is considered lost."""
 CONTROLLER_LOST_S = 60
 """The same for the controller, whose network may pause."""
 GREETING_S = 10.0
-"""Limit for the first message of a connection, which a program that is no host may never send."""
+"""Limit in seconds for the first message of a connection; a client that is not a host may never send one."""
 MAX_GREETING = 1024
 ENDING = b"ending\n"
-"""Message of a host that Slurm has told to end."""
+"""Message of a host that received a termination signal from its scheduler."""
+Say = Callable[[str], None]
+"""Shows the user one line of text."""
+OnLost = Callable[[str, str], None]
+"""Called when a host is lost, with the host name that the machine reports and the cause."""
 
 
 class OnLine(Protocol):
-    """Receives a message of a host."""
+    """Callback for a message from a host."""
 
     def __call__(self, host: "Host", line: bytes) -> None:
         """Handle the line, in the event loop."""
 
 
 class OnHost(Protocol):
-    """Receives an event of a host."""
+    """Callback for an event of a host."""
 
     def __call__(self, host: "Host") -> None:
         """Handle the event, in the event loop."""
@@ -45,11 +50,11 @@ class Host:
     """
 
     rank: int
-    """Number of the host in its allocation."""
+    """Index of the host in its allocation."""
     node: str
-    """Name by which the scheduler knows it."""
+    """Name of the host in the scheduler."""
     name: str
-    """Name that the machine gives itself, as its processes do."""
+    """Host name that the machine and its processes report."""
 
 
 def greeting(token: str, host: Host) -> bytes:
@@ -58,7 +63,7 @@ def greeting(token: str, host: Host) -> bytes:
 
 
 def keep_alive(connection: socket.socket, limit_s: int) -> None:
-    """Let the kernel close a connection whose other side has not answered for some seconds."""
+    """Let the kernel close a connection after `limit_s` seconds without a response from the peer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -67,24 +72,24 @@ def keep_alive(connection: socket.socket, limit_s: int) -> None:
 
 
 class Leases:
-    """The controller's side: accepts the hosts, and notices their ends."""
+    """Leases that the controller holds: accepts the hosts' connections, and detects when a host is lost."""
 
     def __init__(self, num_hosts: int, on_lost: OnHost, on_ending: OnHost, on_line: OnLine = lambda host, line: None) -> None:
-        """Listen to nothing yet.
+        """Listen on no socket yet.
 
         Args:
             num_hosts: number of hosts.
-            on_lost: called when a host has ended, or cannot be reached.
-            on_ending: called when the scheduler has told a host to end.
+            on_lost: called when a host exited or became unreachable.
+            on_ending: called when a host received a termination signal from its scheduler.
             on_line: called with every other message.
         """
         self._num_hosts, self._on_lost, self._on_ending, self._on_line = num_hosts, on_lost, on_ending, on_line
         self.token = secrets.token_hex(16)
-        """Secret that the hosts present."""
+        """Secret that hosts must send to get a lease."""
         self.hosts: dict[int, Host] = {}
-        """Hosts that have connected, by rank."""
+        """Hosts that have connected, by rank, including lost ones."""
         self.lost: set[int] = set()
-        """Ranks of those that have ended since."""
+        """Ranks of the hosts that were lost."""
         self._all_held = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
         self._holders: dict[int, asyncio.StreamWriter] = {}  # by rank
@@ -93,10 +98,10 @@ class Leases:
         self._is_closed = False
 
     async def open(self, name: str) -> str:
-        """Listen on the interface of a name of this machine; return the address for the hosts.
+        """Listen on the interface to which a host name of this machine resolves; return `name:port`, the address for the hosts.
 
         Raises:
-            OSError: The name is not that of an interface.
+            OSError: The name does not resolve to an interface of this machine.
         """
         family, _, _, _, address = (await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM))[0]
         listener = socket.create_server((str(address[0]), 0), family=family)
@@ -104,24 +109,24 @@ class Leases:
         return f"{name}:{listener.getsockname()[1]}"
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept hosts on a listening socket, which these leases close."""
+        """Accept hosts on a listening socket, and take ownership of it."""
         self._server = await asyncio.start_server(self._hold, sock=listener)
 
     async def adopt(self, host: Host, connection: socket.socket) -> None:
-        """Continue the lease of a host, which other leases have accepted, on a copy of its connection."""
+        """Take over the lease of a host that another `Leases` object accepted, on a duplicate of its connection."""
         self.take(host, *await asyncio.open_connection(sock=connection))
 
     def take(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hold the lease of a host on a connection that exists."""
+        """Hold the lease of a host on an established connection."""
         self._writers.add(writer)
         self._adopted.append(asyncio.create_task(self._keep(host, reader, writer)))
 
-    def tell(self, rank: int, line: bytes) -> None:
+    def send(self, rank: int, line: bytes) -> None:
         """Send a message to a host that holds its lease."""
         self._holders[rank].write(line)
 
     def connection(self, rank: int) -> socket.socket:
-        """Return a copy of the connection of a host, which stays open when these leases end."""
+        """Return a duplicate of a host's connection, which stays open when these leases close."""
         copy: socket.socket = self._holders[rank].get_extra_info("socket").dup()
         return copy
 
@@ -131,11 +136,11 @@ class Leases:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not connected yet."""
+        """Ranks of the hosts that have not connected yet."""
         return [rank for rank in range(self._num_hosts) if rank not in self.hosts]
 
     def close(self) -> None:
-        """End every lease, so that the hosts end. Their ends are not reported."""
+        """Close every lease, so that the hosts exit. `on_lost` is not called for them."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -143,7 +148,7 @@ class Leases:
             writer.transport.abort()
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hold the lease of a host until the connection ends."""
+        """Check the token of a connection, and hold the host's lease until the connection closes."""
         self._writers.add(writer)
         try:
             host = await self._greeted(reader)
@@ -154,7 +159,7 @@ class Leases:
             writer.close()
 
     async def _keep(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle the messages of a host until its lease ends."""
+        """Handle the messages of a host until its connection closes."""
         keep_alive(writer.get_extra_info("socket"), LOST_S)
         self.hosts[host.rank], self._holders[host.rank] = host, writer
         if not self.missing:
@@ -165,7 +170,7 @@ class Leases:
             self._on_lost(host)
 
     async def _greeted(self, reader: asyncio.StreamReader) -> Host | None:
-        """Return the host that has connected; None if it is none of this allocation."""
+        """Return the host that has connected; None if it does not belong to this allocation."""
         try:
             async with asyncio.timeout(GREETING_S):  # Python 3.11's wait_for can lose a cancellation
                 line = await reader.readuntil(b"\n")
@@ -186,12 +191,12 @@ class Leases:
                     self._on_ending(host)
                 else:
                     self._on_line(host, line)
-        except (OSError, ValueError, asyncio.CancelledError):  # the connection was lost, a line has no end, or the loop ends
+        except (OSError, ValueError, asyncio.CancelledError):  # the connection broke, a line is too long, or the loop closes
             return
 
 
 async def hold_lease(address: str, token: str, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect a host to its controller.
+    """Connect a host to its controller, and authenticate it.
 
     Raises:
         OSError: The controller cannot be reached.
@@ -204,5 +209,7 @@ async def hold_lease(address: str, token: str, host: Host) -> tuple[asyncio.Stre
     return reader, writer
 
 
-Say = Callable[[str], None]
-"""Tells the user something, in one line."""
+async def lease_closed(reader: asyncio.StreamReader) -> None:
+    """Wait, on a host, until the controller closes the lease or the connection breaks."""
+    with contextlib.suppress(OSError):
+        await reader.read()

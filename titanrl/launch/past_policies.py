@@ -1,4 +1,4 @@
-"""The proximal and the reference policy of a run: which weights the trainer keeps, and when it computes with them."""
+"""Proximal and reference policy: which weights the trainer keeps, and when it computes log-probabilities with them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +12,16 @@ from titanrl.tables import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastVersions:
-    """Versions whose log-probabilities the trainer ranks have stored for the micro-batches of a step."""
+    """Versions whose log-probabilities the trainer ranks have stored for a step's micro-batches."""
 
     proximal: int | None = None
-    """Version of the proximal policy; None if the loss needs no pass for it."""
+    """Version of the proximal policy; None if the loss needs no extra pass for it."""
     reference: int | None = None
-    """Version of the reference policy; None without a divergence from it."""
+    """Version of the reference policy; None if the loss has no KL term."""
 
 
 class PastPolicies:
-    """Computes log-probabilities under past weights before the loss needs them."""
+    """Keeps past weights on the trainer, and computes the log-probabilities that the loss compares with."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class PastPolicies:
         epochs: int = 1,
         num_minibatches: int = 1,
     ) -> None:
-        """Keep nothing yet; `start` keeps the reference."""
+        """Keep no weights yet; `start` keeps the reference policy."""
         self._trainer, self._algorithm, self._epochs = trainer, algorithm, epochs
         self._several = epochs * num_minibatches > 1
         self._is_ratio_start = algorithm.proximal == "interval_start"
@@ -43,25 +43,26 @@ class PastPolicies:
 
     @property
     def kept(self) -> int | None:
-        """Version kept as the one published last; None before the first step, or if nothing needs it."""
+        """Kept version, which is the last published one; None before the first step, or if it is not needed."""
         return self._proximal
 
     async def start(self) -> None:
-        """Keep the current weights as the reference policy, if the loss has a divergence from them."""
+        """Keep the current weights as the reference policy, if the loss has a KL term with the initial policy."""
         if self._algorithm.kl.coef and self._algorithm.kl.reference == "initial":
             await self._trainer.keep_weights()
 
     def resume(self, published: int) -> None:
-        """Note that the trainer has loaded and kept the version published last, in the middle of an interval."""
+        """Continue in the middle of an interval: the trainer has loaded and kept the last published version."""
         self._proximal = self._published = published
 
     async def compute(self, microbatches: Sequence[MicroBatch], *, version: int, published: int) -> PastVersions:
-        """Compute the log-probabilities that the loss over these micro-batches compares with.
+        """Compute the proximal and reference log-probabilities for a step's micro-batches.
 
         Args:
-            microbatches: the step's; if it takes several optimizer steps, those of its first epoch, before the first one.
+            microbatches: micro-batches of the step. If it takes several optimizer steps, pass those of its first epoch, before
+                the first optimizer step.
             version: version of the current weights.
-            published: version published last, where the current interval of `updates_per_publish` steps starts.
+            published: last published version, at which the current interval of `updates_per_publish` steps started.
         """
         proximal = await self._proximal_version(microbatches, version, published)
         if not self._algorithm.kl.coef:
@@ -71,7 +72,7 @@ class PastPolicies:
         return PastVersions(proximal=proximal, reference=reference)
 
     async def with_correction_totals(self, microbatches: Sequence[MicroBatch], past: PastVersions) -> Sequence[MicroBatch]:
-        """Add the totals of the off-policy correction over the whole step, if the configuration needs them."""
+        """Add the totals of the off-policy correction over the entire step, if the configuration needs them."""
         if not self._algorithm.correction.is_measured:
             return microbatches
         measure = self._trainer.measure_correction
@@ -80,11 +81,12 @@ class PastPolicies:
         return [replace(microbatch, correction=totals) for microbatch in microbatches]
 
     async def _proximal_version(self, microbatches: Sequence[MicroBatch], version: int, published: int) -> int | None:
-        """Compute with the weights that the ratio starts from, if they are not the current ones at every optimizer step.
+        """Compute the proximal log-probabilities, unless the proximal weights are the current ones at every optimizer step.
 
-        The first step after a publication needs no pass for `interval_start`, because these are its current weights. It keeps
-        them for the next steps, and for a checkpoint between them; without such checkpoints, only the ratio needs them. With
-        several optimizer steps on a batch the later ones have other weights, so its first step needs the pass, too.
+        With `interval_start`, the proximal weights are the last published ones. The first step after a publication needs no
+        pass, because these are its current weights. It keeps them for the following steps of the interval, and for checkpoints
+        between them. With several optimizer steps per batch, the first step also needs the pass, because the weights change
+        after its first optimizer step.
         """
         if published != self._published:
             self._published, outdated = published, self._proximal

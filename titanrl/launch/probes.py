@@ -1,4 +1,4 @@
-"""Questions to the processes of a run: does work go on, and does a process answer at all?"""
+"""Liveness checks: whether a request makes progress, and whether a process responds at all."""
 
 import asyncio
 import contextlib
@@ -8,11 +8,11 @@ from titanrl.actors import ActorError, SupervisionError, resolve
 from titanrl.launch.deadlines import Pace
 
 PROGRESS_S = PROBE_S = 10.0
-"""Limits for the two questions."""
+"""Limits of the two checks, in seconds."""
 
 
 async def progress_of(pace: Pace) -> object:
-    """Return how far the work is; None if that is not known."""
+    """Return the progress value of a request; None if it is unknown."""
     if pace.progress is None:
         return None
     with contextlib.suppress(TimeoutError, SupervisionError):
@@ -20,8 +20,8 @@ async def progress_of(pace: Pace) -> object:
     return None
 
 
-async def answers(probe: Awaitable[object]) -> bool:
-    """Return whether a process answers in time; one that has ended does not."""
+async def responds(probe: Awaitable[object]) -> bool:
+    """Return True if a probe gets a reply within `PROBE_S`; False on timeout or if the process is dead."""
     try:
         await asyncio.wait_for(resolve(probe), PROBE_S)
     except (TimeoutError, ActorError, SupervisionError):

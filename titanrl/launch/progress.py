@@ -1,4 +1,4 @@
-"""The controller's part of a checkpoint, and the choice of a run directory."""
+"""The controller's state in a checkpoint, and the search for the checkpoint to resume from."""
 
 import json
 import re
@@ -15,29 +15,29 @@ from titanrl.files import DamagedError, Digests, check_folder, commit_folder, re
 
 STATE_FILE = "controller.json"
 JOB_SCRIPT = "job.sh"
-"""Script of `titanrl submit` in a run directory. Its job resumes the run, also when there is no checkpoint yet."""
+"""Script of `titanrl submit` in a run directory. Its job resumes the run, even if there is no checkpoint yet."""
 STRICT = ConfigDict(strict=True, extra="forbid")
-"""Rules for reading the state: no key that it does not have, and no value of another type."""
+"""Validation of the state: unknown keys and values of other types are errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Work of a run since its first step, over all processes and attempts. A step adds what its batch used up."""
+    """Cumulative work of a run since its first step, over all processes and attempts. Each step adds its batch's work."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     prompts: int = 0
-    """Prompts whose groups were trained on, or discarded before a batch that was."""
+    """Prompts whose groups were trained on, or were discarded before a batch that was trained on."""
     rollouts: int = 0
-    """Completions of these prompts, also those without a reward."""
+    """Completions of these prompts, including those without a reward."""
     environment_steps: int = 0
     """Turns of the policy in an environment, for these prompts."""
     generated_tokens: int = 0
-    """Tokens that were sampled for these completions."""
+    """Tokens sampled for these completions."""
     trained_tokens: int = 0
-    """Tokens in the losses of optimizer steps. A token of a replayed group counts in each batch."""
+    """Tokens in the losses of optimizer steps. Tokens of a replayed group count once per batch."""
 
     def plus(self, **more: int) -> Self:
-        """Return the counts after further work, given by the names of the fields."""
+        """Return the counts increased by `more`, given by field name."""
         return replace(self, **{name: getattr(self, name) + number for name, number in more.items()})
 
     def metrics(self) -> dict[str, float]:
@@ -53,7 +53,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """The controller's state: how far a run has come."""
+    """The controller's state in a checkpoint: the progress of the run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     step: int
@@ -61,28 +61,28 @@ class RunState:
     version: int
     """Policy version."""
     next_index: int
-    """First position of the prompts, or of the examples, that no batch has passed. In a checkpoint with groups, the first
+    """First position in the prompts, or in the examples, that no batch has passed. In a checkpoint with groups, the first
     position that was not admitted."""
     learning_rate: float | None = None
-    """Learning rate that replaces the schedule; None follows the schedule."""
+    """Learning rate that overrides the schedule; None follows the schedule."""
     num_rates: int = 0
-    """Changes of that learning rate so far."""
+    """Number of times that this override has changed."""
     in_flight: tuple[int, ...] = ()
-    """Positions before `next_index` that a resumed run samples again, because their groups were being generated."""
+    """Positions before `next_index` whose groups were being generated; a resumed run samples them again."""
     published: tuple[int, ...] = ()
-    """Last published versions, the newest last; without any, `version` was published."""
+    """Last published versions, the newest last; if empty, `version` was published."""
     num_held: int = 0
-    """Groups trained on since the last publication, with slots."""
+    """Groups trained on since the last publication, which still occupy slots."""
     num_skipped: int = 0
-    """Optimizer steps that were skipped in a row."""
+    """Consecutive optimizer steps that were skipped."""
     evaluated_step: int = -1
     """Last step after which the policy was evaluated; -1 if it never was."""
     best_value: float | None = None
-    """Best value of `evaluation.best_metric` so far; None without any."""
+    """Best value of `evaluation.best_metric` so far; None if there is none."""
     best_step: int = -1
-    """Step after which the policy had it; -1 if there is none."""
+    """Step after which the policy reached the best value; -1 if there is none."""
     num_without_better: int = 0
-    """Evaluations since then."""
+    """Number of evaluations since the best value."""
     counts: Counts = Counts()
     """Work since the first step."""
 
@@ -94,21 +94,21 @@ _STATE = TypeAdapter(RunState)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumable:
-    """The newest whole checkpoint of a run."""
+    """The newest intact checkpoint of a run."""
 
     state: RunState
     """State to continue from."""
     unusable: Mapping[str, str]
-    """Newer checkpoints that are incomplete or damaged, with the reason."""
+    """Reasons why newer checkpoints cannot be used (incomplete or damaged), by folder name."""
 
 
 def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) -> None:
-    """Write the controller's state and the list of all files, which completes a checkpoint; see `titanrl.files`.
+    """Write the controller's state and the list of files with digests, which completes a checkpoint; see `titanrl.files`.
 
     Args:
         checkpoints: Folder of all checkpoints.
         state: State of the step that was saved.
-        digests: Digests of the trainer's files, which are on disk; other files are read.
+        digests: Digests of the trainer's files, which are on disk; the digests of other files are computed here.
     """
     folder = checkpoint_dir(checkpoints, state.step)
     replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=True)
@@ -116,12 +116,12 @@ def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) ->
 
 
 def resumable(run_dir: Path) -> Resumable:
-    """Return the newest whole checkpoint of a run directory. Every byte of it is read and compared with its digest.
+    """Return the newest intact checkpoint of a run directory; every file is read and compared with its digest.
 
-    A submitted run that has no checkpoint yet begins with its first step.
+    For a submitted run that has no checkpoint yet, return the state before its first step.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no intact checkpoint.
     """
     unusable: dict[str, str] = {}
     for step, folder in sorted(_checkpoint_dirs(run_dir / "checkpoints"), reverse=True):
@@ -133,13 +133,13 @@ def resumable(run_dir: Path) -> Resumable:
     if not unusable and (run_dir / JOB_SCRIPT).is_file():
         return Resumable(state=FIRST, unusable={})
     found = "".join(f"; {name}: {reason}" for name, reason in unusable.items())
-    raise ConfigError(f"--resume: no whole checkpoint (got {run_dir}{found}). Give the directory of a run that saved one.")
+    raise ConfigError(f"--resume: no intact checkpoint (got {run_dir}{found}). Give the directory of a run that saved one.")
 
 
 def set_aside(checkpoints: Path, after_step: int) -> list[str]:
-    """Rename the checkpoints behind a step to `unusable-<step>`; delete those that earlier calls have renamed.
+    """Rename the checkpoints after a step to `unusable-<step>`; delete the ones that earlier calls renamed.
 
-    A run that continues from the step would otherwise count them among its newest ones, and delete whole ones in their place.
+    A run that continues from the step would otherwise count them among its newest checkpoints, and delete intact ones instead.
 
     Returns:
         The new names.
@@ -161,7 +161,7 @@ def _read_state(path: Path, step: int) -> RunState:
     """Read the state of a checkpoint.
 
     Raises:
-        DamagedError: It is not one, or that of another step.
+        DamagedError: The file is not a valid state, or belongs to another step.
     """
     try:
         state = _STATE.validate_json(path.read_bytes())

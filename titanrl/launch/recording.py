@@ -1,4 +1,4 @@
-"""Opens the files of a run and its trackers, for a new run, a resumed one, and one that steps back to a checkpoint."""
+"""Open a run's files and trackers, for a new run, a resumed run, and a run that rolls back to a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +15,23 @@ from titanrl.plugins import Plugins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """The point at which a run begins to record."""
+    """State from which a run begins to record."""
 
     kind: Literal["start", "resume", "restart"]
-    """New run, run of an earlier process, or run of this process."""
+    """`start`: new run; `resume`: run of an earlier process; `restart`: run of this process, from its last checkpoint."""
     found: Resumable
-    """State to continue from, and checkpoints that cannot be used."""
+    """State to continue from, and unusable checkpoints."""
 
     @property
     def step(self) -> int | None:
-        """Step after which lines are dropped; None for a new run. It is 0 if there is no checkpoint to restart from."""
+        """Step after which recorded lines are dropped; None for a new run, 0 without a checkpoint to restart from."""
         return None if self.kind == "start" else self.found.state.step
 
 
 def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: Console, plugins: Plugins) -> Recorder:
     """Open the run directory and start the trackers.
 
-    Lines of later steps are dropped from the files, and later checkpoints are set aside.
+    Lines of later steps are dropped from the files, and later checkpoints are renamed (`set_aside`).
     """
     state, step = beginning.found.state, beginning.step
     directory = RunDirectory(
@@ -46,7 +46,7 @@ def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: 
     if step is not None:
         _set_aside(directory, step, beginning, console)
     directory.write_config(dump_config(config))
-    if beginning.kind != "restart":  # its event comes when the processes run
+    if beginning.kind != "restart":  # the restart event is recorded once the processes run
         directory.event(beginning.kind, step=state.step)
     trackers = make_trackers(
         config.logging.loggers,
@@ -60,14 +60,14 @@ def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: 
 
 
 def _set_aside(directory: RunDirectory, step: int, beginning: Beginning, console: Console) -> None:
-    """Set later checkpoints aside, with a warning if one of them is damaged; complete the events of the one at `step`."""
+    """Set later checkpoints aside, warn about unusable ones, and add the event of the checkpoint at `step` if it is missing."""
     kept = set_aside(directory.checkpoints, step)
     found = "; ".join(f"{name}: {reason}" for name, reason in beginning.found.unusable.items())
     if found:
         console.warn(
-            f"{'--resume' if beginning.kind == 'resume' else 'restart'}: continuing from step {step}, the newest whole "
-            f"checkpoint ({found}). Renamed what is newer to {', '.join(kept)}."
+            f"{'--resume' if beginning.kind == 'resume' else 'restart'}: continuing from step {step}, the newest intact "
+            f"checkpoint ({found}). Renamed newer ones to {', '.join(kept)}."
         )
     folder = checkpoint_dir(directory.checkpoints, step)
-    if folder.exists() and not directory.has_event("checkpoint", step=step):  # the end came between checkpoint and event
+    if folder.exists() and not directory.has_event("checkpoint", step=step):  # the run died between checkpoint and event
         directory.event("checkpoint", step=step, path=str(folder))

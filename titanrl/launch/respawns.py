@@ -1,4 +1,4 @@
-"""The limit on replacements: a part that keeps dying ends the run."""
+"""Limit on replacements: the run fails if its parts keep dying."""
 
 import time
 from collections import deque
@@ -9,11 +9,11 @@ from titanrl.errors import TitanRLError
 
 
 class RespawnLimitError(TitanRLError):
-    """Parts of the run kept dying; the text names them and the last cause."""
+    """Parts of the run kept dying; the message names them and the last cause."""
 
 
 class Respawns:
-    """The replacements of the last `faults.respawn_window_s` seconds, over all sessions of a run."""
+    """Counts replacements within the last `faults.respawn_window_s` seconds, over all sessions of a run."""
 
     def __init__(self, config: FaultsConfig, now: Callable[[], float] = time.monotonic) -> None:
         """Start without replacements; `now` is a clock in seconds."""
@@ -22,12 +22,12 @@ class Respawns:
 
     @property
     def num_recent(self) -> int:
-        """Replacements counted within the window before the last one, that one included."""
+        """Number of replacements in the window that ends with the most recent one, which is included."""
         return len(self._last)
 
     @property
     def limit(self) -> int:
-        """Replacements that the window allows."""
+        """Number of replacements allowed within the window."""
         return self._limit
 
     def add(self, part: str, cause: str) -> None:
@@ -35,10 +35,10 @@ class Respawns:
 
         Args:
             part: part to replace, such as `generator_0`.
-            cause: how it ended.
+            cause: cause of its death.
 
         Raises:
-            RespawnLimitError: There were `faults.max_respawns` in the window already.
+            RespawnLimitError: The window already has `faults.max_respawns` replacements.
         """
         now = self._now()
         while self._last and self._last[0][0] <= now - self._window_s:

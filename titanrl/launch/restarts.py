@@ -1,4 +1,4 @@
-"""Restarts of a run from its last checkpoint: which faults they answer, how many are allowed, and what is reported."""
+"""Restarts from the last checkpoint: which errors cause one, how many are allowed, and what is reported."""
 
 import time
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from titanrl.launch.respawns import RespawnLimitError, Respawns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """A restart that has begun."""
+    """A restart in progress."""
 
     fault: FaultError | None
-    """Its cause; None if the user has requested it."""
+    """Fault that caused it; None if the user requested it."""
     step: int
-    """Steps taken before it."""
+    """Steps taken before the restart."""
     from_step: int | None
-    """Step of the checkpoint that the run continues from; None if it begins again."""
+    """Step of the checkpoint that the run continues from; None if it starts from the beginning."""
     started: float
-    """Time of its begin, on the clock of `time.perf_counter`."""
+    """Start time, on the clock of `time.perf_counter`."""
 
     def warning(self, budget: str) -> str:
-        """Return what the user needs to know; `budget` says which one of how many it is, if it counts."""
+        """Return the message for the user. `budget` is the result of `Restarts.count`, or empty."""
         cause = "restart requested" if self.fault is None else str(self.fault)
         source = "from the beginning, as there is no checkpoint yet" if self.from_step is None else ""
         source = source or f"from the checkpoint of step {self.from_step}"
         return f"{cause}; at step {self.step}: continuing {source}" + (f" ({budget})" if budget else "")
 
     def event(self) -> dict[str, object]:
-        """Return the fields of its event; it ends now."""
+        """Return the fields of the restart's event; its duration ends now."""
         return {
             "part": None if self.fault is None else self.fault.part,
             "cause": "requested" if self.fault is None else str(self.fault),
@@ -47,16 +47,16 @@ class Restarts:
     """Decides whether a run restarts after an error."""
 
     def __init__(self, config: FaultsConfig, respawns: Respawns) -> None:
-        """Start without restarts; `respawns` counts the replacements of single parts, too."""
+        """Start without restarts; `respawns` is shared with the replacements of single parts."""
         self._config, self._respawns = config, respawns
-        self._furthest, self._num_in_vain = -1, 0
+        self._furthest, self._num_fruitless = -1, 0
 
     def fault_in(self, error: BaseException, ended_by: FaultError | None) -> FaultError | None:
-        """Return the fault that an error is due to; None if a restart does not help.
+        """Return the fault that caused an error; None if the error is not recoverable by a restart.
 
         Args:
             error: exception of a step, an evaluation, or another action of the run.
-            ended_by: death or stall that has ended the requests of the session.
+            ended_by: death or stall that failed all requests of the session.
         """
         if isinstance(error, RespawnLimitError) or not self._config.max_respawns:
             return None
@@ -66,37 +66,37 @@ class Restarts:
         return None if isinstance(fault, StallError) and self._config.on_stall == "abort" else fault
 
     def count(self, fault: FaultError, step: int) -> str:
-        """Count a restart; return which one of how many it is, as text.
+        """Count a restart; return its number and the limit as text.
 
         Args:
-            fault: its cause.
+            fault: fault that caused the restart.
             step: steps taken before the fault.
 
         Raises:
-            RespawnLimitError: There were too many in the window, or too many that have brought the run no further.
+            RespawnLimitError: There were too many restarts within the window, or too many without progress.
         """
         limit = self._config.max_respawns
         if step > self._furthest:
-            self._furthest, self._num_in_vain = step, 0
-        if self._num_in_vain >= limit:
+            self._furthest, self._num_fruitless = step, 0
+        if self._num_fruitless >= limit:
             raise RespawnLimitError(
-                f"faults.max_respawns: {self._num_in_vain} restarts have not brought the run past step {step} (got {limit}). "
+                f"faults.max_respawns: {self._num_fruitless} restarts did not get the run past step {step} (got {limit}). "
                 f"Last cause: {fault}"
             )
         self._respawns.add(fault.part, str(fault))
-        self._num_in_vain += 1
+        self._num_fruitless += 1
         return f"{self._respawns.num_recent} of {limit} replacements"
 
 
 def newest_checkpoint(run_dir: Path, *, had_one: bool) -> Resumable | None:
-    """Return the newest whole checkpoint of a run that is to restart; None if there has never been one.
+    """Return the newest intact checkpoint of a run that restarts; None if it has never had one.
 
     Args:
-        run_dir: its folder.
-        had_one: a checkpoint was whole earlier.
+        run_dir: run directory.
+        had_one: whether the run has had an intact checkpoint.
 
     Raises:
-        DamagedError: None is whole any more.
+        DamagedError: The run had an intact checkpoint, but no longer has one.
     """
     try:
         return resumable(run_dir)
@@ -107,7 +107,7 @@ def newest_checkpoint(run_dir: Path, *, had_one: bool) -> Resumable | None:
 
 
 def _first_fault(error: BaseException | None) -> FaultError | None:
-    """Return the error itself, one of its group, or one of its causes, if that is a fault."""
+    """Return the first `FaultError` among an error, its causes, and the exceptions of groups; None if there is none."""
     while error is not None and not isinstance(error, FaultError):
         if isinstance(error, BaseExceptionGroup):
             return next(filter(None, map(_first_fault, error.exceptions)), None)

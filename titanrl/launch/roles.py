@@ -1,4 +1,4 @@
-"""Roles of a session, and the paths that its processes share."""
+"""Roles of a session, and the paths shared by its processes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +8,7 @@ from titanrl.plugins import Plugins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Absolute paths of a run, because other processes use them too."""
+    """Files of a run. Paths are absolute, because other processes also use them."""
 
     run_dir: Path
     """Folder of everything the run writes."""
@@ -17,12 +17,12 @@ class RunFiles:
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     plugins: Plugins = field(default_factory=dict)
-    """The user's objects in place of built-in ones."""
+    """User-defined objects that replace built-in ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The roles to start: a trainer, generators, or both; rollout workers and a buffer beside either of them."""
+    """Roles to start: a trainer, generators, or both; with either of them, optionally rollout workers and a buffer."""
 
     trainer: bool = True
     generators: bool = True

@@ -1,4 +1,4 @@
-"""The controller's clients of the rollout workers and of the buffer. A worker that dies or hangs is replaced."""
+"""The controller's clients of the rollout workers and of the replay buffer. Workers that die or hang are replaced."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from titanrl.actors import StoppedError, resolve
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.deadlines import DISK_S, Pace
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.parts import Part, Surroundings
+from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh, start_request
 from titanrl.replay.actors import RECORDS_FILE
@@ -28,7 +28,7 @@ _DISK = Pace(min_s=DISK_S)
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Actors of a rollout worker's process."""
+    """The two actors in a rollout worker's process."""
 
     worker: Any
     """The `RolloutWorker`."""
@@ -37,17 +37,17 @@ class Worker:
 
 
 class RolloutMesh:
-    """All rollout workers, each with a storage shard.
+    """Client of all rollout workers, each with a storage shard.
 
-    What a dead worker was generating, and finished groups whose tokens only its shard had, are sampled again. In synchronous
-    training, everything after the last batch is sampled again, in rounds that are those of a run without a fault; so is it when
-    a generator dies. The curve is then the same, bit for bit.
+    When a worker dies, its unfinished groups are sampled again, and so are the finished groups stored in its shard. In
+    synchronous training, the death of a worker or a generator rewinds to the last batch: everything after it is sampled again,
+    in the same rounds as in a run without faults. The training curve is then identical, bit for bit.
     """
 
     def __init__(
         self,
         spawns: Mapping[str, Callable[[Part], Awaitable[Worker]]],
-        around: Surroundings,
+        shared: SharedContext,
         timeouts: TimeoutsConfig,
         *,
         buffer: "BufferClient",
@@ -58,16 +58,16 @@ class RolloutMesh:
         """Start nothing yet.
 
         Args:
-            spawns: by role, function that spawns the process of a worker and returns its actors.
-            around: supervisor and others.
+            spawns: functions that spawn a worker's process and return its actors, by role.
+            shared: objects that all parts share.
             timeouts: limits of requests.
             buffer: client of the buffer.
-            trainer: reads the storage shards.
-            generators: serve the workers.
+            trainer: client of the trainer, which reads the storage shards.
+            generators: client of the generators, which serve the workers.
             in_rounds: True in synchronous training.
         """
-        self.parts = [Part(role, around, spawn, self) for role, spawn in spawns.items()]
-        self.supervisor, self.timeouts = around.supervisor, timeouts
+        self.parts = [Part(role, shared, spawn, self) for role, spawn in spawns.items()]
+        self.supervisor, self.timeouts = shared.supervisor, timeouts
         self._buffer, self._trainer, self._generators = buffer, trainer, generators
         self._in_rounds = in_rounds
         self._is_running = False
@@ -92,46 +92,46 @@ class RolloutMesh:
         await asyncio.gather(*(part.start() for part in self.parts))
 
     async def bring_up(self, part: Part) -> None:
-        """Start a worker; let it roll out if the others do."""
+        """Start a worker, connect it to the generators, and let it generate if the other workers do."""
         await part.ask(f"{part.role}.start", lambda actors: actors.worker.start.call_one(), self.timeouts.start_s)
         part.mark_started()
         if part.num_lives > 1:
             await self._trainer.use_shard(self.parts.index(part), part.actors.shard)
-        for replica in range(len(self._generators.parts)):  # they may change meanwhile, and since the worker was spawned
-            await self._tell(part, replica, self._generators.serving[replica])
+        for replica in range(len(self._generators.parts)):  # they may have changed since the worker was spawned
+            await self._notify(part, replica, self._generators.serving[replica])
         if self._is_running:
             await self._run(part)
 
     async def on_lost(self, part: Part) -> None:
-        """Sample again what a worker was doing, and what only its shard had."""
+        """Sample again a dead worker's unfinished groups, and the finished ones stored in its shard."""
         await self._trainer.use_shard(self.parts.index(part), None)
         await self._buffer.lose_shard(self.parts.index(part), part.num_lives)
         if self._in_rounds:
             await self._rewind()
 
     def probe(self, part: Part) -> Awaitable[object]:
-        """Request an answer of a worker's event loop."""
+        """Request a reply from a worker's event loop."""
         reply: Awaitable[object] = part.actors.worker.probe.call_one()
         return reply
 
     async def run(self) -> None:
-        """Start rolling out."""
+        """Start to generate."""
         self._is_running = True
         await asyncio.gather(*(self._run_first(part) for part in self.parts))
 
     async def use_generator(self, replica: int, actor: Any | None) -> None:
-        """Let all workers use the replacement of a generator replica, or none while there is none."""
-        await asyncio.gather(*(self._tell(part, replica, actor) for part in self.parts if part.is_started))
+        """Announce a generator replica's new actor to all workers, or None while the replica is down."""
+        await asyncio.gather(*(self._notify(part, replica, actor) for part in self.parts if part.is_started))
         if self._in_rounds and actor is None:
             await self._rewind()
 
     async def wait_until_up(self) -> None:
-        """Wait until all workers have started, and those that died have been replaced."""
+        """Wait until all workers have started, including replacements of dead ones."""
         for part in self.parts:
             await part.wait_until_up()
 
     async def take_back(self, handles: Table) -> None:
-        """Give a batch back whose tokens are lost, to be taken again when they have been sampled again."""
+        """Return a batch whose tokens are lost to the buffer, so that its groups are sampled again."""
         await self.wait_until_up()
         if self._in_rounds:
             await self._rewind(handles)
@@ -150,15 +150,16 @@ class RolloutMesh:
                     self.timeouts.step_s,
                     pace,
                 )
-            except StoppedError:  # abandoned, like the round
+            except StoppedError:  # abandoned by a rewind, which abandons the whole round
                 if num_rewound == self.num_rewound:
                     raise
 
     async def evaluate_on(self, evaluator: Part, name: str) -> EvaluationResult:
-        """Evaluate a set as `evaluate` does, but on a generator of its own, while the rollouts go on.
+        """Evaluate a set like `evaluate`, but on a separate generator, while the rollouts continue.
 
         Raises:
-            PartDiedError: The generator has ended; or StoppedError, if the worker noticed it first.
+            PartDiedError: The generator died.
+            StoppedError: The same, if the worker detected it first.
         """
         first, timeout_s = self.parts[0], self.timeouts.step_s
         pace = Pace(kind=f"rollout.evaluate {name} in the background")
@@ -171,7 +172,7 @@ class RolloutMesh:
         return await evaluator.ask("evaluator.evaluate", evaluate, 2 * timeout_s, Pace(min_s=timeout_s))
 
     async def abandon_evaluation(self, replica: int, actor: Any | None) -> None:
-        """Cancel an evaluation in the background when its generator has ended; a listener of that generator."""
+        """Cancel the background evaluation if its generator died. This is a listener of that generator."""
         part = self.parts[0]
         if actor is None and part.is_started:
             with contextlib.suppress(PartDiedError):
@@ -194,7 +195,7 @@ class RolloutMesh:
         await part.ask(f"{part.role}.run", lambda actors: actors.worker.run.call_one(), self.timeouts.step_s)
 
     async def _rewind(self, handles: Table | None = None) -> None:
-        """Sample again everything after the last batch. No round may begin before every part has forgotten the present one."""
+        """Sample everything after the last batch again. No round may begin before all actors have dropped the current one."""
         async with self._rewinding:
             self.num_rewound += 1
             await self._buffer.hold_rounds()
@@ -202,7 +203,7 @@ class RolloutMesh:
             await self._generators.abandon_round()
             await self._buffer.rewind(handles)
 
-    async def _tell(self, part: Part, replica: int, actor: Any | None) -> None:
+    async def _notify(self, part: Part, replica: int, actor: Any | None) -> None:
         with contextlib.suppress(PartDiedError):
             await part.ask(
                 f"{part.role}.use_generator",
@@ -211,7 +212,7 @@ class RolloutMesh:
             )
 
     async def _each(self, endpoint: str, timeout_s: float) -> None:
-        """Call an endpoint of all workers that have started; one that dies needs no call."""
+        """Call an endpoint of all workers that have started; ignore workers that die."""
 
         async def call(part: Part) -> None:
             with contextlib.suppress(PartDiedError):
@@ -222,7 +223,7 @@ class RolloutMesh:
 
 @dataclass(slots=True)
 class BufferClient:
-    """The replay buffer, with at most one batch requested ahead of time."""
+    """Client of the replay buffer; requests at most one batch ahead of time."""
 
     actor: Any
     supervisor: Supervisor
@@ -236,21 +237,23 @@ class BufferClient:
     """Time at which the last batch was taken, on the clock of `time.perf_counter`."""
 
     def prefetch(self) -> None:
-        """Request the next batch, so that it is sent as soon as it is complete; `take_batch` waits for it."""
+        """Request the next batch, so that the buffer sends it as soon as it is complete; `take_batch` awaits it."""
         if self._requested is None:
             request = self.actor.take_batch.call_one(self.groups_per_step)
             self._requested = start_request(resolve(request), "next batch")
 
     async def take_batch(self) -> Batch:
-        """Return the next batch; the deadline starts now. If this wait is interrupted or times out, the request stays.
+        """Return the next batch. The deadline starts with this call, not with `prefetch`.
+
+        If the wait is interrupted or times out, the request stays pending, and a later call waits for it again.
 
         Raises:
-            StarvationError: no batch with a signal was complete in time; a later call waits for it again.
-            RolloutError: a rollout worker failed.
+            StarvationError: No batch with a learning signal was complete in time.
+            RolloutError: A rollout worker failed.
         """
         self.prefetch()
         assert self._requested is not None
-        # The time since the last batch is learned: where batches are ready early, waits are too short to learn from.
+        # Learn from the time since the last batch: if batches are ready early, the wait itself is too short to learn from.
         pace = Pace(since=self._last_at, progress=partial(self._why_starved, 0.0))
         try:
             batch = await self.supervisor.ask(
@@ -263,46 +266,51 @@ class BufferClient:
         return batch
 
     def _why_starved(self, waited_s: float) -> Awaitable[str]:
-        """Request the groups that have finished since the last batch, as text."""
+        """Request a text about the groups that have finished since the last batch."""
         reply: Awaitable[str] = self.actor.why_starved.call_one(self.groups_per_step, waited_s)
         return reply
 
     async def replay(self, version: int, beta: float) -> Replayed:
-        """Draw groups of earlier batches for a batch that trains weights of `version`; `beta` is for importance weights."""
+        """Draw groups of earlier batches to replay.
+
+        Args:
+            version: version of the weights that the batch trains.
+            beta: exponent of the importance weights.
+        """
         return await self.supervisor.ask("buffer.replay", self.actor.replay.call_one(version, beta), self.timeouts.step_s)
 
     async def wait_until_full(self) -> None:
-        """Wait until every slot holds a finished group, as before a measurement; at most as long as for a batch."""
+        """Wait until every slot holds a finished group, for example before a measurement; at most as long as for a batch."""
         call = self.actor.wait_until_full.call_one()
         await self.supervisor.ask("buffer.wait_until_full", call, self.starvation_timeout_s)
 
     async def release(self, handles: Table, priorities: DoubleArray | None = None) -> None:
-        """Free the slots of batches, given as a table of handles, or keep their groups for replay.
+        """Free the slots of trained groups, or keep the groups for replay.
 
         Args:
-            handles: groups of the batches, new and replayed ones.
+            handles: table of the groups' handles, both new and replayed ones.
             priorities: priority of each group; None if they were not trained on.
         """
         call = self.actor.release.call_one(handles, priorities)
         await self.supervisor.ask("buffer.release", call, self.timeouts.step_s)
 
     async def save(self, folder: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
-        """Start to write the state into a folder: the owner the records, each shard its tokens. Generation continues.
+        """Start to write the state into a folder: the buffer writes the records, each shard its tokens. Generation continues.
 
         Args:
-            folder: folder of its own.
+            folder: new folder for the state.
             trained: batches trained on since the last publication.
             from_index: see `GroupBuffer.state`.
 
         Raises:
-            PartDiedError: a shard has died, with tokens that it had to write.
+            PartDiedError: A shard died with tokens that it had to write.
         """
         lives = [(part.num_lives, part.num_deaths) for part in self.parts]
         call = self.actor.save.call_one(folder / RECORDS_FILE, trained, from_index)
         saved: Saved = await self.supervisor.ask("buffer.save", call, self.timeouts.step_s, _DISK)
-        # The replacement of a shard does not have the groups that the records name.
+        # A replaced shard does not have the groups that the records name.
         if lives != [(part.num_lives, part.num_deaths) for part in self.parts]:
-            raise PartDiedError("a storage shard has died while its groups were listed")
+            raise PartDiedError("a storage shard died while its groups were listed")
         await self._each_shard("save", folder, saved.payloads)
         return saved
 
@@ -310,12 +318,12 @@ class BufferClient:
         """Wait until the files of `save` are on disk.
 
         Raises:
-            PartDiedError: a shard has died, and its file with it.
+            PartDiedError: A shard died before its file was complete.
         """
         await self._each_shard("finish_save")
 
     async def load(self, folder: Path, freshness: Freshness) -> Restored:
-        """Continue with the state that `save` wrote, before any other call."""
+        """Restore the state that `save` wrote. Call it before any other method."""
         call = self.actor.load.call_one(folder / RECORDS_FILE, freshness, len(self.parts))
         restored: Restored = await self.supervisor.ask("buffer.load", call, self.timeouts.step_s, _DISK)
         await self._each_shard("load", folder, restored.moves)
@@ -330,19 +338,19 @@ class BufferClient:
         await self.supervisor.ask("buffer.rewind", self.actor.rewind.call_one(handles), self.timeouts.step_s)
 
     async def lose_shard(self, shard: int, num_lives: int) -> None:
-        """Sample again what a shard held whose process has ended, after so many lives."""
+        """Sample again the groups stored in a dead shard; `num_lives` identifies its dead incarnation."""
         call = self.actor.lose_shard.call_one(shard, num_lives)
         await self.supervisor.ask("buffer.lose_shard", call, self.timeouts.step_s)
 
     async def give_back(self, handles: Table) -> None:
-        """Take back a batch that cannot be trained on; see `GroupBuffer.give_back`."""
+        """Return a batch that cannot be trained on; see `GroupBuffer.give_back`."""
         await self.supervisor.ask("buffer.give_back", self.actor.give_back.call_one(handles), self.timeouts.step_s)
 
     async def _each_shard(self, endpoint: str, *args: Any) -> None:
         """Call an endpoint of all storage shards.
 
         Raises:
-            PartDiedError: a shard has died, with what it had to write.
+            PartDiedError: A shard died.
         """
         timeout_s = self.timeouts.step_s
         await asyncio.gather(
@@ -353,7 +361,7 @@ class BufferClient:
         )
 
     async def discard(self, handles: Table, before_version: int) -> None:
-        """Free the slots of a batch that is not trained on, and those of all groups with a token older than a version."""
+        """Free the slots of a batch that is not trained on, and of all groups with a token older than `before_version`."""
         call = self.actor.discard.call_one(handles, before_version)
         await self.supervisor.ask("buffer.discard", call, self.timeouts.step_s)
 

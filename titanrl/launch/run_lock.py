@@ -1,4 +1,4 @@
-"""Claims of run directories: a directory belongs to one process at a time."""
+"""Locks on run directories, so that only one process at a time uses a directory."""
 
 import contextlib
 import errno
@@ -11,25 +11,25 @@ from pathlib import Path
 from titanrl.config.errors import ConfigError
 
 LOCK_FILE = "run.lock"
-"""File that the owner of a run directory has locked; it holds the owner's process id and host name."""
+"""File that the owner of a run directory keeps locked; it contains the owner's process id and host name."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """A run directory of this process. The kernel releases it when the process ends, however it ends."""
+    """Lock on a run directory. The kernel releases it when the process exits for any reason."""
 
     def __init__(self, path: Path) -> None:
-        """Acquire a directory that exists.
+        """Lock an existing directory.
 
         Raises:
-            BlockingIOError: Another process has it.
+            BlockingIOError: Another process holds the lock.
         """
         self.path = path
         self._file = (path / LOCK_FILE).open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:  # some network file systems cannot lock; runs of other names are still safe
+            if error.errno not in _NO_LOCKS:  # some network file systems cannot lock; runs with different names are still safe
                 self._file.close()
                 raise
         self._file.truncate(0)
@@ -37,11 +37,11 @@ class RunLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Let other processes claim the directory. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         self._file.close()
 
     def abandon(self) -> None:
-        """Release a new directory in which no run was started. Delete it, and its parent if nothing else is in it."""
+        """Release the lock on a new directory without a run. Delete the directory, and its parent if that is then empty."""
         (self.path / LOCK_FILE).unlink(missing_ok=True)
         self.release()
         with contextlib.suppress(OSError):  # not empty
@@ -50,7 +50,7 @@ class RunLock:
 
 
 def claim_new_run(wanted: Path) -> RunLock:
-    """Make and claim `wanted`, or `wanted-<n>` with the next free number if that holds a run or is claimed."""
+    """Create and lock `wanted`; if it contains a run or is locked, use `wanted-<n>` with the next free number."""
     path = wanted
     while True:
         lock = _claim_without_run(path)
@@ -60,10 +60,10 @@ def claim_new_run(wanted: Path) -> RunLock:
 
 
 def claim_run(run_dir: Path) -> RunLock:
-    """Acquire the directory of a run, to continue it.
+    """Lock the directory of a run that is to be resumed.
 
     Raises:
-        ConfigError: Another process has it, so the run has not ended.
+        ConfigError: Another process holds the lock, so the run is still active.
     """
     try:
         return RunLock(run_dir)
@@ -71,23 +71,23 @@ def claim_run(run_dir: Path) -> RunLock:
         owner = (run_dir / LOCK_FILE).read_text(encoding="utf-8").split()
         who = f"process {owner[0]} on {owner[1]}" if len(owner) == 2 else "another process"
         raise ConfigError(
-            f"--resume: the run has not ended: {who} runs it (got {run_dir}). Wait for its end, or interrupt it."
+            f"--resume: the run is still active in {who} (got {run_dir}). Wait until it has finished, or interrupt it."
         ) from None
 
 
 def holds_run(path: Path) -> bool:
-    """Return True if a run has been started in a directory."""
+    """Return True if a run was started in a directory."""
     return any((path / name).exists() for name in ("metrics.jsonl", "config.yaml"))
 
 
 def _claim_without_run(path: Path) -> RunLock | None:
-    """Acquire a directory; return None if it holds a run or is claimed."""
+    """Lock a directory; return None if it contains a run or is locked."""
     if holds_run(path):
         return None
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(BlockingIOError):
         lock = RunLock(path)
-        if not holds_run(path):  # a run may have begun and ended in the meantime
+        if not holds_run(path):  # a run may have started and finished in the meantime
             return lock
         lock.release()
     return None

@@ -1,4 +1,4 @@
-"""The caller's own sampling: completions and log-probabilities from generators, with the version of every token."""
+"""`SamplingClient`: completions and log-probabilities from the generators, with the policy version of every token."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from titanrl.types import Completion, FinishReason, FloatArray, GenerationReques
 T = TypeVar("T")
 
 PromptLike = str | Sequence[int] | IntArray | Prompt
-"""A prompt: text, tokenized without a chat template, token ids, or a prompt of a task."""
+"""A prompt: text (tokenized without a chat template), token ids, or a prompt of a task."""
 
 
 class VersionGoneError(TitanRLError):
-    """The generators serve a newer version than the one that a client is pinned to."""
+    """The generators serve a newer version than the client is pinned to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Sample:
     prompt: IntArray
     """Prompt tokens, `[P]`."""
     tokens: IntArray
-    """Sampled tokens, with the end-of-sequence token if there is one, `[T]`."""
+    """Sampled tokens, including the end-of-sequence token if it was sampled, `[T]`."""
     logprobs: FloatArray
     """Log-probability of each token under the sampling distribution, in nats, `[T]`."""
     versions: IntArray
@@ -46,7 +46,7 @@ class Sample:
     text: str
     """Text of the completion, without special tokens."""
     finish_reason: FinishReason
-    """`stop`: the policy or a stop text ended it; `length`: cut at the limit; `abort`: cancelled."""
+    """`stop`: ended by the policy or a stop text; `length`: truncated at the limit; `abort`: cancelled."""
     supports: Supports | None = None
     """Support of each token's distribution, if sampling was truncated, `[T]`."""
 
@@ -56,15 +56,15 @@ class Sample:
         return np.concatenate([self.prompt, self.tokens])
 
     def datum(self, advantage: float | Sequence[float] | FloatArray = 0.0, weight: float = 1.0) -> Datum:
-        """Return the sample as data for a policy loss; see `sampled_datum`."""
+        """Return the sample as a datum for a policy loss; see `sampled_datum`."""
         return sampled_datum(self.prompt, self.tokens, self.logprobs, advantage, weight, self.supports)
 
 
 class Sampler:
-    """Sends requests to the generators of one model, for all its clients."""
+    """Sends the requests of all sampling clients to the generators of one model."""
 
     def __init__(self, generators: GeneratorMeshes, config: Config, tokenizer: Tokenizer) -> None:
-        """Use generators that have their weights."""
+        """Use generators that have loaded their weights."""
         self.tokenizer = tokenizer
         self.config = config
         self.version = 0
@@ -81,11 +81,12 @@ class Sampler:
 
         Raises:
             VersionGoneError: The generators serve a newer version than `pinned_to`.
-            DeadlineError: No reply within `timeouts.step_s`.
+            DeadlineError: No reply arrived within `timeouts.step_s`.
         """
         self._check(pinned_to, self.version)
         self._num_pinned += pinned_to is not None
-        self._no_pinned.clear() if self._num_pinned else None
+        if self._num_pinned:
+            self._no_pinned.clear()
         try:
             replies = asyncio.gather(*(self._pool.generate(requests) for requests in groups))
             timeouts = self._generators.timeouts
@@ -107,7 +108,7 @@ class Sampler:
         self._pool.use(replica, actor)
 
     async def advance(self, version: int) -> None:
-        """Refuse requests of clients pinned to older versions, and wait until their running requests have finished."""
+        """Refuse new requests of clients pinned to older versions, and wait for their running requests."""
         self.version = version
         await self._no_pinned.wait()
 
@@ -131,12 +132,12 @@ class SamplingClient:
         """Use a sampler.
 
         Args:
-            sampler: Access to the generators.
-            version: Version to be pinned to; None follows the newest version.
+            sampler: Client of the generators.
+            version: Version to pin this client to; None follows the newest version.
         """
         self._sampler = sampler
         self.version = version
-        """Version that every token comes from; None if it is the newest at the time."""
+        """Policy version that samples every token; None uses the newest version at the time."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -160,19 +161,19 @@ class SamplingClient:
 
         Args:
             prompts: Texts, token ids, or prompts of a task.
-            num_samples: Completions of each prompt.
+            num_samples: Completions per prompt.
             max_tokens: Longest completion; `rollout.max_new_tokens` by default.
             temperature: Divisor of the logits, 0 for greedy decoding; `rollout.temperature` by default, which is also the
                 temperature of the trainer's log-probabilities.
-            top_p: Probability mass of nucleus sampling; 1 disables it. The returned log-probabilities are of the truncated
-                distribution, and so are those that the trainer computes for `Sample.datum`.
+            top_p: Probability mass of nucleus sampling; 1 disables it. The returned log-probabilities are those of the
+                truncated distribution, and the trainer computes the same for `Sample.datum`.
             top_k: Number of most likely tokens to sample from; 0 disables the limit.
-            min_p: Lowest probability to sample, as a share of the most likely token's; 0 disables the limit.
-            stop: Texts and token ids that end a completion, in addition to the model's own end tokens.
-            seed: Seed of all samples; the same seed gives the same completions. None draws a new one.
+            min_p: Lowest probability to sample, as a fraction of the most likely token's; 0 disables the limit.
+            stop: Texts and token ids that end a completion, in addition to the model's end tokens.
+            seed: Seed of all samples; the same seed gives the same completions. None draws a random seed.
 
         Returns:
-            A list of `num_samples` samples for each prompt, in order.
+            A list of `num_samples` samples for each prompt, in the order of the prompts.
 
         Raises:
             ValueError: A prompt is empty or too long.
@@ -199,7 +200,7 @@ class SamplingClient:
         ]
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Return the completions of requests that share a prompt, as `titanrl.rollout` uses them.
+        """Return the completions of requests that share a prompt. This method is the `Generate` function of a rollout.
 
         Raises:
             ValueError: A prompt is empty or too long.
@@ -209,13 +210,13 @@ class SamplingClient:
         return completions
 
     async def compute_logprobs(self, sequences: Sequence[PromptLike]) -> list[FloatArray]:
-        """Compute the log-probability of each token given those before it, at temperature 1.
+        """Compute the log-probability of each token given the preceding tokens, at temperature 1.
 
         Args:
             sequences: Texts or token ids, `[S]` each, no longer than a prompt and a completion together.
 
         Returns:
-            One array for each sequence, `[S]`, in nats; the first value is NaN, since nothing comes before the first token.
+            One array per sequence, `[S]`, in nats. The first value is NaN, because no token precedes the first.
 
         Raises:
             ValueError: A sequence is empty or too long.
@@ -244,7 +245,7 @@ class SamplingClient:
 
 
 def _with_first(completion: Completion) -> FloatArray:
-    """Return the log-probabilities of a prompt with NaN for its first token."""
+    """Return the log-probabilities of a prompt, with NaN for its first token."""
     first = np.full(1, np.nan, np.float32)
     rest = completion.prompt_logprobs
     return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
@@ -253,7 +254,7 @@ def _with_first(completion: Completion) -> FloatArray:
 def _requests(
     prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, num_samples: int, seed: int | None
 ) -> list[list[GenerationRequest]]:
-    """Return the requests of each prompt; each has a seed of its own, unless decoding is greedy."""
+    """Return the requests of each prompt. Each has a different seed, unless decoding is greedy."""
     base = seed if seed is not None else int(np.random.default_rng().integers(2**62))
 
     def seeded(p: int, n: int) -> SamplingParams:

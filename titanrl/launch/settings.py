@@ -1,4 +1,4 @@
-"""Settings of actors, derived from the configuration."""
+"""Actor settings derived from the configuration."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from titanrl.replay.memory import ReplaySettings
 
 
 def replay_settings(config: Config) -> ReplaySettings | None:
-    """Return the settings of the buffer's replay; None without one."""
+    """Return the buffer's replay settings; None if replay is disabled."""
     replay = config.replay
     if not replay.fraction:
         return None
@@ -24,7 +24,7 @@ def replay_settings(config: Config) -> ReplaySettings | None:
 
 
 def transports(config: Config) -> Sequence[TransportName]:
-    """Return the transports to offer weights through; each generator takes the first that reaches it."""
+    """Return the transports on which the trainer offers weights; each generator uses the first that reaches it."""
     if config.weights.transport != "auto":
         return (config.weights.transport,)
     return ("arena",) if config.hosts.kind == "local" else ("arena", "rdma")

@@ -1,4 +1,4 @@
-"""State and stacks of the processes of a run, read from outside, so that it works for any process however it hangs."""
+"""States and stacks of a run's processes, read from the outside, so that it works for any kind of hang."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from titanrl.actors import STACKS_SIGNAL
 
 DUMP_S = 10.0
-"""Limit for one dump of a process's stacks."""
+"""Limit for one dump of a process's stacks, in seconds."""
 _AT_ONCE = 4
 _STATES = {"R": "alive", "S": "alive", "D": "in the kernel", "T": "stopped by a signal", "t": "stopped by a debugger"}
 
@@ -27,7 +27,7 @@ class Process:
     pid: int
     """Process id on its host."""
     host: str | None = None
-    """Name of its host; None if that is this machine."""
+    """Name of its host; None for this machine."""
 
     @property
     def role(self) -> str:
@@ -40,11 +40,11 @@ class Process:
         return int(self.name.rpartition("_")[2])
 
     def __str__(self) -> str:
-        """Return name and process id, as in `trainer_0 (process 77)`."""
+        """Return name and process id, such as `trainer_0 (process 77)`."""
         return f"{self.name} (process {self.pid})"
 
     def state(self) -> str:
-        """Return the kernel's letter for the state of the process; empty if it has ended or runs on another machine."""
+        """Return the kernel's letter for the process state; empty if the process is dead or on another machine."""
         if self.host is not None:
             return ""
         try:
@@ -62,7 +62,7 @@ class Process:
         return self.host is None and self._status("TracerPid") not in ("", "0")
 
     def _status(self, key: str) -> str:
-        """Return a value of `/proc/<pid>/status`; empty if the process has ended."""
+        """Return a value of `/proc/<pid>/status`; empty if the process is dead."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
                 if line.startswith(f"{key}:"):
@@ -70,16 +70,16 @@ class Process:
         return ""
 
     def handles(self, number: signal.Signals) -> bool:
-        """Return True if the process has a handler for a signal, which would otherwise kill it."""
+        """Return True if the process has a handler for a signal; without one, the signal would kill it."""
         return bool(int(self._status("SigCgt") or "0", 16) >> (number - 1) & 1)
 
 
 async def describe(processes: Sequence[Process]) -> str:
-    """Return state and stacks of processes as text. Each dump has its own deadline."""
+    """Return the states and stacks of processes as text. Each dump has a separate deadline."""
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def section(process: Process) -> str:
-        state = _STATES.get(letter := process.state(), letter or "ended")  # before the dump, which stops the process
+        state = _STATES.get(letter := process.state(), letter or "exited")  # before the dump, which stops the process
         async with places:
             return f"== {process}, {state if process.host is None else f'on {process.host}'}\n{await _stacks(process)}\n"
 
@@ -87,9 +87,9 @@ async def describe(processes: Sequence[Process]) -> str:
 
 
 async def _stacks(process: Process) -> str:
-    """Return Python and native stacks of all threads; without py-spy, let the process itself write the Python stacks.
+    """Return Python and native stacks of all threads. If py-spy fails, make the process write its Python stacks to its log.
 
-    py-spy can only suspend a process that runs. One that a signal has stopped is read as it is, without native frames.
+    py-spy can only suspend a running process. A stopped one is read without suspending it, and without native frames.
     """
     if process.host is not None:
         return f"No stacks from another machine. There: py-spy dump --native --pid {process.pid}"
@@ -102,14 +102,14 @@ async def _stacks(process: Process) -> str:
             return "\n".join([*reasons, text])
         reasons.append(f"py-spy dump {' '.join(options)}: {reason}".replace(" :", ":"))
     if not process.handles(STACKS_SIGNAL):
-        return "\n".join([*reasons, "The process has not started far enough to write its stacks itself."])
+        return "\n".join([*reasons, "The process cannot write its stacks: it has not installed its signal handler yet."])
     os.kill(process.pid, STACKS_SIGNAL)
     when = "once it continues" if process.is_stopped() else "now"
     return "\n".join([*reasons, f"The process appends the Python stacks of its threads to logs/{process.name}.log {when}."])
 
 
 async def _py_spy(pid: int, *options: str) -> tuple[str, str]:
-    """Run py-spy; return its output, or else why there is none."""
+    """Run `py-spy dump`; return its output and an empty reason, or an empty output and the reason of the failure."""
     program = shutil.which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if program is None:
         return "", "not installed"

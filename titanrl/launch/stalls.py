@@ -1,4 +1,4 @@
-"""Reports of stalls: which processes do not answer, and their stacks in a file."""
+"""Stall reports: which processes do not respond, with their stacks in a file."""
 
 import logging
 import time
@@ -22,15 +22,15 @@ _ROLES = {
     "rollout.evaluate": ("rollout", "generator", "evaluator"),
     "shards": ("rollout",),
 }
-"""Roles whose processes work on a request, by request or by actor, where they are not named like the actor."""
+"""Roles whose processes work on a request, by request name or by actor; by default, the role named like the actor."""
 
 
 class StallError(FaultError):
-    """A process of the run does not answer; the text names it and the file with its stacks."""
+    """A process of the run does not respond; the message names it and the file with its stacks."""
 
 
 class OnEvent(Protocol):
-    """Receives faults and stalls, to be recorded."""
+    """Callback that records events such as faults and stalls."""
 
     def __call__(self, kind: str, **fields: Any) -> None:
         """Record one event."""
@@ -38,32 +38,32 @@ class OnEvent(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """Processes that do not answer."""
+    """A request without a reply, or a process stopped by a signal."""
 
     request: str
-    """Request that they do not answer, such as `trainer.forward_backward`; empty if there is none."""
+    """Pending request, such as `trainer.forward_backward`; empty if there is none."""
     seconds: float
-    """Seconds without an answer."""
+    """Seconds without a reply."""
     suspects: tuple[Process, ...] = ()
-    """Processes that may have to answer."""
+    """Processes that may be the cause."""
     reason: str = ""
-    """Known facts about the cause, as a clause."""
+    """Reason to call this a stall, as a clause."""
     are_stopped: bool = False
-    """True if the suspects were stopped by a signal, which is why they do not answer."""
+    """True if a signal has stopped the suspects."""
 
     @property
     def actor(self) -> str:
-        """Name of the actor that does not answer; of stopped processes, their role."""
+        """Name of the actor that does not reply; for stopped processes, their role."""
         return self.suspects[0].role if self.are_stopped else self.request.partition(".")[0]
 
     @property
     def endpoint(self) -> str:
-        """Endpoint that does not answer, with its actor if that is another one."""
+        """Endpoint that does not reply, prefixed with its actor if that differs from `actor`."""
         actor, _, endpoint = self.request.partition(".")
         return endpoint if actor == self.actor else self.request
 
     def __str__(self) -> str:
-        """Return the stall as one line."""
+        """Return a description in one line."""
         reason, seconds = f" ({self.reason})" if self.reason else "", f"{round(self.seconds, 1):g}"
         if self.are_stopped:
             waiting = f", while waiting for: {self.request}" if self.request else ""
@@ -73,47 +73,47 @@ class Stall:
 
 
 def _ranks(processes: Iterable[Process]) -> str:
-    """Return processes as text, as in `trainer rank 0, 1 and store rank 0`."""
+    """Return the processes as text, such as `trainer rank 0, 1 and store rank 0`."""
     by_role: dict[str, list[str]] = defaultdict(list)
     for process in processes:
         by_role[process.role].append(str(process.rank))
-    return " and ".join(f"{role} rank {', '.join(ranks)}" for role, ranks in by_role.items()) or "processes that are not known"
+    return " and ".join(f"{role} rank {', '.join(ranks)}" for role, ranks in by_role.items()) or "unknown processes"
 
 
 @dataclass(slots=True)
 class Stopped:
-    """A process that a signal has stopped."""
+    """State of a process that a signal has stopped."""
 
     since: float
-    """Time on the loop's clock at which that was seen."""
+    """Time at which the stop was detected, on the event loop's clock."""
     limit_s: float
-    """Seconds after which it is reported; doubled by each report."""
+    """Seconds after which the process is reported; doubled by each report."""
 
 
 @dataclass(slots=True)
 class Report:
-    """A stall that was reported."""
+    """Report of a stall."""
 
     text: str
-    """The stall as one line, with the file of its stacks."""
+    """Description of the stall in one line, with the path of its stacks."""
     file: str
-    """Path of that file."""
+    """Path of the stacks."""
     time: float
-    """Time on the loop's clock."""
+    """Time of the report, on the event loop's clock."""
     is_shown: bool = False
     """True if the user has been warned."""
 
 
 class Watchdog:
-    """Deadlines that are learned from earlier replies, and reports of the stalls that they reveal."""
+    """Learns deadlines from earlier replies, and writes reports of stalls."""
 
     def __init__(self, config: FaultsConfig, run_dir: Path, warn: Callable[[str], None] = logger.warning) -> None:
         """Start without replies.
 
         Args:
             config: reaction to stalls.
-            run_dir: its folder `logs` receives the reports.
-            warn: shows a stall to the user when the run does not end with it.
+            run_dir: run directory; reports go to its `logs` folder.
+            warn: called with a message for the user about a stall that does not end the run.
         """
         self.config = config
         self.warn = warn
@@ -132,15 +132,15 @@ class Watchdog:
             self._times.add(pace.kind or name, time.perf_counter() - begun)
 
     def note_fault(self) -> None:
-        """Learn nothing from requests that are pending now: they wait for what a fault has ended, or for its replacement."""
+        """Learn nothing from requests that are pending now, because a fault or the following replacement delays them."""
         self._last_fault = time.perf_counter()
 
     def known(self, name: str, pace: Pace) -> str:
-        """Return what was learned of a request as a clause; empty if nothing was."""
+        """Return a clause about earlier replies to a request; empty if there are none."""
         return self._times.describe(pace.kind or name)
 
     async def write(self, stall: Stall) -> Path:
-        """Write state and stacks of the suspects to `logs/stall_<n>.txt`; return the path."""
+        """Write the states and stacks of the suspects to `logs/stall_<n>.txt`; return the path."""
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {stall}\n\n{await describe(stall.suspects)}"
         logs, number = self._run_dir / "logs", 1
         while (file := logs / f"stall_{number}.txt").exists():
@@ -150,13 +150,13 @@ class Watchdog:
 
 
 def works_on(process: Process, request: str) -> bool:
-    """Return True if a process has a part in answering a request."""
+    """Return True if a process works on a request."""
     actor = request.partition(".")[0]
     roles = _ROLES.get(request, _ROLES.get(actor, (actor,)))
     return any(f"{process.role}_".startswith(f"{role}_") for role in roles)
 
 
 def suspects(request: str, processes: Sequence[Process]) -> tuple[Process, ...]:
-    """Return the processes that have a part in answering a request, by role and rank; all if that is not known."""
+    """Return the processes that work on a request, sorted by role and rank; all processes if none is known to."""
     found = [process for process in processes if works_on(process, request)]
     return tuple(sorted(found or processes, key=lambda process: (process.role, process.rank)))

@@ -1,4 +1,4 @@
-"""The model a run starts from: a given directory, or a tiny model that is made, warm-started and cached."""
+"""The model a run starts from: a given directory, or a tiny model that is created, warm-started and cached."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from titanrl.config.schema import Config
 
 RECIPE_REVISION = 2
-"""Number of times the recipe or the demonstrations changed; cached models of other revisions are not used."""
+"""Increased when the recipe or the demonstrations change; cached models of other revisions are not used."""
 _END_BYTES = 1 << 20
 
 
@@ -27,12 +27,12 @@ class StartingModel:
 
     @property
     def is_ready(self) -> bool:
-        """True if the base exists already."""
+        """True if the base exists."""
         return (self.base / "config.json").is_file()
 
 
 def prepare_starting_model(config: Config) -> StartingModel:
-    """Return the run's model; make the recipe's random model if it is not cached."""
+    """Return the run's model; create the recipe's random model if it is not cached."""
     if config.model.path is not None:
         initial = config.model.path.resolve()
     else:
@@ -47,17 +47,17 @@ def prepare_starting_model(config: Config) -> StartingModel:
         return StartingModel(initial, initial)
     settings: dict[str, object] = {
         "warm_start": config.warm_start.model_dump(),
-        # Demonstrations use none of these keys.
+        # Demonstrations do not depend on the excluded keys.
         "data": config.data.model_dump(mode="json", exclude={"rewards", "path", "mixture", "curriculum"}),
         "from": initial.name if config.model.path is None else fingerprint(initial),
     }
-    # The row layout changes the order of sums, so a base is reused only with the same trainer section.
+    # The row layout changes the order of summation, so a base is reused only with the same trainer section.
     settings["trainer"] = config.trainer.model_dump()
     return StartingModel(initial, cached("base", config.cache_dir, settings, config.seed))
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Return a digest of a model directory that is the same wherever it lies. Of large files, it covers both ends."""
+    """Return a digest of a model directory's contents, independent of its path. Of large files, it covers both ends."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for path in model_dir.iterdir() if path.is_file()):
         digest.update(json.dumps([path.name, path.stat().st_size]).encode())
@@ -71,12 +71,12 @@ def fingerprint(model_dir: Path) -> str:
 
 @contextmanager
 def new_base(model: StartingModel) -> Iterator[Path]:
-    """Let the body make the base in a folder of this process; then move it into its place.
+    """Let the body create the base in a temporary folder; then rename it to `model.base`.
 
-    Of several processes that make it at the same time, the first one to finish provides it.
+    If several processes do this at the same time, the first to finish provides the base.
 
     Yields:
-        Path that does not exist yet.
+        Path at which to create the base; it does not exist yet.
     """
     base = model.base
     base.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +91,6 @@ def new_base(model: StartingModel) -> Iterator[Path]:
 
 
 def cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) -> Path:
-    """Return the folder of a model made with these settings."""
+    """Return the cache folder of a model created with these settings."""
     text = json.dumps([RECIPE_REVISION, seed, settings], sort_keys=True)
     return cache_dir.resolve() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Requests with a name and a deadline, and the detection of processes and actors that died."""
+"""Supervision of a session: requests with deadlines, and detection of dead, stopped and hanging processes."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ import monarch.actor
 from titanrl.actors import ActorError, SupervisionError, cause_of, resolve
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
-from titanrl.launch.probes import answers, progress_of
+from titanrl.launch.probes import progress_of, responds
 from titanrl.launch.stacks import Process
 from titanrl.launch.stalls import OnEvent, Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
 
@@ -24,50 +24,54 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PROCESS_FAILED = "the process this actor was running on"
-"""Text of torchmonarch's fault report when a process has ended; it continues with `failed` or `exited with` its code."""
+"""Text of torchmonarch's fault report after a process exited; `failed` or `exited with` its code follows."""
 SILENT = "timeout waiting for message from proc mesh agent"
-"""Text of its report seconds later, which may come when the run has restarted without the process."""
+"""Text of a second report, seconds later. By then, the run may have restarted without the process."""
 STOP_FAILED = "error stopping proc mesh"
-"""Text of torchmonarch's report, 30 s later, when a mesh was stopped whose host had ended."""
+"""Text of the report 30 s after stopping a mesh whose host was already gone."""
 TICK_S = 1.0
-"""Seconds between two looks at the states of the processes."""
+"""Seconds between two checks of the processes' states."""
 SIGNAL_S = 0.1
-"""Seconds by which SIGCONT may be handled after a timer that expired while this process was suspended, so that it came late."""
+"""Longest delay, in seconds, between a timer that expired while this process was suspended and the handling of SIGCONT."""
 LATE_S = 3.0
-"""Delay of a look that shows that this process was suspended, or in a debugger; a busy machine causes shorter ones."""
+"""Delay of a check, in seconds, from which this process was suspended or in a debugger. A busy machine delays it less."""
 LAST = "the limit of the configuration"
-"""Reason of a stall that ends a wait whatever `faults.on_stall` is."""
+"""Reason of a stall at the configured limit, which ends the wait regardless of `faults.on_stall`."""
 _PACE = Pace()
-_Ends = tuple["asyncio.Future[TitanRLError]", "asyncio.Future[str] | None"]
+_Failures = tuple["asyncio.Future[TitanRLError]", "asyncio.Future[str] | None"]
+"""Futures that fail a request: the failure of the run, and the death of the receiver if it is replaceable."""
 
 
 class DeadlineError(TitanRLError):
-    """A request was not completed in time; the text names it."""
+    """A request was not completed in time; the message names it."""
 
 
 class ActorDiedError(FaultError):
-    """A process or actor of the run died; the text names it and gives the cause."""
+    """A process or actor of the run died; the message names it and gives the cause."""
 
 
 class PartDiedError(ActorDiedError):
-    """A part of the run died that is replaced while the run goes on; the text names it and gives the cause."""
+    """A replaceable part of the run died, such as a generator replica; the message names it and gives the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaceable:
-    """Processes that are replaced together, instead of ending the run, when one of them ends or hangs."""
+    """Callbacks of a role whose processes are replaced together, instead of ending the run, when one dies or hangs."""
 
-    on_end: Callable[[str], None]
-    """Called with the cause, perhaps more than once."""
+    on_death: Callable[[str], None]
+    """Called with the cause of death, possibly more than once."""
     probe: Callable[[], Awaitable[object]]
-    """Request that all of them answer at once unless one hangs."""
+    """Sends a request to which every process replies immediately unless it hangs."""
 
 
 class Supervisor:
-    """Awaits requests to actors. The death of any process ends every wait with `ActorDiedError`, a stall with `StallError`.
+    """Awaits requests to actors, and fails all pending ones when the run cannot continue.
 
-    By default, torchmonarch reacts to an unhandled fault by interrupting the controller's main thread. A supervisor replaces
-    that hook for the rest of the process's life.
+    The death of a process raises `ActorDiedError` in every pending `ask`, and a stall raises `StallError`, unless the affected
+    role can be replaced (`replace`).
+
+    By default, torchmonarch interrupts the controller's main thread on an unhandled fault. A supervisor replaces that hook for
+    the rest of the process's life.
     """
 
     def __init__(self, on_event: OnEvent | None = None, watchdog: Watchdog | None = None) -> None:
@@ -75,15 +79,15 @@ class Supervisor:
 
         Args:
             on_event: called with `fault` (`cause`) and `stall` (`actor`, `endpoint`, `ranks`, `seconds`, `file`).
-            watchdog: learns deadlines and reports stalls; without it, requests have only the deadline of their caller.
+            watchdog: learns deadlines and reports stalls; without it, only the caller's deadline applies.
         """
         self._loop = asyncio.get_running_loop()
         self._on_event, self._watchdog = on_event or (lambda kind, **fields: None), watchdog
         self._pidfds: dict[int, Process] = {}
-        self._ends: dict[int, asyncio.Event] = {}  # by pidfd
+        self._exits: dict[int, asyncio.Event] = {}  # by pidfd
         self._replaceable: dict[str, Replaceable] = {}  # by role
         self._remote: dict[str, Process] = {}
-        self._all_ended, self._reporting = asyncio.Event(), asyncio.Lock()
+        self._all_exited, self._reporting = asyncio.Event(), asyncio.Lock()
         self._failure: asyncio.Future[TitanRLError] = self._loop.create_future()
         self._guards: dict[asyncio.Task[None], str] = {}  # roles
         self._requests: dict[asyncio.Future[Any], str] = {}
@@ -91,8 +95,8 @@ class Supervisor:
         self._reports: set[asyncio.Task[None]] = set()
         self._reported: dict[tuple[Process, ...], Report] = {}
         self._closing, self._num_continued = False, 0
-        self._doomed: set[int] = set()  # pidfds of processes whose end is no fault
-        self._missed: dict[str, str] = {}  # causes of the ends since the run failed, by role
+        self._expected_exits: set[int] = set()  # pidfds
+        self._late_deaths: dict[str, str] = {}  # causes of deaths since the run failed, by role
         monarch.actor.unhandled_fault_hook = self._on_fault
         if threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGCONT, self._on_continue)
@@ -100,7 +104,7 @@ class Supervisor:
 
     @property
     def failure(self) -> TitanRLError | None:
-        """Error that has ended every wait, such as the death of a process or a stall; None if there was none."""
+        """Error that failed all requests, such as the death of a process or a stall; None if there was none."""
         return self._failure.result() if self._failure.done() else None
 
     async def ask(
@@ -111,43 +115,43 @@ class Supervisor:
         pace: Pace = _PACE,
         lost: "asyncio.Future[str] | None" = None,
     ) -> T:
-        """Return the reply to a request; raise an exception of the actor as the actor raised it.
+        """Return the reply to a request. An exception raised by the actor is raised here unchanged.
 
         Args:
             name: actor and endpoint, such as `trainer.optim_step`.
             call: the request.
-            timeout_s: longest wait.
-            pace: parameters of the shorter deadline that a watchdog learns.
-            lost: for a request to a part that can be replaced: done, with the cause, when the part has died.
+            timeout_s: longest wait, in seconds.
+            pace: parameters of the shorter deadline that the watchdog learns.
+            lost: future that gets the cause of death when the receiver dies; for receivers that are replaced.
 
         Raises:
-            DeadlineError: no reply within `timeout_s`.
-            PartDiedError: `lost` was done first.
-            StallError: no reply within the learned deadline, or a process was stopped in the meantime.
-            ActorDiedError: a process of the run died in the meantime.
+            DeadlineError: No reply within `timeout_s`.
+            PartDiedError: `lost` completed first.
+            StallError: No reply within the learned deadline, or a process was stopped while waiting.
+            ActorDiedError: A process of the run died while waiting.
         """
         task, started = asyncio.ensure_future(resolve(call)), time.perf_counter()
-        ends: _Ends = (self._failure, lost)
+        failures: _Failures = (self._failure, lost)
         self._requests[task] = name
         try:
             if self._watchdog is None or self._closing:
-                if not await self._is_done(task, name, timeout_s, ends):
+                if not await self._is_done(task, name, timeout_s, failures):
                     self._record_stall(Stall(request=name, seconds=timeout_s), None)
                     raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
             else:
-                await self._until_done(self._watchdog, task, name, timeout_s, pace, ends)
+                await self._until_done(self._watchdog, task, name, timeout_s, pace, failures)
                 self._watchdog.note_reply(name, pace, started)
             return _result_of(task)
         finally:
             del self._requests[task]
             task.cancel()
 
-    async def _is_done(self, task: "asyncio.Future[Any]", name: str, timeout_s: float, ends: "_Ends") -> bool:
-        """Wait for a reply; return False if there is none in time. Raise if the run has failed, or the part is lost."""
-        failure, lost = ends
+    async def _is_done(self, task: "asyncio.Future[Any]", name: str, timeout_s: float, failures: "_Failures") -> bool:
+        """Wait for a reply; return False on timeout. Raise if the run has failed or the receiver died."""
+        failure, lost = failures
         waiting: set[asyncio.Future[Any]] = {task, failure} if lost is None else {task, failure, lost}
         done, num_continued = set[asyncio.Future[Any]](), -1
-        while not done and num_continued != self._num_continued:  # time that this process was suspended does not count
+        while not done and num_continued != self._num_continued:  # wait again if this process was suspended
             num_continued = self._num_continued
             due = self._loop.time() + timeout_s
             done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -162,34 +166,28 @@ class Supervisor:
         return bool(done)
 
     async def _until_done(
-        self,
-        watchdog: Watchdog,
-        task: "asyncio.Future[Any]",
-        name: str,
-        timeout_s: float,
-        pace: Pace,
-        ends: "_Ends",
+        self, watchdog: Watchdog, task: "asyncio.Future[Any]", name: str, timeout_s: float, pace: Pace, failures: "_Failures"
     ) -> None:
-        """Wait for a reply under the learned deadline, and handle the stalls."""
+        """Wait for a reply under the learned deadline; handle each stall."""
         limit_s, waited_s, seen = watchdog.limit(name, pace, timeout_s), 0.0, None
-        while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), ends):
+        while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), failures):
             waited_s = min(timeout_s, waited_s + limit_s)
             before, seen = seen, await progress_of(pace)
             if waited_s >= timeout_s and seen != before:
                 self._record_stall(Stall(request=name, seconds=timeout_s), None)
                 raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
             involved = suspects(name, [*self._pidfds.values(), *self._remote.values()])
-            # A stopped process is reported by `_look_at_states`; one in a debugger is no stall.
+            # `_look_at_states` reports stopped processes; a process in a debugger is not a stall.
             excused = seen != before or self._stopped or any(process.is_debugged() for process in involved)
             if excused and waited_s < timeout_s:
                 continue
             reason = LAST if waited_s >= timeout_s else watchdog.known(name, pace)
             stall = Stall(request=name, seconds=waited_s, suspects=involved, reason=reason)
             report = await self._report_stall(watchdog, stall, limit_s / 2)
-            if ends[0].done():
+            if failures[0].done():
                 continue
             if task.done():
-                logger.info("reply to %s after all", name)
+                logger.info("late reply to %s", name)
             elif waited_s >= timeout_s:
                 raise DeadlineError(f"{stall}; stacks: {report.file}")
             else:
@@ -197,9 +195,9 @@ class Supervisor:
                 limit_s *= 2
 
     def watch(self, name: str, pid: int) -> None:
-        """Watch a process of this machine through a pidfd, which reports its end at once, however it ends.
+        """Watch a process of this machine through a pidfd, which reports any kind of exit immediately.
 
-        torchmonarch alone takes seconds, or reports only an undelivered message after 30 s. A second call does nothing.
+        torchmonarch takes seconds, or only reports an undelivered message after 30 s. A second call does nothing.
         """
         process = Process(name=name, pid=pid)
         if process in self._pidfds.values():
@@ -207,29 +205,29 @@ class Supervisor:
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._note_end(process.role, f"{process} has ended")
+            self._handle_death(process.role, f"{process} exited")
             return
-        self._missed.pop(process.role, None)  # this one takes the place of the one that has ended
+        self._late_deaths.pop(process.role, None)  # this process replaces the dead one
         self._pidfds[pidfd] = process
-        self._ends[pidfd] = asyncio.Event()
-        self._all_ended.clear()
-        self._loop.add_reader(pidfd, self._on_end, pidfd)
+        self._exits[pidfd] = asyncio.Event()
+        self._all_exited.clear()
+        self._loop.add_reader(pidfd, self._on_exit, pidfd)
 
-    def note_remote(self, name: str, pid: int, host: str) -> None:
-        """Note a process of another machine. Its end is known from torchmonarch's reports only."""
+    def watch_remote(self, name: str, pid: int, host: str) -> None:
+        """Register a process of another machine. Only torchmonarch reports its death."""
         self._remote[name] = Process(name=name, pid=pid, host=host)
 
     def replace(self, role: str, replaceable: Replaceable) -> None:
-        """Let the processes of a role be replaced, instead of ending the run, when one of them ends or hangs."""
+        """Declare that a role's processes are replaced, instead of ending the run, when one of them dies or hangs."""
         self._replaceable[role] = replaceable
 
     def lose_host(self, host: str, cause: str, *, is_replaceable: bool) -> None:
-        """Replace the parts with a process on a host of another machine that has ended, or end the run.
+        """Handle the loss of another machine: replace every role that had a process on it, or end the run.
 
         Args:
-            host: name that the machine gave itself.
-            cause: the host's name for people, and the reason.
-            is_replaceable: other hosts have devices for the parts.
+            host: host name, as reported by the machine itself.
+            cause: display name of the host, and the reason.
+            is_replaceable: whether other hosts have free devices for these roles.
         """
         processes = [process for process in self._remote.values() if process.host == host]
         names = sorted(process.name for process in processes)
@@ -240,67 +238,67 @@ class Supervisor:
             self._replaceable.clear()
             roles = roles[:1] or ["host"]
         for role in roles:
-            self._note_end(role, cause)
+            self._handle_death(role, cause)
 
     async def kill(self, role: str) -> None:
-        """Kill the processes of a role on this machine, and wait until they have ended."""
-        doomed = [pidfd for pidfd, process in self._pidfds.items() if process.role == role]
-        _send(signal.SIGKILL, doomed)
-        await asyncio.gather(*(self._ends[pidfd].wait() for pidfd in doomed))
+        """Kill the processes of a role on this machine, and wait until they have exited."""
+        pidfds = [pidfd for pidfd, process in self._pidfds.items() if process.role == role]
+        _send(signal.SIGKILL, pidfds)
+        await asyncio.gather(*(self._exits[pidfd].wait() for pidfd in pidfds))
         self._remote = {name: process for name, process in self._remote.items() if process.role != role}
 
     def guard(self, role: str, name: str, call: Awaitable[None]) -> None:
-        """Treat failure of this long-running call as the death of the role."""
+        """Treat failure of this long-running call as a death in the role."""
         task = asyncio.create_task(resolve(call), name=name)
         self._guards[task] = role
-        task.add_done_callback(self._on_guard_end)
+        task.add_done_callback(self._on_guard_done)
 
     def expect_deaths(self) -> None:
-        """Ignore deaths from now on, because processes are being stopped.
+        """Ignore deaths from now on, because the session is closing.
 
-        The hook stays installed: torchmonarch reports faults even after the last process has ended, and its default hook would
-        interrupt the program. Processes that a signal has stopped continue, because they cannot end otherwise.
+        The hook stays installed: torchmonarch reports faults even after the last process has exited, and its default hook would
+        interrupt the program. Processes stopped by a signal get SIGCONT, because they could not exit otherwise.
         """
         self._closing = True
         _send(signal.SIGCONT, self._pidfds)
 
     async def start_over(self, kept: Collection[str]) -> None:
-        """End every request, and every process but those of some roles; nothing that happened before fails a request then.
+        """Fail every request, kill every process outside the kept roles, and clear the failure of the run.
 
-        A kept role of which a process has ended since the run failed is replaced.
+        A kept role is replaced if one of its processes died after the run failed.
         """
         self.fail(ActorDiedError("the run restarts", "session"))
         self._replaceable = {role: part for role, part in self._replaceable.items() if role in kept}
         for task in [task for task, role in self._guards.items() if role not in kept]:
             task.cancel()
-        self._doomed = {pidfd for pidfd, process in self._pidfds.items() if process.role not in kept}
+        self._expected_exits = {pidfd for pidfd, process in self._pidfds.items() if process.role not in kept}
         dropped = {process.role for process in [*self._pidfds.values(), *self._remote.values()]} - set(kept)
         await asyncio.gather(*map(self.kill, dropped))
-        self._doomed = set()  # the numbers will be those of other processes
+        self._expected_exits = set()  # the kernel reuses the descriptors
         self._failure = self._loop.create_future()
-        missed, self._missed = self._missed, {}
-        for role in missed.keys() & self._replaceable.keys():
-            self._note_end(role, missed[role])
+        late, self._late_deaths = self._late_deaths, {}
+        for role in late.keys() & self._replaceable.keys():
+            self._handle_death(role, late[role])
 
     async def reap(self, timeout_s: float) -> list[str]:
-        """Wait until every watched process has ended; kill the others after `timeout_s`, and return their names."""
+        """Wait until every watched process has exited; kill the others after `timeout_s`, and return their names."""
         if self._pidfds:
-            with contextlib.suppress(TimeoutError):  # the rest is killed below
-                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+            with contextlib.suppress(TimeoutError):  # the remaining processes are killed below
+                await asyncio.wait_for(self._all_exited.wait(), timeout_s)
         if killed := [str(process) for process in self._pidfds.values()]:
             _send(signal.SIGKILL, self._pidfds)
-            await self._all_ended.wait()
-        if not self._failure.done():  # a request that is still pending gets no reply any more
+            await self._all_exited.wait()
+        if not self._failure.done():  # pending requests will never get a reply
             self._failure.set_result(ActorDiedError("the session was closed", "session"))
         return killed
 
     def _on_continue(self) -> None:
-        """Give every pending request its whole time again: this process was stopped (Ctrl-Z) and continues (`fg`)."""
+        """Restart the deadlines of all pending requests: this process was stopped (Ctrl-Z) and has continued (`fg`)."""
         self._num_continued += 1
-        self._stopped.clear()  # the others may continue a moment later
+        self._stopped.clear()  # other processes may continue a moment later
 
     def _tick(self, due: float) -> None:
-        """Look at the processes, and do it again every second. A look that comes late shows a breakpoint in this process."""
+        """Check the processes, and schedule the next check. A late check means that this process was at a breakpoint."""
         if self._closing:
             return
         now = self._loop.time()
@@ -311,7 +309,7 @@ class Supervisor:
         self._loop.call_at(now + TICK_S, self._tick, now + TICK_S)
 
     def _look_at_states(self, watchdog: Watchdog, now: float) -> None:
-        """Report the processes that a signal stopped so long ago that it is a stall."""
+        """Report processes that a signal stopped long enough ago to count as a stall."""
         known, self._stopped = self._stopped, {}
         for process in self._pidfds.values():
             if process.is_stopped():
@@ -332,9 +330,9 @@ class Supervisor:
             await self._act_on_stall(watchdog, stall, report)
 
     async def _report_stall(self, watchdog: Watchdog, stall: Stall, interval_s: float) -> Report:
-        """Write the stacks of a stall and record its event, unless the same processes were reported in the last `interval_s`.
+        """Write the stacks of a stall and record an event, unless the same processes were reported in the last `interval_s`.
 
-        Requests that wait for each other stall together.
+        Requests that depend on each other stall together, and need only one report.
         """
         after = self._loop.time() - interval_s
         async with self._reporting:
@@ -343,7 +341,7 @@ class Supervisor:
                 return report
             try:
                 file = str(await watchdog.write(stall))
-            except OSError as error:  # of a full disk, which does not hide the stall
+            except OSError as error:  # for example a full disk, which must not hide the stall
                 file = f"not written ({error})"
             report = Report(text=f"{stall}; stacks: {file}", file=file, time=self._loop.time())
             self._reported[stall.suspects] = report
@@ -351,71 +349,71 @@ class Supervisor:
             return report
 
     async def _act_on_stall(self, watchdog: Watchdog, stall: Stall, report: Report) -> None:
-        """Replace the parts that hang, end every wait, or tell the user that the run waits on."""
+        """Replace the hanging roles, fail the run, or warn the user and continue waiting, as `faults.on_stall` requests."""
         if watchdog.config.on_stall == "wait":
             if not report.is_shown:
                 report.is_shown = True
-                watchdog.warn(f"{report.text}; waiting on (faults.on_stall)")
+                watchdog.warn(f"{report.text}; still waiting (faults.on_stall)")
             return
         hung = await self._hung_roles(stall) if watchdog.config.on_stall == "respawn" else set()
         if not hung:
             self.fail(StallError(report.text, stall.actor))
         for role in hung:
-            self._note_end(role, report.text)
+            self._handle_death(role, report.text)
 
     async def _hung_roles(self, stall: Stall) -> set[str]:
-        """Return the roles that hang, if all of them can be replaced; else none."""
+        """Return the replaceable roles that hang: the stopped ones, or the ones that do not reply to a probe."""
         roles = {process.role for process in stall.suspects}
         if stall.are_stopped:
             return roles & self._replaceable.keys()
         probes = {role: self._replaceable[role].probe for role in roles & self._replaceable.keys()}
-        replies = await asyncio.gather(*(answers(probe()) for probe in probes.values()))
+        replies = await asyncio.gather(*(responds(probe()) for probe in probes.values()))
         return {role for role, reply in zip(probes, replies, strict=True) if not reply}
 
-    def _on_end(self, pidfd: int) -> None:
+    def _on_exit(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
         process = self._pidfds.pop(pidfd)
-        self._ends.pop(pidfd).set()
+        self._exits.pop(pidfd).set()
         os.close(pidfd)
         if not self._pidfds:
-            self._all_ended.set()
-        if pidfd not in self._doomed:
-            self._note_end(process.role, f"{process} has ended")
+            self._all_exited.set()
+        if pidfd not in self._expected_exits:
+            self._handle_death(process.role, f"{process} exited")
 
-    def _on_guard_end(self, task: "asyncio.Task[None]") -> None:
+    def _on_guard_done(self, task: "asyncio.Task[None]") -> None:
         role = self._guards.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._note_end(role, f"{task.get_name()} failed: {_one_line(cause_of(error))}")
+            self._handle_death(role, f"{task.get_name()} failed: {_one_line(cause_of(error))}")
 
     def _on_fault(self, failure: Any) -> None:
-        """Handle torchmonarch's fault report, which it delivers on a thread of its own.
+        """Handle torchmonarch's fault report, which arrives on one of its threads.
 
-        It reports an end after ten seconds, for every actor of the process, so the process may have belonged to an earlier run.
-        The pidfds report those of this run on this machine. Actors are named after the role of their process, except those that
-        torchmonarch and the fleet have in every process.
+        It reports a death after ten seconds, once for every actor of the process, so the process may belong to an earlier run.
+        For processes on this machine the pidfds are used instead. Actors are named after the role of their process, except
+        the actors that torchmonarch and the fleet start in every process.
         """
         report, actor = " ".join(failure.report().split()), str(failure.mesh_name).rpartition("-")[0]
         remote = {process.role for process in self._remote.values() if f"{actor}_".startswith(f"{process.role}_")}
         is_seen = not remote and (PROCESS_FAILED in report or SILENT in report)
         if not (self._closing or is_seen or STOP_FAILED in report):
             role = next(iter(remote), actor)
-            self._loop.call_soon_threadsafe(self._note_end, role, f"{failure.mesh_name} failed: {_one_line(report)}")
+            self._loop.call_soon_threadsafe(self._handle_death, role, f"{failure.mesh_name} failed: {_one_line(report)}")
 
-    def _note_end(self, role: str, cause: str) -> None:
-        """Replace a part that has ended; end the run if it cannot be replaced."""
+    def _handle_death(self, role: str, cause: str) -> None:
+        """Handle a death in a role: replace the role if possible, else fail the run."""
         if self._closing:
             return
         if self._failure.done():
-            self._missed.setdefault(role, cause)
+            self._late_deaths.setdefault(role, cause)
         elif role in self._replaceable:
-            self._replaceable[role].on_end(cause)
+            self._replaceable[role].on_death(cause)
         else:
             self.fail(ActorDiedError(cause, role))
             self.record("fault", cause=cause)
 
     def fail(self, error: TitanRLError) -> None:
-        """End every wait with an error."""
+        """Raise an error in every pending request, and in later ones."""
         if not self._closing and not self._failure.done():
             self._failure.set_result(error)
 
@@ -424,15 +422,15 @@ class Supervisor:
         self.record("stall", **fields, seconds=round(stall.seconds, 3), file=file)
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Record an event. Requests that are pending at a fault take longer than usual."""
-        if self._watchdog is not None and kind != "stall":  # a stall may be a request that has become slower for good
+        """Record an event. The watchdog ignores the times of requests that were pending, because faults delay them."""
+        if self._watchdog is not None and kind != "stall":  # after a stall, requests may be permanently slower
             self._watchdog.note_fault()
         self._on_event(kind, **fields)
 
 
 def _send(number: signal.Signals, pidfds: Iterable[int]) -> None:
     for pidfd in pidfds:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop has not seen that yet
+        with contextlib.suppress(ProcessLookupError):  # it has exited, and the event loop has yet to handle that
             signal.pidfd_send_signal(pidfd, number)
 
 

@@ -1,4 +1,4 @@
-"""The controller's client of the trainer: requests with a name and a deadline, and the replies of all ranks as one."""
+"""The controller's client of the trainer: sends each request to all ranks, and merges their replies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ _PACE, _DISK = Pace(), Pace(min_s=DISK_S)
 
 
 def same_on_all_ranks(name: str, replies: Sequence[T]) -> T:
-    """Return the reply that every rank gave; different replies mean that the ranks have diverged."""
+    """Return the reply on which all ranks agree; different replies mean that the ranks have diverged."""
     assert all(reply == replies[0] for reply in replies), f"ranks disagree after {name}: {replies}"
     return replies[0]
 
@@ -67,37 +67,37 @@ def merge_outputs(num_data: int, replies: "Iterable[DataResult]") -> ForwardBack
 
 
 def _pace_of(endpoint: str, data: Sequence[Datum]) -> Pace:
-    """Return the pace of a request for data of the caller, which is of any size."""
+    """Return a pace that learns the deadline per size of the caller's data."""
     return Pace(kind=f"trainer.{endpoint} {size_class(sum(len(datum.model_input) for datum in data))}")
 
 
 def start_request(request: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
-    """Start a request as a task that may never be awaited, because the caller failed or was interrupted before."""
+    """Start a request as a task that may never be awaited, for example because the caller was interrupted."""
     task = asyncio.create_task(request, name=name)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # an exception counts as retrieved
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks an exception as retrieved
     return task
 
 
 @dataclass(slots=True)
 class TrainerMesh:
-    """The trainer ranks as one object. Every request goes to all ranks; each rank serves its requests in order."""
+    """Client of all trainer ranks. Each request goes to every rank; a rank serves its requests in order."""
 
     mesh: Any
     supervisor: Supervisor
     timeouts: TimeoutsConfig
     shard_news: Any = None
-    """The `ShardNews` actors of its processes; None without rollouts."""
+    """`ShardNews` actors in the trainer's processes; None without rollouts."""
     version: int = 0
-    """Version of the weights: the number of steps that the controller has seen, each of them on one batch."""
+    """Version of the weights: the number of completed steps that the controller knows of, one per batch."""
     _queued: list["asyncio.Task[Any]"] = field(default_factory=list)
-    """Optimizer steps requested behind passes that have not finished."""
+    """Optimizer steps queued after passes that have not finished."""
 
     async def start(self) -> None:
         """Load torchtitan and form the process group."""
         await self._all("start", self.mesh.start.call(), self.timeouts.start_s)
 
     async def load_model(self, model_dir: Path) -> None:
-        """Build the policy from a Hugging Face directory."""
+        """Build the policy from a Hugging Face directory, on every rank."""
         await self._all("load_model", self.mesh.load_model.call(model_dir), self.timeouts.start_s)
 
     def forward_backward(
@@ -107,23 +107,23 @@ class TrainerMesh:
         proximal_version: int | None = None,
         reference_version: int | None = None,
     ) -> "asyncio.Task[LossSums]":
-        """Request the gradients of micro-batches, one after another; the task returns their metrics, summed over all ranks.
+        """Run forward and backward passes over micro-batches, in order; the task returns the metrics, merged over all ranks.
 
-        If a pass fails, the optimizer step queued behind it is cancelled; the trainer would refuse it, too.
+        If a pass fails, the optimizer step queued after it is cancelled; the trainer would also refuse it.
 
         Args:
             microbatches: rows for each data-parallel rank.
-            proximal_version: version whose log-probabilities `compute_logprobs` stored as the proximal ones.
-            reference_version: the same for the reference.
+            proximal_version: version whose log-probabilities `compute_logprobs` stored for the proximal policy.
+            reference_version: the same for the reference policy.
         """
-        call = self.mesh.forward_backward.call  # sends at once
+        call = self.mesh.forward_backward.call  # sends immediately
         requests = [call(microbatch, proximal_version, reference_version) for microbatch in microbatches]
         return asyncio.create_task(self._passes(requests), name="forward_backward")
 
     async def _passes(self, requests: Sequence[Awaitable[Any]]) -> LossSums:
         try:
             replies = await asyncio.gather(*(self._all("forward_backward", request) for request in requests))
-        except BaseException:  # an interrupt, too; the caller gets it
+        except BaseException:  # including interrupts
             for task in self._queued:
                 task.cancel()
             raise
@@ -132,12 +132,12 @@ class TrainerMesh:
     def optim_step(
         self, params: AdamParams, after: Callable[[], Awaitable[None]] | None = None, *, completes: bool = True
     ) -> "asyncio.Task[OptimUpdate]":
-        """Request an optimizer step behind the passes requested before; no message lies between the last pass and the step.
+        """Queue an optimizer step after the passes requested so far, without waiting for their replies.
 
         Args:
             params: options of this step.
-            after: awaited before the request is sent, such as a push that still reads the weights.
-            completes: count a version; False if more optimizer steps on the same batch follow.
+            after: awaited before the request is sent, for example until a push has read the weights.
+            completes: whether the step completes its batch and increments the version.
         """
         task = start_request(self._optim_step(params, after, completes), "optim_step")
         self._queued.append(task)
@@ -155,20 +155,20 @@ class TrainerMesh:
         return replace(update, busy_s=fmean(update.busy_s for update in updates))
 
     async def measure_correction(self, microbatch: MicroBatch, *, proximal_version: int | None = None) -> LossSums:
-        """Return the sums of the off-policy correction over a micro-batch and all ranks, from a forward pass alone."""
+        """Return the sums of the off-policy correction over a micro-batch and all ranks, from a forward pass."""
         call = self.mesh.measure_correction.call(microbatch, proximal_version)
         return merge_losses(await self._all("measure_correction", call))
 
     async def compute_logprobs(self, microbatch: MicroBatch, *, at_version: int) -> None:
-        """Compute log-probabilities with the weights of the live version or a kept one, and store them on the ranks."""
+        """Compute log-probabilities with the current or a kept version of the weights, and store them on the ranks."""
         await self._all("compute_logprobs", self.mesh.compute_logprobs.call(microbatch, at_version))
 
     async def hold_rollouts(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Let each rank fetch its rollouts of all passes over a batch before the first optimizer step."""
+        """Make each rank fetch its rollouts for all passes over a batch, before the first optimizer step."""
         await self._all("hold_rollouts", self.mesh.hold_rollouts.call(microbatches))
 
     async def share_logprobs(self, version: int) -> None:
-        """Give the log-probabilities that `compute_logprobs` stored for a version to all ranks."""
+        """Share the log-probabilities that `compute_logprobs` stored for a version among all ranks."""
         await self._all("share_logprobs", self.mesh.share_logprobs.call(version))
 
     async def keep_weights(self) -> int:
@@ -183,21 +183,25 @@ class TrainerMesh:
     async def run_data(
         self, data: Sequence[Datum], loss_fn: str | Plugin | None, loss_fn_config: Mapping[str, Any], *, backward: bool
     ) -> ForwardBackwardOutput:
-        """Run the caller's data under a loss, or without one for log-probabilities alone; `backward` adds the gradient."""
+        """Compute a loss and the log-probabilities of user data; `backward` also accumulates the gradient.
+
+        Without `loss_fn`, only the log-probabilities are computed.
+        """
         call = self.mesh.run_data.call(data, loss_fn, loss_fn_config, backward=backward)
         return merge_outputs(len(data), await self._all("run_data", call, pace=_pace_of("run_data", data)))
 
     async def compute_data_logprobs(self, data: Sequence[Datum], *, at_version: int) -> ForwardBackwardOutput:
-        """Return log-probabilities of the caller's data with the weights of the live version or a kept one."""
+        """Return log-probabilities of user data with the current or a kept version of the weights."""
         call = self.mesh.compute_data_logprobs.call(data, at_version)
         return merge_outputs(
             len(data), await self._all("compute_data_logprobs", call, pace=_pace_of("compute_data_logprobs", data))
         )
 
     async def use_shard(self, number: int, shard: Any | None) -> None:
-        """Let all ranks fetch from a new storage shard, or from none until there is one; without a trainer, do nothing.
+        """Announce the replacement of a storage shard to all ranks, or None while it is missing.
 
-        Fetches from the previous shard fail with `TokensLostError`, because its process has ended.
+        Fetches from the previous shard fail with `TokensLostError`, because its process is dead. Without a trainer, this does
+        nothing.
         """
         if self.shard_news is not None:
             await self._all("use_shard", self.shard_news.use.call(number, shard))
@@ -216,7 +220,7 @@ class TrainerMesh:
         self.version = 0
 
     async def save_checkpoint(self, step: int, published: int | None = None) -> None:
-        """Write model, optimizer and version; `published` is a kept version to write the weights of, too."""
+        """Write model, optimizer and version; also write the weights of the kept version `published`, if given."""
         await self._all("save_checkpoint", self.mesh.save_checkpoint.call(step, published), pace=_DISK)
 
     async def finish_checkpoint(self, step: int) -> dict[str, str]:
@@ -225,7 +229,7 @@ class TrainerMesh:
         return {name: digest for reply in replies for name, digest in reply.items()}
 
     async def load_published(self, step: int, version: int) -> None:
-        """Load and keep the weights that a checkpoint has of the version published last; `load_checkpoint` comes later."""
+        """Load and keep a checkpoint's weights of the last published version. Call it before `load_checkpoint`."""
         await self._all("load_published", self.mesh.load_published.call(step, version), pace=_DISK)
 
     async def load_checkpoint(self, step: int) -> int:
@@ -235,7 +239,7 @@ class TrainerMesh:
         return self.version
 
     async def save_state(self, folder: Path) -> None:
-        """Write model, optimizer and version to a folder of their own."""
+        """Write model, optimizer and version to a new folder."""
         replies: list[Digests] = await self._all("save_state", self.mesh.save_state.call(folder), pace=_DISK)
         digests = {name: digest for reply in replies for name, digest in reply.items()}
         await asyncio.to_thread(commit_folder, folder, digests)
@@ -244,7 +248,7 @@ class TrainerMesh:
         """Restore a state written by `save_state`; return its version, or `at_least` if that is higher.
 
         Raises:
-            DamagedError: The state is incomplete, or a file has other bytes than were written.
+            DamagedError: The state is incomplete, or a file does not match its digest.
         """
         try:
             await asyncio.to_thread(check_folder, folder, needs=(".metadata",))
@@ -264,6 +268,6 @@ class TrainerMesh:
         await self._all("close", self.mesh.close.call(), self.timeouts.close_s / 4)
 
     async def _all(self, name: str, call: Awaitable[Any], timeout_s: float | None = None, pace: Pace = _PACE) -> list[Any]:
-        """Await a request to all ranks; return their replies by rank."""
+        """Await a request to all ranks; return their replies in rank order."""
         replies = await self.supervisor.ask(f"trainer.{name}", call, timeout_s or self.timeouts.step_s, pace)
         return [reply for _, reply in replies.items()]

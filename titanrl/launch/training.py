@@ -1,7 +1,7 @@
-"""Tinker's `TrainingClient` on the trainer mesh: the caller's own loop, data and losses.
+"""`TrainingClient`: the trainer's primitives for custom training loops, data and losses.
 
-Interface: https://tinker-docs.thinkingmachines.ai. Methods return a task at once. Tasks run in the order of their requests,
-so `forward_backward` and `optim_step` can be requested together and awaited later.
+The interface follows Tinker (https://tinker-docs.thinkingmachines.ai). Each method returns a task immediately. Tasks run in the
+order of the calls, so `forward_backward` and `optim_step` can be submitted together and awaited later.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class PoisonedError(TitanRLError):
 
 
 class TrainingClient:
-    """Forward and backward passes, optimizer steps, saved states and publications, in the order of their requests.
+    """Runs forward and backward passes, optimizer steps, saves and publications in the order of the calls.
 
     Example:
         loss = client.forward_backward(data, "ppo")
@@ -49,10 +49,10 @@ class TrainingClient:
         """Use a trainer that has loaded its model.
 
         Args:
-            trainer: the mesh.
-            folder: absolute path under which `save_state` and `export` make their folders.
-            weights: way of the weights to the generators; None without generators.
-            sampler: access to the generators that receive the weights.
+            trainer: client of the trainer ranks.
+            folder: absolute path under which `save_state` and `export` create their folders.
+            weights: weight transfer to the generators; None without generators.
+            sampler: client of the generators that receive the weights.
         """
         self._trainer = trainer
         self._folder = folder
@@ -68,28 +68,28 @@ class TrainingClient:
     def forward(
         self, data: Sequence[Datum], loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
-        """Compute the loss and its metrics without a gradient."""
+        """Compute the loss and its metrics without a gradient; the arguments are those of `forward_backward`."""
         return self._submit(lambda: self._trainer.run_data(data, _named_loss(loss_fn), loss_fn_config or {}, backward=False))
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
-        """Add up the gradient of the loss, summed over all tokens of the data, for the next optimizer step.
+        """Compute the loss, summed over all tokens of the data, and accumulate its gradient for the next optimizer step.
 
         Args:
             data: sequences; the result does not depend on packing or on the number of ranks.
-            loss_fn: `cross_entropy`, a loss of `algorithm.loss`, or a function of the user or its import path: a policy loss
-                declared with `titanrl.policy_loss`, else a function of data and log-probabilities as in
-                `forward_backward_custom`, called on every trainer rank for its share of the data.
+            loss_fn: `cross_entropy`, the name of an `algorithm.loss`, or a custom loss (a function or its import path). This is
+                either a policy loss declared with `titanrl.policy_loss`, or a function of data and log-probabilities as in
+                `forward_backward_custom`, which each trainer rank calls with its share of the data.
             loss_fn_config: options of the loss.
         """
         return self._submit(lambda: self._trainer.run_data(data, _named_loss(loss_fn), loss_fn_config or {}, backward=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: "CustomLoss") -> asyncio.Task[ForwardBackwardOutput]:
-        """Add up the gradient of a loss that the caller computes from the log-probabilities of all data.
+        """Compute a custom loss in this process from the log-probabilities of all data, and accumulate its gradient.
 
-        One pass fetches the log-probabilities. The gradient C of the loss with respect to them becomes the linear loss
-        sum(C * logprobs), which has the same gradient and is reported as `surrogate_loss:sum`.
+        A first pass computes the log-probabilities. With C, the gradient of the loss with respect to them, a second pass runs
+        the linear loss sum(C * logprobs), which has the same gradient and is reported as `surrogate_loss:sum`.
         """
         return self._submit(lambda: self._custom(data, loss))
 
@@ -100,13 +100,13 @@ class TrainingClient:
 
         Args:
             data: sequences.
-            at_version: version that `keep_weights` has kept, or `ema` for the moving average that `algorithm.ema_decay` keeps;
+            at_version: version kept by `keep_weights`, or `ema` for the moving average that `algorithm.ema_decay` maintains;
                 None uses the current weights.
         """
         return self._submit(lambda: self._logprobs(data, at_version))
 
     def optim_step(self, adam_params: AdamParams) -> asyncio.Task[OptimUpdate]:
-        """Take an optimizer step with the accumulated gradient and clear it; the options hold for this step only."""
+        """Take an optimizer step with the accumulated gradient, then clear it. The options apply to this step only."""
         after = None if self._weights is None else self._weights.pushed  # the last push reads the weights
         return self._submit(lambda: self._trainer.optim_step(adam_params, after))
 
@@ -115,29 +115,30 @@ class TrainingClient:
         return self._submit(self._trainer.keep_weights)
 
     def save_state(self, name: str) -> asyncio.Task[Path]:
-        """Write model and optimizer under a name; the task returns the path, which both ways to load take."""
+        """Save model and optimizer under a name; the task returns the path for `load_state` or `load_state_with_optimizer`."""
         return self._submit(lambda: self._written(self._trainer.save_state, self._folder / "states" / name))
 
     def load_state(self, path: Path) -> asyncio.Task[int]:
         """Load the weights of a state and reset the optimizer; the task returns the version.
 
-        The version is that of the state, but newer than every published one: a version never means two different weights.
+        This is the state's version, or a newer one if needed to exceed every published version, so that a version never refers
+        to two different sets of weights.
         """
         return self._submit(lambda: self._load(path, with_optimizer=False))
 
     def load_state_with_optimizer(self, path: Path) -> asyncio.Task[int]:
-        """Load weights and optimizer of a state; the task returns the version, as `load_state` does."""
+        """Load weights and optimizer of a state; the task returns the version, like `load_state`."""
         return self._submit(lambda: self._load(path, with_optimizer=True))
 
     def export(self, name: str = "final") -> asyncio.Task[Path]:
-        """Write the policy as a Hugging Face directory, adapters merged; the task returns its path."""
+        """Write the policy as a Hugging Face directory, with adapters merged; the task returns its path."""
         return self._submit(lambda: self._written(self._trainer.export_model, self._folder / "checkpoints" / name))
 
     def publish(self) -> asyncio.Task[SamplingClient]:
         """Send the weights to the generators; the task returns a client that samples with exactly this version.
 
-        The weights are published after the running requests of clients pinned to older versions have finished. The task ends
-        when all generators use the new version.
+        Publication waits until the running requests of clients pinned to older versions have finished. The task completes when
+        all generators use the new version.
 
         Raises:
             TitanRLError: The session has no generators.
@@ -145,7 +146,7 @@ class TrainingClient:
         return self._submit(self._publish)
 
     def zero_grad(self) -> asyncio.Task[None]:
-        """Discard the accumulated gradient. After a failed request this makes the client accept requests again."""
+        """Discard the accumulated gradient. After a failed request, this makes the client accept requests again."""
         return self._submit(self._trainer.zero_grad, recovers=True)
 
     def _submit(self, request: Callable[[], Awaitable[T]], *, recovers: bool = False) -> asyncio.Task[T]:
@@ -156,13 +157,13 @@ class TrainingClient:
     async def _in_order(self, previous: asyncio.Task[Any] | None, request: Callable[[], Awaitable[T]], *, recovers: bool) -> T:
         if previous is not None:
             await asyncio.wait({previous})
-        if recovers:  # only now: requests made before it still fail
+        if recovers:  # only now, because requests submitted earlier must still fail
             self._failure = None
         if self._failure is not None:
             raise PoisonedError(f"request cancelled: an earlier one failed ({self._failure!r}). Call zero_grad() first.")
         try:
             return await request()
-        except BaseException as error:  # a cancellation, too: the gradient may be incomplete
+        except BaseException as error:  # including cancellation: the gradient may be incomplete
             self._failure = error
             raise
 
@@ -198,7 +199,7 @@ class TrainingClient:
     async def _load(self, path: Path, *, with_optimizer: bool) -> int:
         at_least = 0
         if self._weights is not None:
-            await self._weights.pushed()  # a push reads the weights
+            await self._weights.pushed()  # a pending push still reads the weights
             at_least = max(self._weights.versions, default=-1) + 1
         return await self._trainer.load_state(path, with_optimizer=with_optimizer, at_least=at_least)
 
@@ -215,9 +216,9 @@ class TrainingClient:
 
 
 async def _nothing() -> None:
-    """Free no slots: a loop of the caller's own has none."""
+    """Free no slots, because custom loops have none."""
 
 
 def _named_loss(loss: "LossFunction") -> str | Plugin:
-    """Return a built-in loss by name, and one of the user as an object that can be sent to the trainer."""
+    """Return the name of a built-in loss, or a custom loss as an object that can be sent to the trainer."""
     return plugin_of("loss_fn", loss) or str(loss)

@@ -1,4 +1,4 @@
-"""Supervised training before RL, on demonstrations generated for the task."""
+"""Warm start: supervised training before RL, on generated demonstrations of the task."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SHOW_EVERY_STEPS = 10
 async def warm_start(
     training: TrainingClient, config: Config, settings: WarmStartConfig, tokenizer: Tokenizer, console: Console
 ) -> None:
-    """Train on demonstrations. One step is queued at the trainer while another one is computed."""
+    """Train on demonstrations. While one step is computed, the next is already queued at the trainer."""
     stream = make_stream(config.data, tokenizer, config.seed)
     environment = config.data.environment
     calls_tools = settings.tool_calls
@@ -43,7 +43,7 @@ async def _train(
     steps: "asyncio.Queue[None]",
     console: Console,
 ) -> None:
-    """Take one optimizer step on the mean cross-entropy of the answers' tokens."""
+    """Take one optimizer step on the mean cross-entropy of the demonstrations' answer tokens."""
     passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
     output, _ = await asyncio.gather(passes, training.optim_step(adam_params(settings, step)))
     steps.get_nowait()
@@ -52,7 +52,7 @@ async def _train(
 
 
 def tool_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:
-    """Return a sum whose answer comes from a call of a tool, unless the answer is short."""
+    """Return a demonstration that answers a sum with a tool call; if `short`, without the call."""
     renderer = PlainRenderer(tokenizer)
     answer, stop = str(prompt.entry["answer"]), list(renderer.stop_ids[:1])
     reply = [*tokenizer.encode(f"<answer>{answer}</answer>"), *stop]
@@ -65,7 +65,7 @@ def tool_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Dem
 
 
 def adam_params(settings: WarmStartConfig, step: int) -> AdamParams:
-    """Return the optimizer's options at a step of the warm start."""
+    """Return the optimizer options for a step of the warm start."""
     rate = learning_rate(
         step,
         peak=settings.learning_rate,

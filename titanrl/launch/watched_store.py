@@ -1,4 +1,4 @@
-"""The weight store as the controller uses it: every request has a name and a deadline, so that a hanging store is noticed."""
+"""The controller's client of the weight store. Each request has a name and a deadline, so that a hanging store is detected."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from titanrl.weights.store import WeightStore
 
 @dataclass(frozen=True, slots=True)
 class WatchedStore:
-    """Requests to the store, which fail if the run has failed."""
+    """Client of the weight store whose requests are supervised, and fail if the run has failed."""
 
     store: WeightStore
     supervisor: Supervisor

@@ -1,4 +1,4 @@
-"""`titanrl doctor --config` on this machine, with real probes. `tests/cluster/test_doctor.py` has hosts of their own."""
+"""`titanrl doctor --config` on this machine, with real probes. `tests/cluster/test_doctor.py` has separate hosts."""
 
 import json
 import os
@@ -56,13 +56,13 @@ def test_emulated_hosts_are_connected_with_each_other(tmp_path: Path) -> None:
     assert all(link["closed"] == {} and 0 < link["latency_s"] < 1 and link["bytes_per_s"] > 1e6 for link in links)
 
 
-def test_missing_model_is_a_verdict(tmp_path: Path) -> None:
+def test_missing_model_is_reported(tmp_path: Path) -> None:
     done = doctor(tmp_path, "warm_start=null", f"model.path={tmp_path}/none")
     assert done.returncode == 1
     assert [problem["what"] for problem in found_by(done)["problems"]] == ["model.path is missing"]
 
 
-def test_limited_memory_is_a_verdict(tmp_path: Path) -> None:
+def test_memory_limit_is_reported(tmp_path: Path) -> None:
     limited = ("bash", "-c", 'ulimit -v 1500000; exec "$@"', "sh")
     done = doctor(tmp_path, prefix=limited)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -121,7 +121,7 @@ def launched(
     return [rank.returncode for rank in ranks], outputs
 
 
-def test_other_version_of_torch_on_one_rank_is_found(tmp_path: Path) -> None:
+def test_different_torch_version_on_one_rank_is_found(tmp_path: Path) -> None:
     fake = tmp_path / "fake" / "torch-1.0.0.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
@@ -152,7 +152,7 @@ def test_folders_are_compared_by_names_sizes_and_settings(tmp_path: Path) -> Non
     assert digest_of(tmp_path / "c") == MISSING
 
 
-def test_memory_is_at_most_that_of_the_machine() -> None:
+def test_memory_never_exceeds_the_machine() -> None:
     memory, limited_by = memory_limit()
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < memory <= pages

@@ -1,4 +1,4 @@
-"""Rules of the verdict, on reports made by hand."""
+"""Rules of the verdict, on handwritten reports."""
 
 from dataclasses import replace
 
@@ -39,10 +39,10 @@ def test_equal_hosts_have_no_problem() -> None:
     assert lines(host("n1"), host("n2"), links=(link,)) == []
 
 
-def test_other_version_is_named_with_its_host() -> None:
+def test_different_version_is_named_with_its_host() -> None:
     other = replace(REPORT, versions={"python": "3.11.7", "torch": "2.12.0"})
     assert lines(host("n1"), host("n2", other), host("n3")) == [
-        "n2: torch 2.12.0, but n1, n3 has 2.13.0. Install the same packages on all hosts: titanrl doctor --install."
+        "n2: torch 2.12.0, but n1, n3 have 2.13.0. Install the same packages on all hosts: titanrl doctor --install."
     ]
 
 
@@ -54,19 +54,19 @@ def test_missing_package_is_named() -> None:
 def test_additional_package_on_one_host_is_named() -> None:
     more = replace(REPORT, versions={**REPORT.versions, "torchao": "1"})
     (line,) = lines(host("n1"), host("n2"), host("n3", more))
-    assert line.startswith("n3: torchao 1, but n1, n2 has none.")
+    assert line.startswith("n3: torchao 1, but n1, n2 have none.")
 
 
 def test_too_little_memory_is_named_with_its_limit() -> None:
     small = replace(REPORT, memory=500_000_000, limited_by="the memory limit of its cgroup")
     (line,) = lines(host("n1"), host("n2", small))
     assert line == (
-        "n2: 500.0 MB of memory (the memory limit of its cgroup), and its roles (generators) need 1.0 GB. "
-        "Raise the limit, use more hosts, or a smaller model."
+        "n2: 500.0 MB of memory (the memory limit of its cgroup), but its roles (generators) need 1.0 GB. "
+        "Raise the limit, use more hosts, or use a smaller model."
     )
 
 
-@pytest.mark.parametrize(("free", "text"), [(None, "/dev/shm cannot be written"), (10, "/dev/shm has 10 B")])
+@pytest.mark.parametrize(("free", "text"), [(None, "/dev/shm is not writable"), (10, "/dev/shm has 10 B")])
 def test_shared_memory_is_checked(free: int | None, text: str) -> None:
     needs = replace(NEEDS, shared_memory=20)
     (line,) = lines(host("n1", replace(REPORT, shared_memory=free), needs))
@@ -75,13 +75,13 @@ def test_shared_memory_is_checked(free: int | None, text: str) -> None:
 
 def test_too_few_devices_are_named() -> None:
     (line,) = lines(host("n1", replace(REPORT, devices=["A"]), replace(NEEDS, devices=8)))
-    assert line.startswith("n1: 1 accelerators, and generators need 8")
+    assert line.startswith("n1: 1 accelerators, but generators need 8")
 
 
 def test_missing_and_different_models_are_named() -> None:
     other, none = replace(REPORT, files={"model.path": "d2"}), replace(REPORT, files={"model.path": MISSING})
     found = lines(host("n1"), host("n2", other), host("n3", none), host("n4"))
-    assert found[0].startswith("n2: model.path differs from that of other hosts.")
+    assert found[0].startswith("n2: model.path differs from the other hosts.")
     assert found[1].startswith("n3: model.path is missing.")
     assert len(found) == 2
 
@@ -91,12 +91,12 @@ def test_model_that_no_host_has_is_missing_on_all() -> None:
     assert [line.partition(".")[0] for line in lines(host("n1", none), host("n2", none))] == ["n1: model", "n2: model"]
 
 
-def test_folder_that_is_not_shared_is_named() -> None:
+def test_unshared_output_dir_is_named() -> None:
     (line,) = lines(host("n1"), host("n2", replace(REPORT, shares_runs=False)))
-    assert line.startswith("n2: output_dir is not that of the controller")
+    assert line.startswith("n2: output_dir is not shared with the controller")
 
 
-def test_closed_port_is_named_once_for_all_that_try_it() -> None:
+def test_closed_port_is_reported_once_for_all_sources() -> None:
     name = "port 22222 (hosts.slurm.port)"
     links = tuple(
         Link(source=source, target="n2", closed={name: "Connection refused"}, latency_s=1e-4, bytes_per_s=1e9)
@@ -104,14 +104,14 @@ def test_closed_port_is_named_once_for_all_that_try_it() -> None:
     )
     assert lines(host("n1"), host("n2"), host("n3"), links=links) == [
         "n2: port 22222 (hosts.slurm.port) is closed for n1, n3 (Connection refused). "
-        "Let TCP between the hosts pass in the firewall."
+        "Allow TCP between the hosts in the firewall."
     ]
 
 
-def test_host_that_nobody_reaches_needs_all_ports() -> None:
+def test_unreachable_host_must_open_all_ports() -> None:
     (line,) = lines(host("n1"), host("n2"), links=(Link(source="n1", target="n2", closed={CHOSEN: "no answer"}),))
     assert line == (
-        "n2: its TCP ports are closed for n1 (no answer). Let TCP between the hosts pass in the firewall on all ports."
+        "n2: its TCP ports are closed for n1 (no answer). Allow TCP between the hosts in the firewall on all ports."
     )
 
 
@@ -128,12 +128,12 @@ def test_clocks_and_slow_connections_are_warnings() -> None:
     )
     found = problems([host("n1"), host("n2", clock_s=-2.0)], links)
     assert [problem.level for problem in found] == ["warning", "warning"]
-    assert str(found[0]).startswith("n1: 100.0 MB/s to n2, and the median is 1.0 GB/s.")
+    assert str(found[0]).startswith("n1: 100.0 MB/s to n2, but the median is 1.0 GB/s.")
     assert str(found[1]).startswith("n2: its clock is 2.0 s behind the controller's.")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_every_pair_is_tried_once_and_no_host_twice_at_a_time(count: int) -> None:
+def test_rounds_pair_all_hosts_once_without_overlap(count: int) -> None:
     found = rounds(count)
     for pairs in found:
         taking_part = [number for pair in pairs for number in pair]
@@ -164,7 +164,7 @@ def test_roles_of_a_launcher_are_spread() -> None:
     assert third.shared_memory == 2 * second.shared_memory  # two versions, which it receives whole
 
 
-def test_generators_beside_trainers_need_no_host_of_their_own() -> None:
+def test_generators_on_trainer_hosts_need_no_separate_host() -> None:
     (alone,) = needs("hosts.kind=launcher", "placement.generator=trainers")
     assert alone.roles == "controller, rollout, trainer, generators"
     first, second = needs(

@@ -1,4 +1,4 @@
-"""Acquires pods as hosts, runs an actor in each, or examines them, and writes what happens, a line each: the tests read it."""
+"""Program of the tests: acquire pods as hosts and run an actor in each, or examine them; print each event as a line."""
 
 import asyncio
 import json

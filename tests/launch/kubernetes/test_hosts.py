@@ -1,4 +1,4 @@
-"""Pods as hosts, against a small API server whose pods are processes of this machine. `tests/cluster` gives them machines."""
+"""Pods as hosts, with a small API server whose pods are processes of this machine. `tests/cluster` isolates them."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ PODS = (
     "hosts.kubernetes.volumes=[{claim: shared, mount_path: /mnt/titan}]",
 )
 RIGHTS = next(one["rules"] for one in objects(load_config("configs/quickstart.yaml", PODS), "") if one["kind"] == "Role")
-"""Rights of the controller: the Role that `titanrl manifest` prints."""
+"""Permissions of the controller: the Role that `titanrl manifest` prints."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(cluster: Kubernetes) -> Iterator[Start]:
-    """Return a function that starts the program which acquires the hosts."""
+    """Return a function that starts the program that acquires the hosts."""
     started: list[subprocess.Popen[str]] = []
 
     def start(mode: str, *overrides: str, token: str = "mine") -> subprocess.Popen[str]:
@@ -70,7 +70,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def test_pods_become_hosts_and_go_with_the_run(cluster: Kubernetes, start: Start) -> None:
+def test_pods_become_hosts_and_are_deleted_with_the_run(cluster: Kubernetes, start: Start) -> None:
     output = finish(start("once"))
     assert "waiting for the pods of MonarchMesh quickstarttrainers" in output
     assert "Kubernetes: 3 pods (quickstarttrainers" in output, output
@@ -89,11 +89,11 @@ def test_killed_pod_is_named_within_ten_seconds(cluster: Kubernetes, start: Star
     cluster.kill(victim)
     seen += until(lines, "lost: ")
     assert time.monotonic() - killed < 10
-    assert f"pod {victim} on node2 has ended, or its network has; Error, exit code 137" in seen[-1]
+    assert f"pod {victim} on node2 exited or is unreachable; Error, exit code 137" in seen[-1]
     assert "states: False True False" in finish(process)
 
 
-def test_pod_that_is_deleted_ends_at_once_with_its_reason(cluster: Kubernetes, start: Start) -> None:
+def test_deleted_pod_is_lost_immediately_with_the_reason(cluster: Kubernetes, start: Start) -> None:
     process = start("wait")
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
@@ -103,11 +103,11 @@ def test_pod_that_is_deleted_ends_at_once_with_its_reason(cluster: Kubernetes, s
     cluster.delete("Pod", victim)
     lost = until(lines, "lost: ")[-1]
     assert time.monotonic() - deleted < 5
-    assert f"pod {victim} on node1 has ended" in lost
+    assert f"pod {victim} on node1 exited" in lost
     assert "the pod is being deleted" in lost or "the pod was deleted" in lost
 
 
-def test_pods_of_a_manifest_are_found_and_go_with_the_run(cluster: Kubernetes, start: Start) -> None:
+def test_pods_of_a_manifest_are_found_and_deleted_with_the_run(cluster: Kubernetes, start: Start) -> None:
     apply_meshes(cluster)
     assert "actors: 3" in finish(start("once"))
     assert not any(one.startswith("POST") for one in cluster.requests)
@@ -124,7 +124,7 @@ def test_kept_pods_serve_one_run_after_another(cluster: Kubernetes, start: Start
     assert log.count("waits for a controller") == 1, "the pod was not started again"
 
 
-def test_pods_of_a_live_run_serve_no_other(cluster: Kubernetes, start: Start) -> None:
+def test_pods_of_a_live_run_serve_no_other_run(cluster: Kubernetes, start: Start) -> None:
     apply_meshes(cluster)
     first = start("wait")
     assert first.stdout is not None
@@ -136,7 +136,7 @@ def test_pods_of_a_live_run_serve_no_other(cluster: Kubernetes, start: Start) ->
 
 
 @pytest.mark.parametrize("exist", [True, False])
-def test_doctor_asks_every_pod_and_leaves_those_that_exist(
+def test_doctor_examines_every_pod_and_keeps_existing_ones(
     cluster: Kubernetes, start: Start, tmp_path: Path, exist: bool
 ) -> None:
     if exist:
@@ -170,7 +170,7 @@ def test_doctor_does_not_disturb_a_run(cluster: Kubernetes, start: Start, tmp_pa
     assert len(cluster.names("Pod")) == 3
 
 
-def test_pods_free_themselves_when_the_controller_is_killed(cluster: Kubernetes, start: Start) -> None:
+def test_pods_become_free_when_the_controller_is_killed(cluster: Kubernetes, start: Start) -> None:
     process = start("wait")
     assert process.stdout is not None
     until(iter(process.stdout.readline, ""), "actors: 3")
@@ -187,21 +187,21 @@ def test_missing_image_is_named_with_its_pod(cluster: Kubernetes, start: Start) 
     assert cluster.objects("MonarchMesh") == []
 
 
-def test_pods_that_do_not_start_in_time_are_an_error_with_their_state(cluster: Kubernetes, start: Start) -> None:
+def test_pods_that_start_too_slowly_are_reported_with_their_state(cluster: Kubernetes, start: Start) -> None:
     slow = "hosts.kubernetes.python=sleep"  # it ends at once, and again
     output = finish(start("once", slow, "hosts.kubernetes.start_limit_s=4.0"))
     assert "hosts.kubernetes.start_limit_s: the pods were not ready in time: MonarchMesh quickstart" in output
     assert cluster.objects("MonarchMesh") == []
 
 
-def test_missing_right_is_named(cluster: Kubernetes, start: Start) -> None:
+def test_missing_permission_is_named(cluster: Kubernetes, start: Start) -> None:
     cluster.allow("weak", [RIGHTS[1]])
     output = finish(start("once", token="weak"))
     assert "the cluster refuses to get MonarchMesh quickstarttrainers in namespace research (got 403" in output
     assert "Give the service account of the controller the Role that `titanrl manifest` prints." in output
 
 
-def test_resource_of_another_run_is_not_taken(cluster: Kubernetes, start: Start) -> None:
+def test_resource_of_another_run_is_refused(cluster: Kubernetes, start: Start) -> None:
     apply_meshes(cluster)
     owner = {"apiVersion": "v1", "kind": "Pod", "name": "titanrl-quickstart-abcde", "uid": "another"}
     cluster.patch("MonarchMesh", "quickstartgenerators", {"metadata": {"ownerReferences": [owner]}})
@@ -212,7 +212,7 @@ def test_resource_of_another_run_is_not_taken(cluster: Kubernetes, start: Start)
 def test_resource_of_another_size_is_refused(cluster: Kubernetes, start: Start) -> None:
     apply_meshes(cluster, "hosts.trainer_hosts=1")
     output = finish(start("once"))
-    assert "hosts.trainer_hosts: MonarchMesh quickstarttrainers has 1, and the run needs 2" in output
+    assert "hosts.trainer_hosts: MonarchMesh quickstarttrainers has 1, but the run needs 2" in output
 
 
 def apply_meshes(cluster: Kubernetes, *overrides: str) -> None:
@@ -224,7 +224,7 @@ def apply_meshes(cluster: Kubernetes, *overrides: str) -> None:
 
 
 def until(lines: Iterator[str], mark: str) -> list[str]:
-    """Return the lines up to the one with a mark."""
+    """Return the lines up to and including the first that contains a mark."""
     seen = []
     for line in lines:
         seen.append(line)

@@ -15,7 +15,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def served(answer: Answer) -> AsyncIterator[tuple[PodLeases, asyncio.Queue[Lost]]]:
-    """Serve as a pod does, and return the controller's side."""
+    """Serve like a pod; return the controller's leases."""
     lost: asyncio.Queue[Lost] = asyncio.Queue()
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     leases = PodLeases("secret", server.sockets[0].getsockname()[1], "run@desk", lost.put_nowait)
@@ -41,7 +41,7 @@ def replying(text: str, *later: bytes) -> Answer:
     return answer
 
 
-def test_end_of_a_pod_is_reported_with_its_own_name() -> None:
+def test_lost_pod_is_reported_with_its_host_name() -> None:
     async def work() -> None:
         async with served(replying("serving host-1\n", b"")) as (leases, lost):
             await leases.hold(POD, "service-1")
@@ -51,7 +51,7 @@ def test_end_of_a_pod_is_reported_with_its_own_name() -> None:
     asyncio.run(work())
 
 
-def test_pod_that_was_told_to_end_says_so() -> None:
+def test_terminated_pod_reports_it() -> None:
     async def work() -> None:
         async with served(replying("serving host-1\n", ENDING)) as (leases, lost):
             await leases.hold(POD, "service-1")
@@ -76,11 +76,11 @@ def test_closed_leases_report_nothing() -> None:
     ("reply", "message"),
     [
         ("busy other@desk\n", r"serves another run \(got other@desk\)"),
-        ("", "refuses this run"),
-        ("GET /\n", "refuses this run"),
+        ("", "refused this run"),
+        ("GET /\n", "refused this run"),
     ],
 )
-def test_pod_that_does_not_serve_is_an_error(reply: str, message: str) -> None:
+def test_pod_that_refuses_raises(reply: str, message: str) -> None:
     async def work() -> None:
         async with served(replying(reply, b"")) as (leases, _):
             with pytest.raises(KubernetesError, match=message):
@@ -89,7 +89,7 @@ def test_pod_that_does_not_serve_is_an_error(reply: str, message: str) -> None:
     asyncio.run(work())
 
 
-def test_pod_that_cannot_be_reached_is_an_error() -> None:
+def test_unreachable_pod_raises() -> None:
     async def work() -> None:
         leases = PodLeases("secret", 1, "run@desk", lambda lost: None)
         with pytest.raises(KubernetesError, match=r"cannot reach port 1 of pod trainers-1 at 127\.0\.0\.1"):
@@ -98,6 +98,6 @@ def test_pod_that_cannot_be_reached_is_an_error() -> None:
     asyncio.run(work())
 
 
-def test_addresses_of_both_families_are_those_of_monarch() -> None:
+def test_addresses_of_both_families_use_monarchs_notation() -> None:
     assert tcp("10.0.0.7", 26600) == "tcp://10.0.0.7:26600"
     assert tcp("fd00::7", 26600) == "tcp://[fd00::7]:26600"

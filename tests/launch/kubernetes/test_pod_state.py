@@ -1,4 +1,4 @@
-"""States of pods, read from objects of the API."""
+"""Pod states, computed from API objects."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_ready_pod_has_its_address_and_number() -> None:
     assert (state.is_ready, state.ip, state.number, state.node, state.problem) == (True, "10.0.0.7", 1, "n1", "")
 
 
-def test_number_without_the_label_is_that_of_the_name() -> None:
+def test_index_without_the_label_comes_from_the_name() -> None:
     one = pod(READY, name="trainers-12")
     del one["metadata"]["labels"]
     assert pod_state(one).number == 12
@@ -60,16 +60,16 @@ def test_number_without_the_label_is_that_of_the_name() -> None:
         ({}, "Pending", False),
     ],
 )
-def test_problem_of_a_pod_is_in_the_words_of_kubernetes(status: Json, problem: str, is_hopeless: bool) -> None:
+def test_problem_of_a_pod_quotes_kubernetes(status: Json, problem: str, is_hopeless: bool) -> None:
     state = pod_state(pod(status))
     assert (state.is_ready, state.problem, state.is_hopeless) == (False, problem, is_hopeless)
 
 
-def test_pods_that_are_being_deleted_do_not_count() -> None:
+def test_pods_being_deleted_are_ignored() -> None:
     assert current([pod(READY, deleted=True), pod(READY, name="trainers-0")], 2).keys() == {0}
 
 
-def test_pods_of_a_larger_mesh_do_not_count() -> None:
+def test_pods_of_a_larger_mesh_are_ignored() -> None:
     assert current([pod(READY, name="trainers-0"), pod(READY, name="trainers-2")], 2).keys() == {0}
 
 
@@ -77,11 +77,11 @@ def test_progress_groups_pods_by_what_they_wait_for() -> None:
     creating = waiting("ContainerCreating")
     states = current([pod(creating, name="t-0"), pod(creating, name="t-1"), pod(READY, name="t-2")], 4)
     assert progress("t", 4, states) == "MonarchMesh t: t-0, t-1: ContainerCreating; 1 of 4 pods do not exist yet"
-    assert progress("t", 2, {}) == "MonarchMesh t has no pods yet; Monarch's operator makes them"
+    assert progress("t", 2, {}) == "MonarchMesh t has no pods yet; Monarch's operator creates them"
     assert progress("t", 1, current([pod(READY, name="t-0")], 1)) == ""
 
 
-def test_end_of_a_pod_has_its_reason() -> None:
+def test_ended_pod_has_a_reason() -> None:
     killed = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
     assert end_of(None, "one") == "the pod was deleted"
     assert end_of(pod(READY), "another") == "the pod was deleted"

@@ -32,10 +32,10 @@ def test_pod_can_start_a_run() -> None:
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("device=auto", "the pods may have another one"),
+        ("device=auto", "the pods may have a different one"),
         ("hosts.trusted_network=false", "can execute code as you"),
         ("hosts.kubernetes.image=null", "pods need an image"),
-        ("hosts.kubernetes.volumes=[]", "pods share run directory, model and data on a volume"),
+        ("hosts.kubernetes.volumes=[]", "pods need a volume to share the run directory, model and data"),
     ],
 )
 def test_missing_setting_is_named(override: str, rule: str) -> None:
@@ -52,7 +52,7 @@ def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.Monk
 def test_name_that_pods_cannot_reach_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanrl.launch.kubernetes.rules.addresses_of", lambda name: ["127.0.1.1"])
     (rule,) = rules()
-    assert rule.endswith("it is 127.0.1.1")
+    assert rule.endswith("it resolves to 127.0.1.1")
 
 
 def test_other_kinds_of_hosts_need_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Commands that a launcher has started: real processes on loopback, with a controller that trains nothing."""
+"""Commands started by a launcher: real processes on loopback, with a controller that trains nothing."""
 
 import os
 import signal
@@ -92,7 +92,7 @@ def test_all_ranks_end_with_the_code_of_rank_0(ranks: Ranks, code: int) -> None:
 def test_single_process_needs_no_other(ranks: Ranks) -> None:
     ranks.start(0, "train=false", size=1)
     assert ranks.codes() == [2]  # the quick start has a generator host, too
-    assert "2 in all, and it has started 1" in ranks.output(0)
+    assert "2 in total, but it started 1" in ranks.output(0)
 
 
 def test_missing_file_of_rank_0_ends_all_ranks_with_2(ranks: Ranks) -> None:
@@ -138,7 +138,7 @@ def test_missing_rank_is_named(ranks: Ranks) -> None:
     assert "rank 1 has not connected" in ranks.output(0)
 
 
-def test_signal_to_a_waiting_rank_ends_it_at_once(ranks: Ranks) -> None:
+def test_signal_ends_a_waiting_rank_immediately(ranks: Ranks) -> None:
     ranks.start(1)
     ranks.start(0, controller="print('running', flush=True); import signal; signal.sigwait([signal.SIGUSR1])")
     ranks.read_until(0, "running")

@@ -1,4 +1,4 @@
-"""Launchers as their variables describe them. The values are those that torchrun, Open MPI, Hydra and srun set."""
+"""Launchers, detected from variables with the values that torchrun, Open MPI, Hydra and srun set."""
 
 import os
 
@@ -69,18 +69,18 @@ def test_uneven_tasks_of_srun_count_the_fullest_node() -> None:
     assert found.local_size == 3
 
 
-def test_batch_script_of_slurm_is_no_launcher() -> None:
+def test_slurm_batch_script_is_not_a_launcher() -> None:
     assert world_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}) is None
 
 
-def test_open_mpi_inside_of_a_step_of_srun_counts() -> None:
+def test_open_mpi_inside_an_srun_step_takes_precedence() -> None:
     found = world_of(SRUN | OPEN_MPI)
     assert found == World(rank=0, size=2, local_size=2, address="127.0.0.1", port=29500)
 
 
-def test_hydra_needs_the_address() -> None:
+def test_hydra_needs_a_master_address() -> None:
     environment = {"PMI_RANK": "1", "PMI_SIZE": "4"}
-    with pytest.raises(BrokenRules, match="does not tell the address of rank 0"):
+    with pytest.raises(BrokenRules, match="does not provide the address of rank 0"):
         world_of(environment)
     found = world_of(environment | {"MASTER_ADDR": "n1"})
     assert found == World(rank=1, size=4, local_size=1, address="n1", port=29500)
@@ -91,7 +91,7 @@ def test_hydra_needs_the_address() -> None:
     [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "0"}],
 )
 def test_wrong_ranks_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(BrokenRules, match=r"RANK.*number of this process and of all processes"):
+    with pytest.raises(BrokenRules, match=r"RANK.*rank of this process .* and the number of processes"):
         world_of(wrong | {"MASTER_ADDR": "n1"})
 
 
@@ -101,7 +101,7 @@ def test_wrong_port_is_refused(port: str) -> None:
         world_of(TORCHRUN | {"MASTER_PORT": port})
 
 
-def test_nothing_set_is_no_launcher() -> None:
+def test_no_variables_mean_no_launcher() -> None:
     assert world_of({"PATH": "/bin", "WORLD_SIZE": "2"}) is None
 
 
@@ -122,16 +122,16 @@ def test_variables_of_the_launcher_are_dropped_and_others_kept(monkeypatch: pyte
     assert os.environ["SLURM_JOB_ID"] == "1"
 
 
-def test_number_of_processes_is_that_of_the_hosts() -> None:
+def test_number_of_processes_equals_number_of_hosts() -> None:
     config = configured("hosts.trainer_hosts=2", "trainer.parallelism.dp_shard=2")
     assert num_hosts(config) == 3
     assert list(broken_by_world(config, world(3))) == []
     (broken,) = broken_by_world(config, world(2))
     assert dict(broken.values) == {"hosts.trainer_hosts": 2, "hosts.generator_hosts": 1}
-    assert "3 in all, and it has started 2" in broken.rule
+    assert "3 in total, but it started 2" in broken.rule
 
 
-def test_generators_beside_trainers_need_no_processes_of_the_launcher() -> None:
+def test_generators_on_trainer_hosts_need_no_extra_processes() -> None:
     config = configured("hosts.trainer_hosts=2", "trainer.parallelism.dp_shard=2", "placement.generator=trainers")
     assert num_hosts(config) == 2
     (broken,) = broken_by_world(config, world(3))
@@ -144,7 +144,7 @@ def test_plain_shell_is_refused() -> None:
     assert "torchrun, srun or mpirun" in broken.fix
 
 
-def test_several_processes_on_a_host_do_on_cpu() -> None:
+def test_several_processes_per_host_are_allowed_on_cpu() -> None:
     assert list(broken_by_world(configured(), world(2, local_size=2))) == []
 
 
@@ -160,7 +160,7 @@ def test_network_must_be_trusted() -> None:
     assert "hosts.trusted_network" in broken.values
 
 
-def test_own_address_is_that_of_the_route() -> None:
+def test_own_address_follows_the_route_to_rank_0() -> None:
     here = World(rank=0, size=2, local_size=1, address="127.0.0.1", port=1)
     assert own_address(here) == "127.0.0.1"
     assert own_address(World(rank=0, size=2, local_size=1, address="no-such-host.invalid", port=1)) == ""

@@ -1,4 +1,4 @@
-"""Jobs of Slurm: scripts, and what squeue answers. `tests/cluster` runs them on a cluster."""
+"""Slurm jobs: scripts, and parsing of squeue's output. `tests/cluster` runs jobs on a cluster."""
 
 import asyncio
 import shlex
@@ -47,11 +47,11 @@ def config() -> Config:
 
 
 @pytest.mark.parametrize("line", RECORDED)
-def test_recorded_lines_of_squeue_are_read(line: str) -> None:
+def test_recorded_squeue_lines_are_parsed(line: str) -> None:
     assert parse_status(f"{line}\n") == RECORDED[line]
 
 
-def test_state_tells_whether_a_job_waits_or_has_ended() -> None:
+def test_state_distinguishes_waiting_and_ended_jobs() -> None:
     states = {line.partition("|")[0]: parse_status(line) for line in RECORDED}
     assert [name for name, status in states.items() if status.is_waiting] == ["PENDING"]
     assert [name for name, status in states.items() if status.has_ended] == ["CANCELLED", "TIMEOUT"]
@@ -64,7 +64,7 @@ def test_state_tells_whether_a_job_waits_or_has_ended() -> None:
     ("text", "expected"),
     [("0:30", 30.0), ("2:00:00", 7200.0), ("1-02:03:04", 93784.0), ("UNLIMITED", None), ("NOT_SET", None), ("", None)],
 )
-def test_durations_of_slurm_are_read(text: str, expected: float | None) -> None:
+def test_slurm_durations_are_parsed(text: str, expected: float | None) -> None:
     assert seconds(text) == expected
 
 
@@ -93,7 +93,7 @@ def test_options_of_the_configuration_are_passed_on(config: Config) -> None:
     assert "#SBATCH --exclusive" not in lines
 
 
-def test_script_is_one_that_bash_accepts(config: Config) -> None:
+def test_bash_accepts_the_script(config: Config) -> None:
     script = hosts_script(directives(config, 2, Path("log"), device="cpu"), step_command(config), {"TITANRL_TOKEN": "a'b"})
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert f"export TITANRL_TOKEN={shlex.quote(chr(97) + chr(39) + chr(98))}" in script
@@ -103,7 +103,7 @@ def test_script_is_one_that_bash_accepts(config: Config) -> None:
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a folder for programs in place of Slurm's first on PATH."""
+    """Put a folder for fake Slurm commands first on PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return tmp_path
 
@@ -120,17 +120,17 @@ def test_refused_job_raises_the_reason(fake_slurm: Path) -> None:
         asyncio.run(submit_job("#!/bin/sh\n"))
 
 
-def test_id_of_a_submitted_job_is_read(fake_slurm: Path) -> None:
+def test_id_of_a_submitted_job_is_returned(fake_slurm: Path) -> None:
     program(fake_slurm, "sbatch", "cat > /dev/null; echo '4711;cluster'")
     assert asyncio.run(submit_job("#!/bin/sh\n")) == "4711"
 
 
-def test_job_that_slurm_has_forgotten_has_ended(fake_slurm: Path) -> None:
+def test_job_unknown_to_slurm_has_ended(fake_slurm: Path) -> None:
     program(fake_slurm, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert asyncio.run(job_status("7")).has_ended
 
 
-def test_failure_of_squeue_is_no_end_of_the_job(fake_slurm: Path) -> None:
+def test_failing_squeue_does_not_end_the_job(fake_slurm: Path) -> None:
     program(fake_slurm, "squeue", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     with pytest.raises(SlurmError, match="Unable to contact slurm controller"):
         asyncio.run(job_status("7"))

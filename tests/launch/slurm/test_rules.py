@@ -29,11 +29,13 @@ def test_login_node_can_start_a_run() -> None:
 @pytest.mark.usefixtures("login_node")
 def test_device_of_the_nodes_must_be_given() -> None:
     (rule,) = rules("device=auto")
-    assert "the nodes may have another one" in rule
+    assert "the nodes may have a different one" in rule
 
 
 @pytest.mark.usefixtures("login_node")
-@pytest.mark.parametrize(("addresses", "found"), [(["127.0.1.1", "::1"], "it is 127.0.1.1, ::1"), ([], "it has none")])
+@pytest.mark.parametrize(
+    ("addresses", "found"), [(["127.0.1.1", "::1"], "it resolves to 127.0.1.1, ::1"), ([], "it does not resolve")]
+)
 def test_name_that_others_cannot_reach_is_reported(monkeypatch: pytest.MonkeyPatch, addresses: list[str], found: str) -> None:
     monkeypatch.setattr("titanrl.launch.slurm.rules.addresses_of", lambda name: addresses)
     (rule,) = rules()

@@ -1,4 +1,4 @@
-"""Functions that templates call, for `test_template.py`; nothing here may import Monarch."""
+"""Functions that templates call in `test_template.py`; this module must not import Monarch."""
 
 import os
 import threading
@@ -6,11 +6,11 @@ import threading
 import numpy  # noqa: F401 - the forks draw random numbers
 
 loader: int | None = None
-"""Process in which `note` ran."""
+"""Id of the process in which `note` ran."""
 
 
 def note() -> None:
-    """Note the process."""
+    """Record the process id."""
     global loader
     loader = os.getpid()
 

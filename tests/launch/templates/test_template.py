@@ -1,4 +1,4 @@
-"""Templates: what forks inherit, how they end, and what happens without a template; with real processes."""
+"""Templates: what forks inherit, how they exit, and processes without a template; with real processes."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from titanrl.launch.templates.template import Template
 
 
 class Scribe(Actor):
-    """Tells what its process is like."""
+    """Reports the state of its process."""
 
     @concurrent_endpoint
     async def look(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def ended(pid: int) -> bool:
         return True
 
 
-def test_forks_share_what_was_loaded_once_and_have_their_own_environment(tmp_path: Path) -> None:
+def test_forks_share_loaded_modules_but_not_environments(tmp_path: Path) -> None:
     async def work(fleet: Fleet, supervisor: Supervisor) -> None:
         fleet.prepare("scribe", {"COLOUR": "of the template"}, template_loads.note)
         scribes = [await spawn(fleet, "scribe_0", 2, COLOUR="red"), await spawn(fleet, "scribe_1", COLOUR="blue")]
@@ -85,13 +85,13 @@ def test_forks_share_what_was_loaded_once_and_have_their_own_environment(tmp_pat
     with_fleet(tmp_path, work)
 
 
-def test_end_of_a_fork_is_noticed_and_its_place_can_be_taken(tmp_path: Path) -> None:
+def test_dead_fork_is_detected_and_can_be_replaced(tmp_path: Path) -> None:
     async def work(fleet: Fleet, supervisor: Supervisor) -> None:
         fleet.prepare("scribe", {}, template_loads.note)
         scribe = await spawn(fleet, "scribe_0")
         first = await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
         os.kill(first["pid"], signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=rf"scribe_0_0 \(process {first['pid']}\) has ended"):
+        with pytest.raises(ActorDiedError, match=rf"scribe_0_0 \(process {first['pid']}\) exited"):
             await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
         await supervisor.start_over([])
         await fleet.retire_all_but([])
@@ -102,7 +102,7 @@ def test_end_of_a_fork_is_noticed_and_its_place_can_be_taken(tmp_path: Path) -> 
     with_fleet(tmp_path, work)
 
 
-def test_end_of_the_template_ends_its_forks_and_a_new_one_can_be_prepared(tmp_path: Path) -> None:
+def test_killed_template_kills_its_forks_and_can_be_prepared_again(tmp_path: Path) -> None:
     async def work(fleet: Fleet, supervisor: Supervisor) -> None:
         fleet.prepare("scribe", {}, template_loads.note)
         scribe = await spawn(fleet, "scribe_0")
@@ -119,7 +119,7 @@ def test_end_of_the_template_ends_its_forks_and_a_new_one_can_be_prepared(tmp_pa
 
 @pytest.mark.parametrize(
     ("load", "reason"),
-    [(template_loads.fail, "no module named vllm"), (template_loads.start_thread, "the imports have started 1 threads")],
+    [(template_loads.fail, "no module named vllm"), (template_loads.start_thread, "the imports started 1 threads")],
 )
 def test_process_imports_everything_itself_if_its_template_cannot_fork(
     load: Callable[[], None], reason: str, tmp_path: Path
@@ -145,7 +145,7 @@ def test_stand_in_returns_if_nothing_listens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6), ("kill stand-in", -9)]
 )
-def test_stand_in_ends_as_its_fork_and_the_fork_ends_with_it(end: str, code: int, tmp_path: Path) -> None:
+def test_stand_in_and_fork_exit_together(end: str, code: int, tmp_path: Path) -> None:
     """The program of the fork is a module that replaces Monarch's."""
     (tmp_path / "ending.py").write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
@@ -155,7 +155,7 @@ def test_stand_in_ends_as_its_fork_and_the_fork_ends_with_it(end: str, code: int
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
         "TITANRL_PROCESS": "scribe_0",
-        "TITANRL_BIRTHS": str(tmp_path / "births"),
+        "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
     }
 
     async def work() -> None:

@@ -1,1 +1,1 @@
-"""Checks of the hosts of a run: `titanrl doctor --config FILE`."""
+"""Check of the hosts that a run would use: `titanrl doctor --config FILE`."""

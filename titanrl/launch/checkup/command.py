@@ -1,4 +1,4 @@
-"""`titanrl doctor --config FILE`: examines the hosts that a run would get, and prints a table and a verdict."""
+"""`titanrl doctor --config FILE`: examine the hosts that a run would use, and print tables and a verdict."""
 
 import asyncio
 import json
@@ -32,16 +32,16 @@ from titanrl.launch.slurm.rules import broken_by_slurm
 from titanrl.models.directory import model_shape
 
 MAX_LINKS = 12
-"""Connections in the table; of more, it has the slowest ones."""
+"""Rows in the table of connections; if there are more, the slowest are shown."""
 
 
 def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     """Check the hosts of a configuration, and print the findings; return the exit code.
 
     Args:
-        path: configuration.
-        overrides: values that replace those of the file.
-        as_json: print JSON instead of tables.
+        path: configuration file.
+        overrides: values that override the file, as `key=value`.
+        as_json: whether to print JSON instead of tables.
     """
     source = None
     try:
@@ -56,7 +56,7 @@ def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
         if world is not None and world.rank:
             return serve(find(world, config.timeouts.start_s), world.rank)
         device = resolve_device("auto").kind if config.device == "auto" else config.device
-        if "SLURM_JOB_ID" in os.environ:  # in an allocation, whose nodes are those to examine
+        if "SLURM_JOB_ID" in os.environ:  # inside an allocation, examine its nodes
             os.environ[IN_ALLOCATION] = "1"
         checkup = asyncio.run(examine(config, derive(config, model_shape(config)), device, world, _say))
     except ConfigError as error:
@@ -73,10 +73,10 @@ def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 
 def _world(config: Config, source: Source) -> World | None:
-    """Return the processes of a launcher, if the hosts are theirs.
+    """Return the launcher's processes if they are the hosts; None for other kinds of hosts.
 
     Raises:
-        ConfigError: The hosts cannot be had.
+        ConfigError: The hosts cannot be acquired from here.
     """
     broken, world = [*broken_by_slurm(config), *broken_by_launcher(config), *broken_by_kubernetes(config)], None
     if config.hosts.kind == "launcher":

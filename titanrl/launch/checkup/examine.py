@@ -1,4 +1,4 @@
-"""Examination of the hosts of a run: starts a probe on each of them, in the allocation that a run would get, and asks it."""
+"""Check the hosts of a run: start a probe on each, in the allocation that a run would get, and query it."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sizes import Sizes
 from titanrl.errors import TitanRLError
 from titanrl.launch.checkup.probe import RANK, connect, rounds
-from titanrl.launch.checkup.report import HostReport, Question
+from titanrl.launch.checkup.report import HostReport, ReportRequest
 from titanrl.launch.checkup.verdicts import Examined, Link, Needs, Problem, needs_of, problems
 from titanrl.launch.launcher.host import END, FAILED
 from titanrl.launch.launcher.rendezvous import Controller, publish
@@ -30,11 +30,11 @@ from titanrl.launch.launcher.world import World, own_address
 from titanrl.launch.leases import Host, Leases, Say
 from titanrl.launch.slurm.node import CONTROLLER, TOKEN
 
-ANSWER_S = 60.0
-"""Limit of an answer; reading the names of a large model's files on a slow disk takes longest."""
+REPLY_S = 60.0
+"""Limit for a probe's reply, in seconds. Listing a large model's files on a slow disk takes longest."""
 CLOCK_ROUNDS = 5
 END_S = 10.0
-"""Limit for the end of a probe on this machine."""
+"""Seconds that a probe on this machine has to exit."""
 PROBE = "titanrl.launch.checkup.probe"
 """Module of the probe."""
 
@@ -44,13 +44,13 @@ class CheckupError(TitanRLError):
 
 
 class Probes:
-    """The probes on the hosts."""
+    """Connections to the probes on the hosts."""
 
     def __init__(self, num_hosts: int) -> None:
-        """Wait for nothing yet."""
+        """Start without connections."""
         self.leases = Leases(num_hosts, self._on_lost, self._on_lost, self._on_line)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._problems: dict[int, str] = {}  # of hosts whose launcher has started them with a wrong configuration
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._problems: dict[int, str] = {}  # configuration errors of hosts that a launcher started, by rank
 
     @property
     def hosts(self) -> list[Host]:
@@ -61,7 +61,7 @@ class Probes:
         """Wait until every probe has connected.
 
         Raises:
-            CheckupError: One has not in time.
+            CheckupError: A probe did not connect in time.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -70,57 +70,57 @@ class Probes:
             missing = ", ".join(map(str, self.leases.missing))
             raise CheckupError(
                 f"timeouts.start_s: the probe of host {missing} has not connected to {socket.gethostname()} "
-                f"(got {timeout_s:g}). Read the output of the hosts, and let the network pass all ports between them."
+                f"(got {timeout_s:g}). Read the output of the hosts, and allow all ports between them."
             ) from None
 
-    async def ask(self, rank: int, question: str, **fields: Any) -> Any:
-        """Return the answer of a host.
+    async def query(self, rank: int, request: str, **fields: Any) -> Any:
+        """Send a request to a host's probe; return its reply.
 
         Raises:
-            CheckupError: It has ended, or does not answer.
-            ConfigError: Its configuration is wrong.
+            CheckupError: The probe exited or did not reply.
+            ConfigError: The host's configuration is invalid.
         """
-        answer = self._answers[rank] = asyncio.get_running_loop().create_future()
+        reply = self._replies[rank] = asyncio.get_running_loop().create_future()
         if rank in self._problems:
             raise ConfigError(self._problems[rank])
         if rank in self.leases.lost:
             self._on_lost(self.leases.hosts[rank])
-        self.leases.tell(rank, json.dumps({"ask": question, **fields}).encode() + b"\n")
+        self.leases.send(rank, json.dumps({"request": request, **fields}).encode() + b"\n")
         try:
-            return await asyncio.wait_for(answer, ANSWER_S)
+            return await asyncio.wait_for(reply, REPLY_S)
         except TimeoutError:
             node = self.leases.hosts[rank].node
-            raise CheckupError(f"{node}: no answer to '{question}' within {ANSWER_S:g} s. Look at this host.") from None
+            raise CheckupError(f"{node}: no reply to '{request}' within {REPLY_S:g} s. Check this host.") from None
 
-    async def ask_all(self, question: str, **fields: Any) -> list[Any]:
-        """Return the answers of all hosts, by rank."""
-        return await asyncio.gather(*(self.ask(host.rank, question, **fields) for host in self.hosts))
+    async def query_all(self, request: str, **fields: Any) -> list[Any]:
+        """Send a request to all hosts; return their replies by rank."""
+        return await asyncio.gather(*(self.query(host.rank, request, **fields) for host in self.hosts))
 
     def end(self, code: int) -> None:
-        """Let the probes end with an exit code."""
+        """Make the probes exit with a code."""
         for host in self.hosts:
             if host.rank not in self.leases.lost:
-                self.leases.tell(host.rank, f"{END} {code}\n".encode())
+                self.leases.send(host.rank, f"{END} {code}\n".encode())
 
     def _on_line(self, host: Host, line: bytes) -> None:
-        answer = self._answers.pop(host.rank, None)
+        reply = self._replies.pop(host.rank, None)
         if line.startswith(FAILED):
             self._problems[host.rank] = f"{host.node} (rank {host.rank}): {line.removeprefix(FAILED).decode().strip()}"
-        if answer is not None and not answer.done():
+        if reply is not None and not reply.done():
             if host.rank in self._problems:
-                answer.set_exception(ConfigError(self._problems[host.rank]))
+                reply.set_exception(ConfigError(self._problems[host.rank]))
             else:
-                answer.set_result(json.loads(line))
+                reply.set_result(json.loads(line))
 
     def _on_lost(self, host: Host) -> None:
-        answer = self._answers.pop(host.rank, None)
-        if answer is not None and not answer.done():
-            answer.set_exception(CheckupError(f"{host.node}: its probe has ended. Read the output of this host."))
+        reply = self._replies.pop(host.rank, None)
+        if reply is not None and not reply.done():
+            reply.set_exception(CheckupError(f"{host.node}: its probe exited. Read the output of this host."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """Findings on the hosts of a run."""
+    """Findings about the hosts of a run."""
 
     hosts: Sequence[Examined]
     """Hosts, by rank."""
@@ -131,34 +131,34 @@ class Checkup:
 
     @property
     def code(self) -> int:
-        """Exit code: 1 if a run would not start or not work."""
+        """Exit code: 1 if a run would not start or would fail, else 0."""
         return int(any(problem.level == "error" for problem in self.problems))
 
 
 async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World | None, say: Say) -> Checkup:
-    """Check the hosts of a configuration, on which a launcher has started this command, or this function starts probes.
+    """Check the hosts of a configuration. This starts probes on them, unless a launcher has already done so.
 
     Args:
-        config: the run.
-        sizes: its sizes.
+        config: configuration of the run.
+        sizes: sizes of the run.
         device: kind of the hosts' devices.
-        world: processes of a launcher.
-        say: tells the user what is waited for.
+        world: processes of a launcher; None without a launcher.
+        say: called with a message for the user about what startup is waiting for.
 
     Raises:
-        CheckupError: A host cannot be asked.
-        TitanRLError: The hosts cannot be had.
+        CheckupError: A probe does not reply.
+        TitanRLError: The hosts cannot be acquired.
     """
     needs, token = needs_of(config, sizes, device), secrets.token_hex(8)
     folder = config.output_dir.absolute() / f".doctor-{token}"
     folder.mkdir(parents=True)
     (folder / "token").write_text(token, encoding="utf-8")
-    question = Question(device=device, folders=_folders(config), token_file=str(folder / "token"), token=token)
-    keeps_folder = config.hosts.kind == "slurm"  # after an error, it has the output of the hosts
+    request = ReportRequest(device=device, folders=_folders(config), token_file=str(folder / "token"), token=token)
+    keeps_folder = config.hosts.kind == "slurm"  # after an error, the folder contains the hosts' output
     try:
         async with _started(config, device, world, len(needs), folder, say) as probes:
             try:
-                checkup = await _ask(config, probes, question, needs)
+                checkup = await _query_hosts(config, probes, request, needs)
             except ConfigError:
                 probes.end(2)
                 raise
@@ -170,23 +170,23 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
             shutil.rmtree(folder)
 
 
-async def _ask(config: Config, probes: Probes, question: Question, needs: Sequence[Needs]) -> Checkup:
-    texts = await probes.ask_all("report", **asdict(question))
-    listening = [await probes.ask(host.rank, "listen", ports=_named_ports(config)) for host in probes.hosts]
+async def _query_hosts(config: Config, probes: Probes, request: ReportRequest, needs: Sequence[Needs]) -> Checkup:
+    texts = await probes.query_all("report", **asdict(request))
+    listening = [await probes.query(host.rank, "listen", ports=_named_ports(config)) for host in probes.hosts]
     clocks = [await _clock(probes, host.rank) for host in probes.hosts]
     names = names_of(probes.hosts)
     links = await _links(probes, names, listening)
     if config.hosts.kind in ("slurm", "kubernetes"):
         links += await _links_from_here(probes, listening)
     hosts = [
-        Examined(node=name, report=HostReport.parse(text), needs=need, clock_s=clock, taken=answer["taken"])
-        for name, text, need, clock, answer in zip(names, texts, needs, clocks, listening, strict=True)
+        Examined(node=name, report=HostReport.parse(text), needs=need, clock_s=clock, taken=reply["taken"])
+        for name, text, need, clock, reply in zip(names, texts, needs, clocks, listening, strict=True)
     ]
     return Checkup(hosts=hosts, links=links, problems=problems(hosts, links))
 
 
 def names_of(hosts: Sequence[Host]) -> list[str]:
-    """Return names by which people tell the hosts apart: several on one machine have their rank, too."""
+    """Return unique display names of the hosts: the node, with the rank if several hosts are on one machine."""
     names = [host.node for host in hosts]
     return [name if names.count(name) == 1 else f"{name}:{host.rank}" for name, host in zip(names, hosts, strict=True)]
 
@@ -210,7 +210,7 @@ def _folders(config: Config) -> dict[str, str]:
 async def _started(
     config: Config, device: DeviceKind, world: World | None, num_hosts: int, folder: Path, say: Say
 ) -> AsyncIterator[Probes]:
-    """Start the probes in the hosts that a run would get; give the hosts back afterwards."""
+    """Start the probes on the hosts that a run would get; release the hosts afterwards."""
     probes, start_s = Probes(num_hosts), config.timeouts.start_s
     if config.hosts.kind == "slurm":
         from titanrl.launch.slurm.hosts import SlurmHosts  # imports Monarch
@@ -246,8 +246,8 @@ async def _started(
     try:
         await probes.connected(start_s)
         yield probes
-    except BaseException:  # also when cancelled
-        probes.leases.close()  # the probes wait for nothing more
+    except BaseException:  # including cancellation
+        probes.leases.close()  # makes the probes exit
         raise
     finally:
         for child in children:
@@ -256,7 +256,7 @@ async def _started(
             child.kill()
             child.wait()
         probes.leases.close()
-        del store  # the others have connected by now
+        del store  # no longer needed, because all probes have connected
 
 
 def _start_probe(controller: Controller, rank: int) -> "subprocess.Popen[bytes]":
@@ -265,39 +265,42 @@ def _start_probe(controller: Controller, rank: int) -> "subprocess.Popen[bytes]"
 
 
 async def _clock(probes: Probes, rank: int) -> float:
-    """Return the seconds by which a host's clock is ahead: the best of some rounds, halfway between question and answer."""
+    """Return the seconds by which a host's clock is ahead of this one, from the fastest of several round trips.
+
+    The host is assumed to read its clock halfway through the round trip.
+    """
     best, ahead = float("inf"), 0.0
     for _ in range(CLOCK_ROUNDS):
-        asked = time.time()
-        there = await probes.ask(rank, "clock")
-        answered = time.time()
-        if answered - asked < best:
-            best, ahead = answered - asked, there - (asked + answered) / 2
+        sent = time.time()
+        there = await probes.query(rank, "clock")
+        received = time.time()
+        if received - sent < best:
+            best, ahead = received - sent, there - (sent + received) / 2
     return ahead
 
 
 async def _links(probes: Probes, names: Sequence[str], listening: Sequence[Mapping[str, Any]]) -> list[Link]:
-    """Connect every host with every other one; no host takes part in two measurements at the same time."""
+    """Measure the connection from every host to every other one. No host takes part in two measurements at the same time."""
     found = list[Link]()
     for pairs in rounds(len(names)):
-        answers = await asyncio.gather(
+        replies = await asyncio.gather(
             *(
-                probes.ask(source, "connect", address=listening[target]["address"], ports=listening[target]["ports"])
+                probes.query(source, "connect", address=listening[target]["address"], ports=listening[target]["ports"])
                 for source, target in pairs
             )
         )
         found += [
-            Link(source=names[source], target=names[target], **answer)
-            for (source, target), answer in zip(pairs, answers, strict=True)
+            Link(source=names[source], target=names[target], **reply)
+            for (source, target), reply in zip(pairs, replies, strict=True)
         ]
     return found
 
 
 async def _links_from_here(probes: Probes, listening: Sequence[Mapping[str, Any]]) -> list[Link]:
-    """Connect the controller with every host that is another machine."""
+    """Measure the connections from the controller to the hosts on other machines."""
     here, found = socket.gethostname(), list[Link]()
-    for host, answer in zip(probes.hosts, listening, strict=True):
+    for host, reply in zip(probes.hosts, listening, strict=True):
         if host.name != here:
-            link = await connect(answer["address"], answer["ports"])
+            link = await connect(reply["address"], reply["ports"])
             found.append(Link(source=f"{here} (controller)", target=host.node, **link))
     return found

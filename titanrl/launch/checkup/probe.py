@@ -1,6 +1,6 @@
-"""Program that `titanrl doctor --config` starts on each host: answers questions about the host, and tries connections.
+"""Program that `titanrl doctor --config` starts on each host: reports the host's state, and measures connections.
 
-Messages are lines of JSON on the connection of the host's lease, except the last one.
+Requests and replies are lines of JSON on the connection of the host's lease. The last message is `end` with an exit code.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanrl.launch.checkup.report import parse_question, report
+from titanrl.launch.checkup.report import ReportRequest, report
 from titanrl.launch.kubernetes.leases import CONNECTION
 from titanrl.launch.launcher.host import END
 from titanrl.launch.launcher.rendezvous import Controller
@@ -20,30 +20,30 @@ from titanrl.launch.leases import Host, hold_lease
 from titanrl.launch.slurm.node import CONTROLLER, TOKEN
 
 RANK = "TITANRL_PROBE_RANK"
-"""Variable with the number of the host; with Slurm it is that of the node."""
+"""Environment variable with the rank of the host; with Slurm, the node id is used."""
 CHOSEN = "any port"
-"""Name of the port that the kernel chooses, as for most connections of a run."""
+"""Name of the port chosen by the kernel; most connections of a run use such ports."""
 CONNECT_S = 3.0
-"""Limit of a connection between hosts."""
+"""Limit for connecting to another host, in seconds."""
 ROUND_TRIPS = 20
 SEND_S = 0.3
-"""Seconds for which a connection is loaded to measure its bandwidth."""
+"""Seconds of continuous sending for measuring the bandwidth."""
 _CHUNK = bytes(1 << 20)
 _ECHO, _SINK = b"e", b"s"
 
 
 def main() -> None:
-    """Answer until the controller ends."""
+    """Serve requests until the controller sends an exit code or exits."""
     if CONNECTION in os.environ:
         connection = socket.socket(fileno=int(os.environ.pop(CONNECTION)))
-        sys.exit(asyncio.run(_answer_on(connection)))
+        sys.exit(asyncio.run(_serve_on(connection)))
     controller = Controller(os.environ.pop(CONTROLLER), os.environ.pop(TOKEN))
     rank = os.environ.get(RANK) or os.environ["SLURM_NODEID"]
     sys.exit(serve(controller, int(rank)))
 
 
 def serve(controller: Controller, rank: int) -> int:
-    """Answer the controller's questions; return the exit code that it tells, or 1 if it is lost."""
+    """Serve the controller's requests; return the exit code that it sends, or 1 if the connection breaks."""
     name = socket.gethostname()
     node = os.environ.get("SLURMD_NODENAME", name)
     return asyncio.run(_serve(controller, Host(rank=rank, node=node, name=name)))
@@ -55,50 +55,50 @@ async def _serve(controller: Controller, host: Host) -> int:
     except (OSError, TimeoutError) as error:
         print(f"{host.node}: the controller at {controller.address} cannot be reached: {error!r}", file=sys.stderr)
         return 1
-    return await _answer_all(reader, writer)
+    return await _serve_requests(reader, writer)
 
 
-async def _answer_on(connection: socket.socket) -> int:
-    return await _answer_all(*await asyncio.open_connection(sock=connection))
+async def _serve_on(connection: socket.socket) -> int:
+    return await _serve_requests(*await asyncio.open_connection(sock=connection))
 
 
-async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    own, servers = str(writer.get_extra_info("sockname")[0]), list[asyncio.Server]()
+async def _serve_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+    address, servers = str(writer.get_extra_info("sockname")[0]), list[asyncio.Server]()
     try:
         while line := await reader.readline():
             if line.startswith(END.encode()):
                 return int(line.split()[1])
             message = json.loads(line)
-            question = message.pop("ask")
-            if question == "report":
-                answer: Any = (await asyncio.to_thread(report, parse_question(message))).dump()
-            elif question == "listen":
-                answer = await listen(own, message["ports"], servers)
-            elif question == "connect":
-                answer = await connect(message["address"], message["ports"])
+            request = message.pop("request")
+            if request == "report":
+                reply: Any = (await asyncio.to_thread(report, ReportRequest(**message))).dump()
+            elif request == "listen":
+                reply = await listen(address, message["ports"], servers)
+            elif request == "connect":
+                reply = await connect(message["address"], message["ports"])
             else:
-                answer = time.time()
-            writer.write(json.dumps(answer).encode() + b"\n")
+                reply = time.time()
+            writer.write(json.dumps(reply).encode() + b"\n")
     except ConnectionError:
         pass
     return 1
 
 
 async def listen(address: str, ports: Mapping[str, int], servers: list[asyncio.Server]) -> dict[str, Any]:
-    """Listen on a port that the kernel chooses, and on some ports with a name.
+    """Listen on a port that the kernel chooses, and on some named ports.
 
     Args:
-        address: own address.
-        ports: ports by name.
-        servers: list that keeps the servers alive.
+        address: address of this host.
+        ports: port numbers by name.
+        servers: list to which the servers are added, which keeps them alive.
 
     Returns:
-        `address`, `ports` by name, and `taken` with the reasons for which other ports cannot be used, by name.
+        `address`, `ports` (open ports by name), and `taken` (by name, reasons why the other ports cannot be opened).
     """
     open_ports, taken = {}, {}
     for name, port in ({CHOSEN: 0} | dict(ports)).items():
         try:
-            server = await asyncio.start_server(_answer, address, port, limit=1 << 22)
+            server = await asyncio.start_server(_serve_connection, address, port, limit=1 << 22)
         except OSError as error:
             taken[name] = f"{os.strerror(error.errno)}" if error.errno else str(error)
             continue
@@ -108,11 +108,11 @@ async def listen(address: str, ports: Mapping[str, int], servers: list[asyncio.S
 
 
 async def connect(address: str, ports: Mapping[str, int]) -> dict[str, Any]:
-    """Try the ports of another host, and measure the connection to one of them.
+    """Connect to the ports of another host, and measure the connection to the port `CHOSEN`.
 
     Returns:
-        `closed` with the error of each port that cannot be reached, by name; if the first can, `latency_s`, the shortest
-        round trip, and `bytes_per_s`.
+        `closed` (errors of the unreachable ports, by name), and if `CHOSEN` is reachable, `latency_s` (shortest round trip) and
+        `bytes_per_s`.
     """
     closed, measured = {}, {}
     for name, port in ports.items():
@@ -126,7 +126,7 @@ async def connect(address: str, ports: Mapping[str, int]) -> dict[str, Any]:
             if name == CHOSEN:
                 measured = await _measure(reader, writer, address, port)
         except (OSError, TimeoutError) as error:
-            closed[name] = f"the connection breaks: {_reason(error)}"
+            closed[name] = f"the connection broke: {_reason(error)}"
         finally:
             writer.close()
     return {"closed": closed, **measured}
@@ -150,13 +150,13 @@ async def _measure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, a
             await sink.drain()
             num_sent += len(_CHUNK)
         sink.write_eof()
-        await second[0].read()  # all has arrived
+        await second[0].read()  # returns when the peer has received everything
         sink.close()
         return {"latency_s": min(trips), "bytes_per_s": num_sent / (time.perf_counter() - started)}
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Send back what arrives, or only read it."""
+async def _serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Return the received data to the sender, or discard it, as requested by the first byte."""
     try:
         kind = await reader.read(1)
         while data := await reader.read(1 << 20):
@@ -173,7 +173,7 @@ def _reason(error: OSError) -> str:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Return every ordered pair of hosts, in rounds in which no host takes part twice: the circle of a tournament."""
+    """Return every ordered pair of hosts, in rounds in which each host occurs at most once (a round-robin tournament)."""
     players: Sequence[int] = [*range(count), *([-1] if count % 2 else [])]
     found = []
     for _ in range(len(players) - 1):

@@ -1,6 +1,6 @@
-"""Report of a host for `titanrl doctor --config`: versions, devices, memory and files, as this host sees them.
+"""Report of a host for `titanrl doctor --config`: its versions, devices, memory and files.
 
-Nothing here imports torch or Monarch, whose versions may differ between hosts.
+This module must not import torch or Monarch, because their versions may differ between hosts.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.sizes import host_bytes
@@ -26,27 +26,27 @@ MISSING = "missing"
 _CGROUPS = ("/sys/fs/cgroup", "/sys/fs/cgroup/memory")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _MAX_FILES = 10_000
-"""Files of a folder whose names and sizes are compared."""
+"""Number of files per folder whose names and sizes are compared."""
 _DIGESTED = (".json", ".jinja", ".txt", ".model", ".yaml")
-"""Small files of a model whose contents are compared, too."""
+"""Suffixes of a model's small files, whose contents are also compared."""
 _MAX_DIGESTED_BYTES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """Question to the hosts of a run.
+class ReportRequest:
+    """Request for a host's report.
 
-    Example: `Question(device="cpu", folders={"model.path": "/models/a"}, token_file="/runs/.doctor", token="6f1c")`
+    Example: `ReportRequest(device="cpu", folders={"model.path": "/models/a"}, token_file="/runs/.doctor", token="6f1c")`
     """
 
     device: DeviceKind
-    """Kind of device of the run."""
+    """Kind of the run's devices."""
     folders: Mapping[str, str]
     """Files and folders that every host must see, by configuration key."""
     token_file: str
-    """File that the controller has written into the folder of the runs."""
+    """File that the controller has written into `output_dir`."""
     token: str
-    """Its content."""
+    """Content of that file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,29 +54,29 @@ class HostReport:
     """State of one host."""
 
     name: str
-    """Name that the host gives itself."""
+    """Host name, as reported by the machine."""
     versions: Mapping[str, str]
-    """Versions of Python and of the packages; those that are not installed are missing."""
+    """Versions of Python and of the installed packages."""
     device_problem: str | None
-    """Missing prerequisite of the device."""
+    """Missing prerequisite of the device; None if there is none."""
     devices: Sequence[str]
     """Names of the accelerators; empty on CPU."""
     cores: int
-    """CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     memory: int
-    """Bytes of memory that a run may use: that of the machine, or the lowest limit on this process."""
+    """Bytes of memory that a run may use: the machine's memory, or the lowest limit on this process."""
     limited_by: str
-    """The limit, if it is lower than the memory of the machine."""
+    """Description of that limit; empty if it is the machine's memory."""
     shared_memory: int | None
     """Free bytes of `/dev/shm`; None if it cannot be written."""
     files: Mapping[str, str]
     """Digest, `missing` or an error, by configuration key."""
     shares_runs: bool
-    """True if this host sees the file that the controller has written into the folder of the runs."""
+    """True if this host sees the file that the controller has written into `output_dir`."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the report in a line of JSON."""
+        """Parse a report from a line of JSON."""
         return cls(**json.loads(text))
 
     def dump(self) -> str:
@@ -84,31 +84,26 @@ class HostReport:
         return json.dumps(asdict(self))
 
 
-def parse_question(fields: Mapping[str, Any]) -> Question:
-    """Return the question in the fields of a message."""
-    return Question(**fields)
-
-
-def report(question: Question) -> HostReport:
-    """Look at this host."""
+def report(request: ReportRequest) -> HostReport:
+    """Return the report of this host."""
     memory, limited_by = memory_limit()
     folder = Path("/dev/shm")
     return HostReport(
         name=socket.gethostname(),
-        versions=versions(question.device),
-        device_problem=missing_for(question.device),
-        devices=accelerators(question.device),
+        versions=versions(request.device),
+        device_problem=missing_for(request.device),
+        devices=accelerators(request.device),
         cores=len(os.sched_getaffinity(0)),
         memory=memory,
         limited_by=limited_by,
         shared_memory=shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None,
-        files={key: digest_of(Path(path)) for key, path in question.folders.items()},
-        shares_runs=_content(Path(question.token_file)) == question.token,
+        files={key: digest_of(Path(path)) for key, path in request.folders.items()},
+        shares_runs=_content(Path(request.token_file)) == request.token,
     )
 
 
 def versions(device: DeviceKind) -> dict[str, str]:
-    """Return the versions of Python, TitanRL and the packages of a kind of device. Those of TitanRL's files have a digest."""
+    """Return the versions of Python, TitanRL and the packages for a kind of device. TitanRL's includes a digest of its code."""
     names = [package.name for package in packages(device)]
     found = {name: version for name in names if (version := installed_version(name)) is not None}
     code = _digest_of_files(Path(__file__).parents[1], "*.py", contents=True)
@@ -128,7 +123,7 @@ def accelerators(device: DeviceKind) -> list[str]:
 
 
 def memory_limit() -> tuple[int, str]:
-    """Return the bytes that the processes of this host may use, and what limits them; empty if it is the machine."""
+    """Return the bytes of memory that this host's processes may use, and the limit's name; empty if it is the machine."""
     limits = {host_bytes(): ""}
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
@@ -142,7 +137,7 @@ def memory_limit() -> tuple[int, str]:
 
 
 def _cgroup_limits(path: str) -> dict[int, str]:
-    """Return the limits of a cgroup and of those that it is in. A container sees its own as the root."""
+    """Return the memory limits of a cgroup and its parents. A container sees its own cgroup as the root."""
     found = {}
     parts = Path(path.lstrip("/"))
     for root in _CGROUPS:
@@ -155,7 +150,7 @@ def _cgroup_limits(path: str) -> dict[int, str]:
 
 
 def digest_of(path: Path) -> str:
-    """Return a digest of a file or folder, `missing`, or the error of reading it."""
+    """Return a digest of a file or folder, `missing` if it does not exist, or the error if it cannot be read."""
     try:
         if path.is_file():
             return _digest(f"{path.stat().st_size}".encode())
@@ -167,7 +162,7 @@ def digest_of(path: Path) -> str:
 
 
 def _digest_of_files(folder: Path, pattern: str, *, contents: bool) -> str:
-    """Return a digest of names and sizes, and of the contents of all files or of small ones that say what a model is."""
+    """Return a digest of file names and sizes, and of contents: of all files, or only of a model's small files."""
     found = hashlib.sha256()
     files = sorted(file for file in folder.rglob(pattern) if file.is_file())[:_MAX_FILES]
     for file in files:

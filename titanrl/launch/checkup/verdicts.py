@@ -1,5 +1,4 @@
-"""Verdict of `titanrl doctor --config`: what is wrong with which host, from the reports of all of them. Nothing here looks at a
-machine."""
+"""Verdict of `titanrl doctor --config`: the problems of each host, computed from the reports of all hosts by pure functions."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,24 +14,24 @@ from titanrl.launch.checkup.probe import CHOSEN
 from titanrl.launch.checkup.report import MISSING, HostReport
 
 CLOCK_S = 1.0
-"""Difference of clocks from which it is reported."""
+"""Smallest clock difference that is reported, in seconds."""
 SLOW = 5
-"""Factor below the median at which the bandwidth of a connection is reported."""
+"""Factor by which a reported connection is slower than the median bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Needs of a run's roles on one host.
+    """Resources that a run's roles need on one host.
 
     Example: `Needs(roles="generators", memory=1_900_000_000, shared_memory=0, devices=8)`
     """
 
     roles: str
-    """Roles on the host, for people."""
+    """Roles on the host, for display."""
     memory: int
-    """Bytes of memory."""
+    """Bytes of memory, including shared memory."""
     shared_memory: int
-    """Bytes of them in `/dev/shm`."""
+    """Bytes in `/dev/shm`."""
     devices: int
     """Number of accelerators; 0 on CPU."""
 
@@ -46,27 +45,27 @@ class Link:
     target: str
     """Host that listens."""
     closed: Mapping[str, str]
-    """Errors of the ports that cannot be reached, by the name of the port."""
+    """Errors of the unreachable ports, by port name."""
     latency_s: float | None = None
-    """Shortest round trip."""
+    """Shortest round trip in seconds; None if it was not measured."""
     bytes_per_s: float | None = None
-    """Bandwidth of one connection."""
+    """Bandwidth of one connection; None if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """One host, as it was found."""
+    """Findings about one host."""
 
     node: str
     """Name of the host."""
     report: HostReport
     """State of the host."""
     needs: Needs
-    """Needs of the run there."""
+    """Resources that the run needs on the host."""
     clock_s: float
-    """Seconds by which its clock is ahead of the controller's."""
+    """Seconds by which the host's clock is ahead of the controller's."""
     taken: Mapping[str, str]
-    """Errors of the ports that cannot be opened there, by the name of the port."""
+    """Errors of the ports that cannot be opened on the host, by port name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,22 +73,23 @@ class Problem:
     """One line of the verdict."""
 
     host: str
-    """Host."""
+    """Name of the host."""
     what: str
-    """Fault, as a sentence without its end."""
+    """Problem, as a sentence without the period."""
     fix: str
-    """Way to mend it, as a sentence without its end."""
+    """Instruction to fix it, as a sentence without the period."""
     level: Literal["error", "warning"] = "error"
-    """A run can start in spite of a warning."""
+    """Severity. A run can start despite warnings."""
 
     def __str__(self) -> str:
         return f"{self.host}: {self.what}. {self.fix}."
 
 
 def needs_of(config: Config, sizes: Sizes, device: DeviceKind) -> list[Needs]:
-    """Return what a run needs on each of its hosts, trainer hosts first.
+    """Return the resources that a run needs on each of its hosts, trainer hosts first.
 
-    On one machine, also with emulated hosts, all roles are there. A controller beside a trainer host is on the first one.
+    On a single machine, each host, also an emulated one, is assigned all roles. If the controller shares a machine with a
+    trainer host, it is the first one.
     """
     hosts, memory, on_cpu = config.hosts, sizes.memory, device == "cpu"
     trainers, generators = config.num_trainer_ranks, config.num_generator_ranks
@@ -107,21 +107,21 @@ def needs_of(config: Config, sizes: Sizes, device: DeviceKind) -> list[Needs]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums over the roles of a host."""
+    """Sums over the roles on a host."""
 
     roles: list[str] = field(default_factory=list)
     private: int = 0
-    """Bytes of processes."""
+    """Bytes of the processes' private memory."""
     shared: int = 0
-    """Bytes in shared memory."""
+    """Bytes of shared memory."""
     trainers: int = 0
-    """Trainer ranks."""
+    """Number of trainer ranks."""
     generators: int = 0
-    """Ranks of generators, teacher and evaluator."""
+    """Number of ranks of generators, teacher and evaluator."""
 
 
 def _needs_by_host(config: Config, sizes: Sizes, *, on_cpu: bool) -> list[Needs]:
-    """Return what the roles need that `placement` puts on each host."""
+    """Return the resources needed on each host, given the roles that `placement` assigns to it."""
     tallies = {(mesh, number): _Tally() for mesh, count in host_counts(config).items() for number in range(count)}
     _add_others(config, sizes, tallies)
     _add_trainers(config, sizes, tallies, on_cpu=on_cpu)
@@ -180,14 +180,14 @@ def _add_generators(config: Config, sizes: Sizes, tallies: Mapping[HostPlace, _T
 
 
 def problems(hosts: Sequence[Examined], links: Sequence[Link]) -> list[Problem]:
-    """Return everything that is wrong, by host."""
+    """Return all problems: errors first, each level in the order of the hosts."""
     found = [*_versions(hosts), *_machines(hosts), *_files(hosts), *_ports(hosts, links), *_clocks(hosts), *_speeds(links)]
     order = {host.node: number for number, host in enumerate(hosts)}
     return sorted(found, key=lambda problem: (problem.level, order.get(problem.host, -1)))
 
 
 def _versions(hosts: Sequence[Examined]) -> Iterator[Problem]:
-    """Yield the packages whose version differs from that of most hosts; of the first, if there are two opinions."""
+    """Yield the packages whose version differs from most hosts; in a tie, from the first host."""
     names = list(dict.fromkeys(name for host in hosts for name in host.report.versions))
     for name in names:
         usual, _ = Counter(host.report.versions.get(name) for host in hosts).most_common(1)[0]
@@ -197,7 +197,8 @@ def _versions(hosts: Sequence[Examined]) -> Iterator[Problem]:
             if version != usual:
                 what = f"{name} {version}" if version else f"{name} is not installed"
                 fix = "Install the same packages on all hosts: titanrl doctor --install"
-                yield Problem(host=host.node, what=f"{what}, but {', '.join(others)} has {usual or 'none'}", fix=fix)
+                verb = "has" if len(others) == 1 else "have"
+                yield Problem(host=host.node, what=f"{what}, but {', '.join(others)} {verb} {usual or 'none'}", fix=fix)
 
 
 def _machines(hosts: Sequence[Examined]) -> Iterator[Problem]:
@@ -206,17 +207,17 @@ def _machines(hosts: Sequence[Examined]) -> Iterator[Problem]:
         if report.device_problem is not None:
             yield Problem(host=host.node, what=f"the device cannot be used: {report.device_problem}", fix="Correct device")
         elif len(report.devices) < needs.devices:
-            what = f"{len(report.devices)} accelerators, and {needs.roles} need {needs.devices}"
-            yield Problem(host=host.node, what=what, fix="Ask for more, or change hosts.trainer_hosts or generator_hosts")
+            what = f"{len(report.devices)} accelerators, but {needs.roles} need {needs.devices}"
+            yield Problem(host=host.node, what=what, fix="Request more, or change hosts.trainer_hosts or generator_hosts")
         if report.memory < needs.memory:
             limit = f" ({report.limited_by})" if report.limited_by else ""
-            what = f"{gigabytes(report.memory)} of memory{limit}, and its roles ({needs.roles}) need {gigabytes(needs.memory)}"
-            yield Problem(host=host.node, what=what, fix="Raise the limit, use more hosts, or a smaller model")
+            what = f"{gigabytes(report.memory)} of memory{limit}, but its roles ({needs.roles}) need {gigabytes(needs.memory)}"
+            yield Problem(host=host.node, what=what, fix="Raise the limit, use more hosts, or use a smaller model")
         if report.shared_memory is None:
             fix = "Mount a tmpfs there; in a container, use --shm-size"
-            yield Problem(host=host.node, what="/dev/shm cannot be written", fix=fix)
+            yield Problem(host=host.node, what="/dev/shm is not writable", fix=fix)
         elif report.shared_memory < needs.shared_memory:
-            what = f"/dev/shm has {gigabytes(report.shared_memory)}, and the weights need {gigabytes(needs.shared_memory)}"
+            what = f"/dev/shm has {gigabytes(report.shared_memory)}, but the weights need {gigabytes(needs.shared_memory)}"
             yield Problem(host=host.node, what=what, fix="Make it larger; in a container, use --shm-size")
 
 
@@ -227,20 +228,20 @@ def _files(hosts: Sequence[Examined]) -> Iterator[Problem]:
         for host in hosts:
             state = host.report.files[key]
             if state == MISSING:
-                fix = "Mount it there by the same path, or correct the key"
+                fix = "Mount it under the same path, or correct the key"
                 yield Problem(host=host.node, what=f"{key} is missing", fix=fix)
             elif state != usual:
-                yield Problem(host=host.node, what=f"{key} differs from that of other hosts", fix="Copy it again")
+                yield Problem(host=host.node, what=f"{key} differs from the other hosts", fix="Copy it again")
     for host in hosts:
         if not host.report.shares_runs:
-            what = "output_dir is not that of the controller: a file that it has written there is not seen"
-            yield Problem(host=host.node, what=what, fix="Choose an output_dir that all hosts see by the same path")
+            what = "output_dir is not shared with the controller: a file that the controller wrote there is not visible"
+            yield Problem(host=host.node, what=what, fix="Choose an output_dir that all hosts share under the same path")
 
 
 def _ports(hosts: Sequence[Examined], links: Sequence[Link]) -> Iterator[Problem]:
     for host in hosts:
         for name, reason in host.taken.items():
-            fix = "End the program that uses it, or choose another port"
+            fix = "Stop the program that uses it, or choose another port"
             yield Problem(host=host.node, what=f"{name} cannot be opened: {reason}", fix=fix)
     closed: dict[tuple[str, str], dict[str, str]] = {}  # errors by source, by target and port
     for link in links:
@@ -249,7 +250,7 @@ def _ports(hosts: Sequence[Examined], links: Sequence[Link]) -> Iterator[Problem
     for (target, name), errors in closed.items():
         sources, reasons = ", ".join(sorted(errors)), ", ".join(sorted(set(errors.values())))
         what = "its TCP ports are closed" if name == CHOSEN else f"{name} is closed"
-        fix = "Let TCP between the hosts pass in the firewall" + (" on all ports" if name == CHOSEN else "")
+        fix = "Allow TCP between the hosts in the firewall" + (" on all ports" if name == CHOSEN else "")
         yield Problem(host=target, what=f"{what} for {sources} ({reasons})", fix=fix)
 
 
@@ -267,5 +268,5 @@ def _speeds(links: Sequence[Link]) -> Iterator[Problem]:
     median = measured[len(measured) // 2]
     for link in links:
         if link.bytes_per_s is not None and link.bytes_per_s * SLOW < median:
-            what = f"{gigabytes(int(link.bytes_per_s))}/s to {link.target}, and the median is {gigabytes(int(median))}/s"
+            what = f"{gigabytes(int(link.bytes_per_s))}/s to {link.target}, but the median is {gigabytes(int(median))}/s"
             yield Problem(host=link.source, what=what, fix="Check its network", level="warning")

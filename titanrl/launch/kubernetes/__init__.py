@@ -1,1 +1,1 @@
-"""Hosts that are pods of Kubernetes."""
+"""Kubernetes pods as hosts."""

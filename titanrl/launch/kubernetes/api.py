@@ -1,6 +1,6 @@
-"""Requests to the API of Kubernetes, by its Python client. Each call blocks, within a limit; `watch` follows pods in a thread.
+"""Requests to the Kubernetes API. Each call blocks, but has a time limit; `Api.watch` follows pods in a thread.
 
-The client is an optional package, so it is imported where it is used.
+The `kubernetes` package is optional, so it is imported where it is used.
 """
 
 import json
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 15.0
-"""Limit for an answer of the API server."""
+REPLY_S = 15.0
+"""Limit for a response of the API server, in seconds."""
 RELEASE_S = 5.0
-"""Limit for the answer to a deletion, during which the run closes."""
+"""Shorter limit for deletions, which delay the end of the run."""
 WATCH_S = 300
-"""Seconds after which a watch is opened again. It has no answer for as long as nothing changes."""
-AGAIN_S = 1.0
-"""Pause before a watch that has failed is opened again."""
+"""Seconds after which a watch is reopened. The server sends nothing while nothing changes."""
+RETRY_S = 1.0
+"""Seconds before a failed watch is reopened."""
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Folder in which a pod finds its namespace and its rights."""
+"""Folder with the namespace and credentials of a pod."""
 OnPods = Callable[[dict[str, Json]], None]
-"""Receives the pods of a mesh, by name, whenever one changes."""
+"""Called with all pods of a mesh, by name, whenever one changes."""
 
 
 def missing_package() -> str:
-    """Return the message for a missing client; empty if it is installed."""
+    """Return an error message if the `kubernetes` package is missing; empty if it is installed."""
     if find_spec("kubernetes") is not None:
         return ""
     return (
@@ -50,14 +50,14 @@ def in_cluster() -> bool:
 
 
 class Api:
-    """The API of one namespace."""
+    """Client of the API, for one namespace."""
 
     def __init__(self, namespace: str | None, context: str | None) -> None:
-        """Read the credentials of the pod, or of the kubeconfig file; connect to nothing yet.
+        """Read the credentials of the pod, or from the kubeconfig file; open no connection yet.
 
         Args:
-            namespace: namespace; None takes that of the pod or of the context.
-            context: context of the kubeconfig file; None takes the current one.
+            namespace: namespace of the run; None uses the namespace of the pod or of the context.
+            context: context in the kubeconfig file; None uses the current one.
 
         Raises:
             KubernetesError: There are no credentials.
@@ -72,8 +72,8 @@ class Api:
         self._where: Json = {"group": GROUP, "version": VERSION, "namespace": self.namespace, "plural": PLURAL}
 
     def mesh(self, name: str) -> Json | None:
-        """Return a MonarchMesh; None if there is none of this name."""
-        found: Json | None = self._ask(
+        """Return a MonarchMesh; None if it does not exist."""
+        found: Json | None = self._request(
             f"get MonarchMesh {name}", self._custom.get_namespaced_custom_object, name=name, **self._where
         )
         return found
@@ -81,7 +81,7 @@ class Api:
     def create_mesh(self, body: Json) -> Json:
         """Create a MonarchMesh."""
         what = f"create MonarchMesh {body['metadata']['name']}"
-        created: Json | None = self._ask(what, self._custom.create_namespaced_custom_object, body=body, **self._where)
+        created: Json | None = self._request(what, self._custom.create_namespaced_custom_object, body=body, **self._where)
         if created is None:
             raise KubernetesError(
                 f"hosts.kind: the cluster at {self._host} has no MonarchMesh resources (got kubernetes). "
@@ -90,40 +90,49 @@ class Api:
         return created
 
     def own_mesh(self, name: str, owners: list[Json], version: str | None = None) -> None:
-        """Let a MonarchMesh go with its owners, unless it has changed since the version that was read."""
+        """Set the owners of a MonarchMesh, which Kubernetes deletes with them.
+
+        With `version`, the request fails if the resource has changed since that version.
+        """
         body = {"metadata": {"ownerReferences": owners} | ({} if version is None else {"resourceVersion": version})}
-        self._ask(f"patch MonarchMesh {name}", self._custom.patch_namespaced_custom_object, name=name, body=body, **self._where)
+        self._request(
+            f"patch MonarchMesh {name}", self._custom.patch_namespaced_custom_object, name=name, body=body, **self._where
+        )
 
     def delete_mesh(self, name: str) -> None:
-        """Delete a MonarchMesh. One that does not exist is no failure."""
+        """Delete a MonarchMesh. Do nothing if it does not exist."""
         delete = self._custom.delete_namespaced_custom_object
-        self._ask(f"delete MonarchMesh {name}", delete, limit_s=RELEASE_S, name=name, **self._where)
+        self._request(f"delete MonarchMesh {name}", delete, limit_s=RELEASE_S, name=name, **self._where)
 
     def pod(self, name: str) -> Json | None:
-        """Return a pod; None if there is none of this name."""
-        found: Json | None = self._ask(f"get pod {name}", self._pods.read_namespaced_pod, name=name, namespace=self.namespace)
+        """Return a pod; None if it does not exist."""
+        found: Json | None = self._request(
+            f"get pod {name}", self._pods.read_namespaced_pod, name=name, namespace=self.namespace
+        )
         return found
 
     def owner(self) -> Json | None:
-        """Return the pod of this process as an owner of objects; None outside of the cluster."""
+        """Return the pod of this process as an `ownerReferences` entry; None outside the cluster."""
         if not in_cluster():
             return None
         name = os.environ.get(POD_NAME, socket.gethostname())
         pod = self.pod(name)
         if pod is None:
-            logger.warning("there is no pod %s; set %s to the name of this pod, so that resources go with it", name, POD_NAME)
+            logger.warning(
+                "there is no pod %s; set %s to the name of this pod, so that resources are deleted with it", name, POD_NAME
+            )
             return None
         return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": pod["metadata"]["uid"]}
 
     def watch(self, mesh: str, on_pods: OnPods, on_error: Callable[[KubernetesError], None]) -> "PodWatch":
-        """Follow the pods of a mesh in a thread, until the watch is closed."""
-        return PodWatch(self._pods, self._ask, self.namespace, mesh, on_pods, on_error)
+        """Follow the pods of a mesh in a thread, until the returned watch is closed."""
+        return PodWatch(self._pods, self._request, self.namespace, mesh, on_pods, on_error)
 
-    def _ask(self, what: str, call: Callable[..., Any], *, limit_s: float = ANSWER_S, **arguments: Any) -> Any:
-        """Call the API; return the object as JSON, or None if there is none.
+    def _request(self, what: str, call: Callable[..., Any], *, limit_s: float = REPLY_S, **arguments: Any) -> Any:
+        """Call the API; return the object as JSON, or None if it does not exist.
 
         Raises:
-            KubernetesError: The server refuses, or does not answer.
+            KubernetesError: The server refused the request or did not respond.
         """
         from kubernetes.client import ApiClient, ApiException
         from urllib3.exceptions import HTTPError
@@ -136,18 +145,18 @@ class Api:
             raise KubernetesError(refusal(what, self.namespace, error)) from None
         except HTTPError as error:
             raise KubernetesError(
-                f"hosts.kubernetes: the API server at {self._host} did not answer to {what!r} (got {error}). "
-                "Look at the cluster, and at the context of the kubeconfig file."
+                f"hosts.kubernetes: the API server at {self._host} did not respond to {what!r} (got {error}). "
+                "Check the cluster and the context in the kubeconfig file."
             ) from None
 
 
 class PodWatch:
-    """Pods of a mesh, followed in a thread."""
+    """Watch on the pods of a mesh, in a thread."""
 
     def __init__(
         self,
         pods: Any,
-        ask: Callable[..., Any],
+        request: Callable[..., Any],
         namespace: str,
         mesh: str,
         on_pods: OnPods,
@@ -156,14 +165,14 @@ class PodWatch:
         """Start the thread, in which `on_pods` and `on_error` are called."""
         from kubernetes.watch import Watch
 
-        self._pods, self._ask, self._on_pods, self._on_error = pods, ask, on_pods, on_error
+        self._pods, self._request, self._on_pods, self._on_error = pods, request, on_pods, on_error
         self._selection = {"namespace": namespace, "label_selector": f"{MESH_LABEL}={mesh}"}
         self._watch = Watch()
         self._is_closed = threading.Event()
         threading.Thread(target=self._run, name=f"pods of {mesh}", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread soon."""
+        """Signal the thread to exit; do not wait for it."""
         self._is_closed.set()
         self._watch.stop()
 
@@ -177,24 +186,24 @@ class PodWatch:
             except KubernetesError as error:
                 self._on_error(error)
                 return
-            except (ApiException, HTTPError, OSError, ValueError, LookupError, AttributeError) as error:  # of a lost connection
-                if not self._is_closed.wait(AGAIN_S):
-                    logger.info("the watch of pods is opened again: %r", error)
+            except (ApiException, HTTPError, OSError, ValueError, LookupError, AttributeError) as error:  # connection lost
+                if not self._is_closed.wait(RETRY_S):
+                    logger.info("reopening the watch of pods: %r", error)
 
     def _follow(self) -> None:
         """List the pods, then apply changes until the watch ends."""
-        listed = self._ask("list pods", self._pods.list_namespaced_pod, **self._selection)
+        listed = self._request("list pods", self._pods.list_namespaced_pod, **self._selection)
         pods = {pod["metadata"]["name"]: pod for pod in listed["items"]}
         self._on_pods(dict(pods))
         options = {"resource_version": listed["metadata"].get("resourceVersion"), "timeout_seconds": WATCH_S}
-        limits = {"_request_timeout": (ANSWER_S, WATCH_S + ANSWER_S), "deserialize": False}
+        limits = {"_request_timeout": (REPLY_S, WATCH_S + REPLY_S), "deserialize": False}
         changes = self._watch.stream(self._pods.list_namespaced_pod, **self._selection, **options, **limits)
         for change in changes:
             if self._is_closed.is_set():
                 return
             pod = change["object"]
             if change["type"] == "ERROR":
-                return  # the version is too old
+                return  # the resource version is too old
             if change["type"] == "DELETED":
                 pods.pop(pod["metadata"]["name"], None)
             else:
@@ -203,11 +212,11 @@ class PodWatch:
 
 
 def refusal(what: str, namespace: str, error: "ApiException") -> str:
-    """Return the message for a request that the API server refuses."""
+    """Return the error message for a request that the API server refused."""
     fix = {
         401: "Log in to the cluster again.",
         403: "Give the service account of the controller the Role that `titanrl manifest` prints.",
-        409: "Another controller may have changed it; start the run again.",
+        409: "Another controller may have changed it; restart the run.",
     }.get(error.status, "Correct hosts.kubernetes.")
     reason = _reason(error)
     return f"hosts.kubernetes: the cluster refuses to {what} in namespace {namespace} (got {error.status}: {reason}). {fix}"
@@ -222,7 +231,7 @@ def _reason(error: "ApiException") -> str:
 
 
 def _client(context: str | None) -> "tuple[ApiClient, str]":
-    """Return a client, and the namespace that its credentials name."""
+    """Return a client, and the default namespace of its credentials."""
     if problem := missing_package():
         raise KubernetesError(problem)
     from kubernetes import client, config
@@ -239,7 +248,7 @@ def _client(context: str | None) -> "tuple[ApiClient, str]":
             namespace = named["context"].get("namespace") or "default"
     except (config.ConfigException, OSError) as error:
         raise KubernetesError(
-            f"hosts.kubernetes.context: there are no credentials for a cluster (got {context!r}: {error}). "
+            f"hosts.kubernetes.context: found no credentials for a cluster (got {context!r}: {error}). "
             "Start the run in a pod of the cluster, or set KUBECONFIG."
         ) from None
     return client.ApiClient(configuration), namespace

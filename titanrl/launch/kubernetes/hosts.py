@@ -1,4 +1,7 @@
-"""Hosts that are pods: created or found, waited for, watched, and given back however the run ends."""
+"""Kubernetes pods as hosts of a run: create or find them, wait until they are ready, watch them, and release them.
+
+The pods belong to MonarchMesh resources, which Monarch's operator implements.
+"""
 
 import asyncio
 import logging
@@ -8,29 +11,28 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from monarch.actor import HostMesh, attach_to_workers, enable_transport
+from monarch.actor import HostMesh, enable_transport
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
+from titanrl.launch.host_meshes import attach_meshes, first_rank
 from titanrl.launch.identities import new_identities
 from titanrl.launch.kubernetes.api import Api, PodWatch
 from titanrl.launch.kubernetes.leases import KubernetesError, Lost, Pod, PodBusyError, PodLeases, tcp
 from titanrl.launch.kubernetes.manifest import Json, mesh, mesh_name, token_of
 from titanrl.launch.kubernetes.pod_state import PodState, current, end_of, progress
-from titanrl.launch.leases import Host, Leases, Say
-from titanrl.launch.patience import leave_lost_hosts_to_leases
+from titanrl.launch.leases import Host, Leases, OnLost, Say
+from titanrl.launch.patience import match_timeouts_to_leases
 from titanrl.private_sockets import private_sockets
 
 logger = logging.getLogger(__name__)
 
 STATUS_S = 2.0
-"""Limit for the state of a pod that has ended; the message does not wait longer for it."""
-OnLost = Callable[[str, str], None]
-"""Receives a host that has ended: the name that the machine gives itself, and the cause."""
+"""Limit in seconds for querying why a pod was lost, so that the report is not delayed."""
 
 
 class KubernetesHosts:
-    """Pods of MonarchMesh resources: of those that exist under the names of `titanrl manifest`, or of new ones."""
+    """Pods of MonarchMesh resources. Existing resources with the names of `titanrl manifest` are used; others are created."""
 
     def __init__(
         self, config: Config, device: DeviceKind, meshes: dict[str, int], say: Say, *, keep: bool | None = None
@@ -38,35 +40,35 @@ class KubernetesHosts:
         """Request nothing yet.
 
         Args:
-            config: the run.
+            config: configuration of the run.
             device: kind of the pods' devices.
-            meshes: number of hosts by the name of their mesh.
-            say: tells the user what the start waits for.
-            keep: leave resources that exist as they are; None means `hosts.kubernetes.keep`.
+            meshes: number of hosts by mesh name.
+            say: called with a message for the user about what startup is waiting for.
+            keep: whether to keep existing resources when the run ends; None uses `hosts.kubernetes.keep`.
         """
         self._config, self._device, self._meshes, self._say = config, device, meshes, say
         self._keeps = config.hosts.kubernetes.keep if keep is None else keep
         self._api: Api | None = None
-        self._names: dict[str, str] = {}  # of the resources, by mesh
-        self._owned: set[str] = set()  # names of those that go with the run
-        self._adopted: dict[str, Json | None] = {}  # of them, those that existed before, with their new owner
+        self._names: dict[str, str] = {}  # resource names, by mesh
+        self._owned: set[str] = set()  # names of the resources to delete with the run
+        self._adopted: dict[str, Json | None] = {}  # the ones of them that existed before, with their new owner
         self._pods: dict[int, PodState] = {}
         self._leases: list[PodLeases] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_acquired = False
-        self._said = ""  # what the start waits for
+        self._said = ""  # last message about what startup is waiting for
         self.on_lost: OnLost = lambda name, cause: None
-        """Told of each host that ends while the run uses it."""
+        """Called when a host is lost."""
 
     async def start(self) -> dict[str, HostMesh]:
         """Create or find the resources, wait for their pods, and return their meshes.
 
         Raises:
-            KubernetesError: The cluster refuses, or the pods do not start.
+            KubernetesError: The cluster refused a request, or the pods did not start.
         """
         try:
-            enable_transport("tcp")  # before the first use of Monarch: by default, hosts cannot connect to this process
-            leave_lost_hosts_to_leases()
+            enable_transport("tcp")  # before the first use of Monarch; by default, hosts cannot connect to this process
+            match_timeouts_to_leases()
             tokens = await self._requested()
             return await self._attach(tokens, await self._ready())
         except PodBusyError:
@@ -75,18 +77,18 @@ class KubernetesHosts:
             finally:
                 self.kill()
             raise
-        except BaseException:  # an interrupt, too: no pod may outlive a failed start
+        except BaseException:  # including interrupts: no pod may outlive a failed start
             self.kill()
             raise
 
     async def examine(self, leases: Leases) -> None:
-        """Create or find the pods, and let them answer questions instead of serving as hosts. The caller kills them afterwards.
+        """Create or find the pods, and start probes in them instead of Monarch's hosts. The caller must call `kill` afterwards.
 
         Args:
-            leases: hold the pods, and ask them.
+            leases: leases that will hold the probes.
 
         Raises:
-            KubernetesError: The cluster refuses, or the pods do not start.
+            KubernetesError: The cluster refused a request, or the pods did not start.
         """
         tokens = await self._requested()
         for pod, own_leases in self._placed(tokens, await self._ready()):
@@ -95,7 +97,7 @@ class KubernetesHosts:
         await leases.all_held()
 
     def kill(self) -> None:
-        """Give the pods back, with every process on them. A second call does nothing."""
+        """Kill every process of the run in the pods, and release them. A second call does nothing."""
         self._is_acquired = False
         for leases in self._leases:
             leases.close()
@@ -107,11 +109,11 @@ class KubernetesHosts:
             try:
                 self._api.delete_mesh(name)
             except KubernetesError as error:
-                logger.warning("%s MonarchMesh %s remains; its pods go with the controller's pod", error, name)
+                logger.warning("%s MonarchMesh %s remains until the controller's pod is deleted", error, name)
 
     def has_ended(self, mesh: str, number: int) -> bool:
-        """Return True if a host has ended, or cannot be reached."""
-        return self._first(mesh) + number in self._lost
+        """Return True if a host exited or became unreachable."""
+        return first_rank(self._meshes, mesh) + number in self._lost
 
     def are_alive(self) -> bool:
         """Return True if every host holds its lease."""
@@ -121,21 +123,17 @@ class KubernetesHosts:
     def _lost(self) -> set[int]:
         return set().union(*(leases.lost for leases in self._leases))
 
-    def _first(self, mesh: str) -> int:
-        """Return the rank of the first host of a mesh."""
-        return sum(list(self._meshes.values())[: list(self._meshes).index(mesh)])
-
     async def _requested(self) -> dict[str, str]:
-        """Find or create the resources; return the secret of the pods of each mesh."""
-        requesting = asyncio.ensure_future(asyncio.to_thread(self._request))  # each of its requests has a limit
+        """Find or create the resources; return the secret of each mesh's pods."""
+        requesting = asyncio.ensure_future(asyncio.to_thread(self._request))  # each of its API calls has a time limit
         try:
             return await asyncio.shield(requesting)
-        except asyncio.CancelledError:  # a resource may be being created, which has to end before it can be deleted
+        except asyncio.CancelledError:  # wait for a resource that is being created, so that it can be deleted
             await asyncio.gather(requesting, return_exceptions=True)
             raise
 
     def _request(self) -> dict[str, str]:
-        """Find or create each resource, in a thread."""
+        """Find or create each resource. This blocks, so it runs in a thread."""
         kubernetes, name = self._config.hosts.kubernetes, self._config.name
         self._api = Api(kubernetes.namespace, kubernetes.context)
         owner, tokens, suffix = self._api.owner(), {}, secrets.token_hex(3)
@@ -144,7 +142,7 @@ class KubernetesHosts:
             if found is not None and "deletionTimestamp" not in found["metadata"]:
                 tokens[role] = self._adopt(role, found, owner)
                 continue
-            # Pods of an earlier resource of the same name may still be ending, so a new one has a name of its own.
+            # Pods of an earlier resource of the same name may still be terminating, so a new one gets a unique name.
             self._names[role] = mesh_name(name, role, suffix)
             self._owned.add(self._names[role])
             tokens[role] = secrets.token_hex(16)
@@ -154,15 +152,15 @@ class KubernetesHosts:
         return tokens
 
     def _adopt(self, role: str, found: Json, owner: Json | None) -> str:
-        """Use a resource that exists, and let it go with this run unless it is kept; return its secret."""
+        """Use an existing resource, and take ownership of it unless it is kept; return the secret of its pods."""
         assert self._api is not None
         metadata, spec = found["metadata"], found["spec"]
         name, token = metadata["name"], token_of(found)
         others = [one["name"] for one in metadata.get("ownerReferences", ()) if owner is None or one["uid"] != owner["uid"]]
         if others:
             raise KubernetesError(
-                f"name: MonarchMesh {name} belongs to {others[0]}, another controller of a run of this name "
-                f"(got {self._config.name}). Wait until that run has ended, or change name."
+                f"name: MonarchMesh {name} belongs to {others[0]}, the controller of another run with this name "
+                f"(got {self._config.name}). Wait until that run has finished, or change name."
             )
         for key, value, needed in (
             (f"hosts.{role[:-1]}_hosts", spec["replicas"], self._meshes[role]),
@@ -170,12 +168,12 @@ class KubernetesHosts:
         ):
             if value != needed:
                 raise KubernetesError(
-                    f"{key}: MonarchMesh {name} has {value}, and the run needs {needed} (got {needed}). "
+                    f"{key}: MonarchMesh {name} has {value}, but the run needs {needed} (got {needed}). "
                     f"Delete the MonarchMesh, or apply the output of titanrl manifest again."
                 )
         if not token:
             raise KubernetesError(
-                f"name: MonarchMesh {name} was not made by titanrl manifest (got {self._config.name}). Change name."
+                f"name: MonarchMesh {name} was not created by titanrl manifest (got {self._config.name}). Change name."
             )
         self._names[role] = name
         if not self._keeps:
@@ -186,7 +184,7 @@ class KubernetesHosts:
         return token
 
     def _leave(self) -> None:
-        """Leave resources that another run uses, in a thread."""
+        """Give up the ownership of resources that another run uses. This blocks, so it runs in a thread."""
         assert self._api is not None
         self._owned -= self._adopted.keys()
         for name, owner in self._adopted.items():
@@ -194,19 +192,19 @@ class KubernetesHosts:
                 self._api.own_mesh(name, [])
 
     async def _ready(self) -> dict[str, dict[int, PodState]]:
-        """Wait until every pod takes connections; return their states by mesh and number."""
+        """Wait until every pod accepts connections; return their states by mesh and index."""
         limit_s = self._config.hosts.kubernetes.start_limit_s
         try:
             async with asyncio.timeout(limit_s):
                 return await self._wait()
         except TimeoutError:
             raise KubernetesError(
-                f"hosts.kubernetes.start_limit_s: the pods were not ready in time: {self._said or 'the cluster is silent'} "
-                f"(got {limit_s:g}). Raise the limit, or ask for less."
+                f"hosts.kubernetes.start_limit_s: the pods were not ready in time: {self._said or 'no reply from the cluster'} "
+                f"(got {limit_s:g}). Raise the limit, or request fewer resources."
             ) from None
 
     async def _wait(self) -> dict[str, dict[int, PodState]]:
-        """Follow the pods until all are ready."""
+        """Watch the pods until all are ready; return their states by mesh and index."""
         assert self._api is not None
         loop, changes = asyncio.get_running_loop(), asyncio.Queue[tuple[str, dict[str, Json] | KubernetesError]]()
         states: dict[str, dict[int, PodState]] = {}
@@ -231,7 +229,7 @@ class KubernetesHosts:
                 watch.close()
 
     def _is_ready(self, states: dict[str, dict[int, PodState]]) -> bool:
-        """Return True if all pods are ready; else say what they wait for, if that has changed."""
+        """Return True if all pods are ready; else tell the user what they are waiting for, if that has changed."""
         waits = []
         for role, number in self._meshes.items():
             for state in states.get(role, {}).values():
@@ -241,7 +239,7 @@ class KubernetesHosts:
                         f"Read kubectl describe pod {state.name}, and correct the image or the pods' settings."
                     )
             waits.append(progress(self._names[role], number, states.get(role, {})))
-        if len(states) < len(self._meshes):  # the others are not known yet
+        if len(states) < len(self._meshes):  # the pods of other meshes have not been listed yet
             return False
         said = "; ".join(text for text in waits if text)
         if said and said != self._said:
@@ -250,26 +248,21 @@ class KubernetesHosts:
         return not said
 
     async def _attach(self, tokens: dict[str, str], ready: dict[str, dict[int, PodState]]) -> dict[str, HostMesh]:
-        """Hold the lease of each pod, and attach to the hosts that the pods then start."""
+        """Acquire the lease of each pod, and attach to the Monarch hosts that the pods then start."""
         port, count = self._config.hosts.kubernetes.port, sum(self._meshes.values())
         identities = new_identities(count)
         placed = list(self._placed(tokens, ready))
         addresses = [f"{identities[pod.rank]}@{tcp(pod.ip, port)}" for pod, _ in placed]
         await asyncio.gather(*(leases.hold(pod, identities[pod.rank]) for pod, leases in placed))
         with private_sockets():
-            meshes = {
-                role: attach_to_workers(
-                    name=role, ca="trust_all_connections", workers=addresses[self._first(role) : self._first(role) + number]
-                )
-                for role, number in self._meshes.items()
-            }
+            meshes = attach_meshes(self._meshes, addresses)
         self._is_acquired = True
         names = [f"{pod.name} on {pod.node}" if pod.node else pod.name for pod in self._pods.values()]
         self._say(f"Kubernetes: {count} pods ({', '.join(names)})")
         return meshes
 
     def _placed(self, tokens: dict[str, str], ready: dict[str, dict[int, PodState]]) -> Iterator[tuple[Pod, PodLeases]]:
-        """Yield each pod by rank, with the leases of its mesh."""
+        """Yield each pod in rank order, with the leases of its mesh."""
         port = self._config.hosts.kubernetes.port + 1
         for role, number in self._meshes.items():
             leases = PodLeases(tokens[role], port, f"{self._config.name}@{socket.gethostname()}", self._on_lost)
@@ -285,11 +278,11 @@ class KubernetesHosts:
         task.add_done_callback(self._tasks.discard)
 
     async def _report_lost(self, lost: Lost) -> None:
-        """Report the end of a host, with the reason if Kubernetes knows it."""
+        """Report a lost host, with the reason if Kubernetes knows it."""
         assert self._api is not None
         state = self._pods[lost.pod.rank]
-        cause = "Kubernetes has told it to end" if lost.was_told else ""
-        role = max((role for role in self._meshes if self._first(role) <= lost.pod.rank), key=self._first)
+        cause = "Kubernetes terminated it" if lost.was_told else ""
+        role = [role for role in self._meshes if first_rank(self._meshes, role) <= lost.pod.rank][-1]
         try:
             async with asyncio.timeout(STATUS_S):
                 cause = await self._end_of(state, self._names[role])
@@ -297,10 +290,10 @@ class KubernetesHosts:
             logger.warning("the state of pod %s is unknown: %r", lost.pod.name, error)
         place = f" on {state.node}" if state.node else ""
         text = f"; {cause}" if cause else ""
-        self.on_lost(lost.host, f"pod {lost.pod.name}{place} has ended, or its network has{text}")
+        self.on_lost(lost.host, f"pod {lost.pod.name}{place} exited or is unreachable{text}")
 
     async def _end_of(self, state: PodState, mesh: str) -> str:
-        """Wait until Kubernetes knows why a pod has ended, which is later than its connection ends; return the reason."""
+        """Wait until Kubernetes reports why a pod ended, which can be after its connection closed; return the reason."""
         assert self._api is not None
         loop, changes = asyncio.get_running_loop(), asyncio.Queue[dict[str, Json] | KubernetesError]()
         tell = partial(_from_thread, loop, changes)
@@ -317,6 +310,6 @@ class KubernetesHosts:
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: object) -> None:
-    """Put an item into a queue of the event loop, unless the loop has ended."""
+    """Put an item into a queue of the event loop, unless the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(queue.put_nowait, item)

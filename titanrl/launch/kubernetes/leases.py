@@ -1,7 +1,7 @@
-"""Leases of pods: one TCP connection from the controller to each pod, open as long as both live.
+"""Pod leases: one TCP connection from the controller to each pod, open as long as both are alive.
 
-In contrast to the nodes of Slurm (`titanrl.launch.leases`), the controller connects, because pods can exist before it and serve
-one controller after another. The kernels of both sides report the end of the other.
+Unlike with Slurm nodes (`titanrl.launch.leases`), the controller opens the connection, because pods can exist before it and
+serve several controllers in turn. The kernel on each side reports the death of the other.
 """
 
 import asyncio
@@ -15,21 +15,21 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from titanrl.errors import TitanRLError
-from titanrl.launch.leases import CONTROLLER_LOST_S, ENDING, GREETING_S, LOST_S, MAX_GREETING, keep_alive
+from titanrl.launch.leases import CONTROLLER_LOST_S, ENDING, GREETING_S, LOST_S, MAX_GREETING, keep_alive, lease_closed
 from titanrl.launch.slurm.node import PROGRAM
 
 FREE_S = 5.0
-"""Seconds in which a pod can end serving one controller while the next one waits."""
+"""Seconds that a new controller waits for a pod to finish serving the previous one."""
 CONNECTION = "TITANRL_PROBE_CONNECTION"
-"""Variable with the file descriptor of the connection on which a process answers questions about its pod."""
+"""Environment variable with the file descriptor of the connection on which a probe serves its pod's reports."""
 PROBE = "probe"
-"""Identity with which the questions of `titanrl doctor` are requested instead of a host of Monarch."""
+"""Identity that requests a probe (`titanrl doctor`) instead of Monarch's host."""
 SERVING, BUSY = "serving", "busy"
-"""First words of a pod's reply. The name that the pod gives itself, or the controller that it serves, follows."""
+"""First word of a pod's reply. `serving` is followed by the pod's host name, `busy` by the controller that it serves."""
 
 
 class KubernetesError(TitanRLError):
-    """The cluster refused a request or did not answer, or pods do not start."""
+    """The cluster refused a request or did not respond, or pods do not start."""
 
 
 class PodBusyError(KubernetesError):
@@ -38,13 +38,13 @@ class PodBusyError(KubernetesError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """A pod that can serve.
+    """A pod that can serve as a host.
 
     Example: `Pod(rank=1, name="quickstarttrainers-1", ip="10.1.2.3")`
     """
 
     rank: int
-    """Number of the host among those of the run."""
+    """Rank among the hosts of the run."""
     name: str
     """Name of the pod."""
     ip: str
@@ -53,50 +53,50 @@ class Pod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A pod whose lease has ended."""
+    """A pod whose lease was lost."""
 
     pod: Pod
     """The pod."""
     host: str
-    """Name that it gave itself, as its processes do."""
+    """Host name that the pod and its processes report."""
     was_told: bool
-    """True if Kubernetes told it to end."""
+    """True if Kubernetes terminated the pod with SIGTERM."""
 
 
 def tcp(ip: str, port: int) -> str:
-    """Return Monarch's address of a port."""
+    """Return an address in Monarch's notation."""
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
 class PodLeases:
-    """The controller's side."""
+    """Leases that the controller holds on the pods of a mesh."""
 
     def __init__(self, token: str, port: int, holder: str, on_lost: Callable[[Lost], None]) -> None:
-        """Connect to nothing yet.
+        """Open no connection yet.
 
         Args:
             token: secret of the pods.
-            port: port of their leases.
+            port: port for leases.
             holder: name of this controller, without spaces.
-            on_lost: called when a pod has ended, or cannot be reached.
+            on_lost: called when a pod exited or became unreachable.
         """
         self._token, self._port, self._holder, self._on_lost = token, port, holder, on_lost
         self.lost: set[int] = set()
-        """Ranks of the pods that have ended since."""
+        """Ranks of the pods that were lost."""
         self._writers: list[asyncio.StreamWriter] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     async def hold(self, pod: Pod, identity: str) -> None:
-        """Let a pod start a host of Monarch, which ends with the lease.
+        """Acquire the lease of a pod, which makes it run Monarch's host until the lease closes.
 
         Args:
             pod: the pod.
-            identity: Monarch's identity of the host.
+            identity: Monarch identity of the host.
 
         Raises:
             PodBusyError: The pod serves another run.
-            KubernetesError: The pod cannot be reached, or refuses.
+            KubernetesError: The pod cannot be reached, or refused the connection.
         """
         name, reader, _ = await self._connected(pod, identity)
         task = asyncio.create_task(self._watch(reader, pod, name))
@@ -104,11 +104,11 @@ class PodLeases:
         task.add_done_callback(self._tasks.discard)
 
     async def probed(self, pod: Pod) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Let a pod answer the questions of `titanrl doctor`; return the name that it gives itself, and the connection.
+        """Acquire the lease of a pod and start a probe in it (`titanrl doctor`); return its host name and the connection.
 
         Raises:
             PodBusyError: The pod serves a run.
-            KubernetesError: The pod cannot be reached, or refuses.
+            KubernetesError: The pod cannot be reached, or refused the connection.
         """
         return await self._connected(pod, PROBE)
 
@@ -125,25 +125,25 @@ class PodLeases:
         except (OSError, TimeoutError, ValueError) as error:
             raise KubernetesError(
                 f"hosts.kubernetes.port: the controller cannot reach port {self._port} of pod {pod.name} at {pod.ip} "
-                f"(got {error!r}). Let network policies and firewalls pass all TCP between the pods of the run."
+                f"(got {error!r}). Allow all TCP between the pods of the run in network policies and firewalls."
             ) from None
         if word == BUSY:
             raise PodBusyError(f"name: pod {pod.name} serves another run (got {name}). End that run, or change name.")
         if word != SERVING:
             raise KubernetesError(
-                f"hosts.kubernetes: pod {pod.name} refuses this run, which does not know its secret. Delete its MonarchMesh."
+                f"hosts.kubernetes: pod {pod.name} refused this run, which has the wrong secret. Delete its MonarchMesh."
             )
         return name, reader, writer
 
     def close(self) -> None:
-        """End every lease, so that the hosts end. Their ends are not reported."""
+        """Close every lease, so that the pods stop serving. `on_lost` is not called for them."""
         self._is_closed = True
         for writer in self._writers:
             writer.transport.abort()
 
     async def _watch(self, reader: asyncio.StreamReader, pod: Pod, host: str) -> None:
         was_told = False
-        with contextlib.suppress(OSError, ValueError):  # the connection was lost, or a line has no end
+        with contextlib.suppress(OSError, ValueError):  # the connection broke, or a line is too long
             while line := await reader.readline():
                 was_told = was_told or line == ENDING
         if not self._is_closed:
@@ -152,15 +152,15 @@ class PodLeases:
 
 
 class PodHost:
-    """The pod's side: runs Monarch's host for one controller after another."""
+    """Server in a pod, which runs Monarch's host for one controller after another."""
 
     def __init__(self, token: str, ip: str, port: int) -> None:
-        """Listen to nothing yet.
+        """Listen on no socket yet.
 
         Args:
-            token: secret that controllers present.
+            token: secret that controllers must send.
             ip: address of this pod.
-            port: port of Monarch; that of the leases is the next one.
+            port: port of Monarch; leases use the next port.
         """
         self._token, self._ip, self._port = token, ip, port
         self._holder, self._is_serving = "", asyncio.Lock()
@@ -179,7 +179,7 @@ class PodHost:
         await asyncio.gather(*self._served, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._answer(reader, writer))
+        task = asyncio.ensure_future(self._serve_connection(reader, writer))
         self._served.add(task)
         try:
             await task
@@ -187,8 +187,8 @@ class PodHost:
             self._served.discard(task)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection. Probes of Kubernetes connect and leave."""
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection. Kubernetes' readiness probe connects and disconnects without a message."""
         try:
             async with asyncio.timeout(GREETING_S):
                 line = await reader.readuntil(b"\n")
@@ -214,13 +214,13 @@ class PodHost:
             self._is_serving.release()
 
     async def _host(self, identity: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Run Monarch's host as long as the controller holds the lease. It outlives its controller, so it is killed."""
+        """Run Monarch's host while the controller holds the lease, then kill it, because it would outlive its controller."""
         command = [sys.executable, "-c", PROGRAM, f"{identity}@{tcp(self._ip, self._port)}", str(os.getpid())]
         worker = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
-        await self._attend(worker, writer, _until_end(reader))
+        await self._attend(worker, writer, lease_closed(reader))
 
     async def _probe(self, writer: asyncio.StreamWriter) -> None:
-        """Let a process answer questions about this pod on the connection, which this process does not read any more."""
+        """Run a probe that takes over the connection; this process no longer reads from it."""
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         connection = writer.get_extra_info("socket").fileno()
         prober = await asyncio.create_subprocess_exec(
@@ -234,14 +234,14 @@ class PodHost:
     async def _attend(
         self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter, *others: Coroutine[None, None, None]
     ) -> None:
-        """Report that the pod serves, wait for the end of the process, of the pod or of `others`, then kill the process."""
+        """Report the lease, wait until the process exits, the pod is terminated or `others` complete; kill the process."""
         try:
             writer.write(f"{SERVING} {socket.gethostname()}\n".encode())
             print(f"serving {self._holder}", flush=True)
             ends = [asyncio.ensure_future(end) for end in (*others, process.wait(), self._is_told.wait())]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if process.returncode:
-                print(f"the process that served has ended with code {process.returncode}", file=sys.stderr, flush=True)
+                print(f"the serving process exited with code {process.returncode}", file=sys.stderr, flush=True)
             if self._is_told.is_set():
                 writer.write(ENDING)
             for end in ends:
@@ -251,8 +251,3 @@ class PodHost:
                 process.kill()
             await process.wait()
             print(f"ended serving {self._holder}", flush=True)
-
-
-async def _until_end(reader: asyncio.StreamReader) -> None:
-    with contextlib.suppress(OSError):  # the connection was lost
-        await reader.read()

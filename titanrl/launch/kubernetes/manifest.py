@@ -1,7 +1,7 @@
-"""Objects of a run on Kubernetes: MonarchMesh resources, and the controller's Job with its rights.
+"""Kubernetes objects of a run: MonarchMesh resources, and the controller's Job with its permissions.
 
-Monarch's `KubernetesJob` cannot render without a cluster, and writes pods whose hosts outlive their controller, so the objects
-are rendered here. They follow the schema of Monarch's operator 0.2 (`tests/cluster/monarchmesh_crd.json`).
+Monarch's `KubernetesJob` is not used: it cannot render objects without a cluster, and its pods' hosts outlive their controller.
+The objects follow the schema of Monarch's operator 0.2 (`tests/cluster/monarchmesh_crd.json`).
 """
 
 import re
@@ -15,13 +15,13 @@ from titanrl.config.schema import Config
 from titanrl.launch.kubernetes.pod import POD_IP, TOKEN
 
 GROUP, VERSION, PLURAL = "monarch.pytorch.org", "v1alpha1", "monarchmeshes"
-"""Coordinates of the MonarchMesh resources."""
+"""API group, version and plural name of the MonarchMesh resource."""
 MESH_LABEL = "monarch.pytorch.org/mesh-name"
-"""Label by which the operator marks the pods of a mesh."""
+"""Label that the operator puts on the pods of a mesh."""
 RUN_LABEL, ROLE_LABEL = "titanrl/run", "titanrl/role"
-"""Labels of the objects of a run."""
+"""Labels on the objects of a run."""
 POD_NAME = "TITANRL_POD_NAME"
-"""Variable with the name of the controller's pod."""
+"""Environment variable with the name of the controller's pod."""
 CONFIG_FOLDER = "/run/titanrl"
 """Folder of the configuration in the controller's pod."""
 GRACE_S = 60
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 def mesh_name(run: str, role: str, suffix: str = "") -> str:
-    """Return the name of a mesh, of which Monarch's operator wants lower-case letters and digits only."""
+    """Return the name of a mesh. Monarch's operator only allows lower-case letters and digits."""
     tail = f"{role}{suffix}"
     letters = re.sub(r"[^a-z0-9]", "", run.lower())
     return f"{letters if letters[:1].isalpha() else f'run{letters}'}"[: MAX_NAME - len(tail) - len("-svc")] + tail
@@ -51,13 +51,13 @@ def mesh(
     """Return the MonarchMesh of a role.
 
     Args:
-        config: the run.
+        config: configuration of the run.
         device: kind of the pods' devices.
         role: `trainers` or `generators`.
         name: name of the resource.
-        token: secret of the leases of its pods.
+        token: secret of the pods' leases.
         namespace: namespace of the resource.
-        owner: object with which the resource goes, as an entry of `ownerReferences`.
+        owner: entry of `ownerReferences`; Kubernetes deletes the resource with this object.
     """
     kubernetes = config.hosts.kubernetes
     metadata: Json = {"name": name, "namespace": namespace, "labels": _labels(config, role)}
@@ -79,21 +79,21 @@ def mesh(
 
 
 def token_of(resource: Mapping[str, Any]) -> str:
-    """Return the secret of the pods of a MonarchMesh; empty if it is none of ours."""
+    """Return the secret of a MonarchMesh's pods; empty if TitanRL did not create the resource."""
     containers = resource["spec"]["podTemplate"].get("spec", {}).get("containers", ())
     variables = containers[0].get("env", ()) if containers else ()
     return next((str(one["value"]) for one in variables if one["name"] == TOKEN and "value" in one), "")
 
 
 def controller(config: Config, text: str, namespace: str, resume: str | None = None, *, examines: bool = False) -> list[Json]:
-    """Return the objects of the controller: its Job, configuration, service account and rights.
+    """Return the objects of the controller: its Job, configuration, service account and permissions.
 
     Args:
-        config: the run.
-        text: the run's configuration as YAML.
+        config: configuration of the run.
+        text: the same configuration as YAML.
         namespace: namespace of the objects.
-        resume: run directory in the pods that the controller continues; None begins a new run.
-        examines: the Job examines the hosts of the run instead (`titanrl doctor`).
+        resume: run directory to resume, as a path in the pods; None starts a new run.
+        examines: whether the Job runs `titanrl doctor` on the run's hosts instead of the run.
     """
     kubernetes, name = config.hosts.kubernetes, object_name(f"{config.name}-doctor" if examines else config.name)
     account = kubernetes.service_account or name
@@ -125,7 +125,7 @@ def _labels(config: Config, role: str) -> dict[str, str]:
 
 
 def _rights(name: str, namespace: str) -> list[Json]:
-    """Return the service account of the controller, and what it may do in its namespace."""
+    """Return the controller's service account, with the Role and RoleBinding for its namespace."""
     api = "rbac.authorization.k8s.io"
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
@@ -149,7 +149,7 @@ def _rights(name: str, namespace: str) -> list[Json]:
 
 
 def _host_spec(kubernetes: KubernetesConfig, token: str, num_devices: int) -> Json:
-    """Return the spec of a trainer or generator pod. It may do nothing at the API."""
+    """Return the spec of a trainer or generator pod. The pod gets no access to the API."""
     amounts = {"cpu": kubernetes.cpu, "memory": kubernetes.memory, kubernetes.gpu_resource: num_devices or None}
     container = _container(
         kubernetes,
@@ -198,7 +198,7 @@ def _controller_spec(kubernetes: KubernetesConfig, name: str, account: str, comm
 def _container(
     kubernetes: KubernetesConfig, module: list[str], variables: Mapping[str, str], amounts: Mapping[str, str]
 ) -> Json:
-    """Return the container of a pod; a variable whose value is a path of the pod's own fields gets that field."""
+    """Return the container of a pod. A variable whose value starts with `status.` or `metadata.` gets that field of the pod."""
     env: list[Json] = [{"name": key, "value": value} for key, value in kubernetes.env.items()]
     for key, value in variables.items():
         is_field = value.startswith(("status.", "metadata."))
@@ -224,7 +224,7 @@ def _container(
 
 
 def _volumes(kubernetes: KubernetesConfig) -> list[Json]:
-    """Return the volumes of a pod. The usual /dev/shm of a container has 64 MB."""
+    """Return the volumes of a pod, including one for /dev/shm, because a container's default has only 64 MB."""
     memory: Json = {"medium": "Memory"}
     if kubernetes.shared_memory is not None:
         memory["sizeLimit"] = kubernetes.shared_memory

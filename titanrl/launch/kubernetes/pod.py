@@ -8,14 +8,14 @@ from titanrl.launch.environment import temporary_folder
 from titanrl.launch.kubernetes.leases import PodHost
 
 TOKEN = "TITANRL_TOKEN"
-"""Variable with the secret of the pod's lease."""
+"""Environment variable with the secret of the pod's lease."""
 POD_IP = "TITANRL_POD_IP"
-"""Variable with the address of the pod."""
+"""Environment variable with the address of the pod."""
 
 
 def main() -> None:
-    """Serve until Kubernetes ends the pod. The argument is Monarch's port."""
-    token, address = os.environ.pop(TOKEN), os.environ.pop(POD_IP)  # the run's processes need none
+    """Serve until Kubernetes terminates the pod. The command-line argument is Monarch's port."""
+    token, address = os.environ.pop(TOKEN), os.environ.pop(POD_IP)  # not needed by the run's processes
     with temporary_folder():
         asyncio.run(PodHost(token, address, int(sys.argv[1])).serve())
 

@@ -1,4 +1,4 @@
-"""States of pods, from objects of the API of Kubernetes: pure functions."""
+"""Pod states, computed from Kubernetes API objects by pure functions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ HOPELESS = (
     "RunContainerError",
     "CrashLoopBackOff",
 )
-"""Reasons of a waiting container that more time does not cure."""
+"""Waiting reasons of a container that do not resolve with time."""
 INDEX = "apps.kubernetes.io/pod-index"
-"""Label with the number of a pod in its mesh."""
+"""Label with the index of a pod in its mesh."""
 
 Object = Mapping[str, Any]
-"""An object of the API, as JSON."""
+"""API object, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +32,19 @@ class PodState:
     name: str
     """Name of the pod."""
     uid: str
-    """Identity of the pod, which its replacement of the same name does not have."""
+    """Unique id of the pod, which a replacement with the same name does not share."""
     number: int
-    """Number in its mesh."""
+    """Index in its mesh."""
     ip: str
-    """Address; empty before it has one."""
+    """IP address; empty if not assigned yet."""
     node: str
-    """Node; empty before it has one."""
+    """Node; empty if not scheduled yet."""
     is_ready: bool
-    """True if it takes connections."""
+    """True if the pod accepts connections."""
     problem: str
-    """Reason to wait, or of its failure; empty if it is ready."""
+    """Reason why the pod is waiting or failed; empty if it is ready."""
     is_hopeless: bool
-    """True if waiting does not help."""
+    """True if the problem will not resolve with time."""
 
 
 def pod_state(pod: Object) -> PodState:
@@ -65,19 +65,19 @@ def pod_state(pod: Object) -> PodState:
 
 
 def current(pods: Iterable[Object], replicas: int) -> dict[int, PodState]:
-    """Return the states of the pods of a mesh that are not being deleted, by their number, which is below `replicas`."""
+    """Return the states of a mesh's pods by index. Pods that are being deleted, or beyond `replicas`, are left out."""
     states = (pod_state(pod) for pod in pods if not _is_going(pod))
     return {state.number: state for state in states if 0 <= state.number < replicas}
 
 
 def progress(mesh: str, replicas: int, states: Mapping[int, PodState]) -> str:
-    """Return what the pods of a mesh wait for, in one line; empty if all are ready."""
+    """Return a line about what the pods of a mesh are waiting for; empty if all are ready."""
     waiting = [state for _, state in sorted(states.items()) if not state.is_ready]
     missing = replicas - len(states)
     if not waiting and missing <= 0:
         return ""
     if not states:
-        return f"MonarchMesh {mesh} has no pods yet; Monarch's operator makes them"
+        return f"MonarchMesh {mesh} has no pods yet; Monarch's operator creates them"
     reasons: dict[str, list[str]] = {}
     for state in waiting:
         reasons.setdefault(state.problem, []).append(state.name)
@@ -87,11 +87,11 @@ def progress(mesh: str, replicas: int, states: Mapping[int, PodState]) -> str:
 
 
 def end_of(pod: Object | None, uid: str) -> str:
-    """Return why a pod has ended, as far as Kubernetes knows; empty if it does not.
+    """Return the reason why a pod ended; empty if Kubernetes does not know it.
 
     Args:
-        pod: the pod that has its name now; None if there is none.
-        uid: identity of the pod that has ended.
+        pod: the pod that currently has the name; None if there is none.
+        uid: unique id of the pod that ended.
     """
     if pod is None or pod["metadata"].get("uid", "") != uid:
         return "the pod was deleted"
@@ -106,7 +106,7 @@ def end_of(pod: Object | None, uid: str) -> str:
 
 
 def _problem(status: Object) -> tuple[str, bool]:
-    """Return what a pod that is not ready waits for, and whether waiting does not help."""
+    """Return why a pod is not ready, and True if that will not resolve with time."""
     if status.get("phase") in ("Failed", "Succeeded"):
         return _with_message(status.get("reason") or status["phase"], status.get("message")), True
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
@@ -132,6 +132,6 @@ def _is_going(pod: Object) -> bool:
 
 
 def _number(metadata: Object) -> int:
-    """Return the number of a pod: its label, or the end of its name, because the label is new in Kubernetes 1.28."""
+    """Return the index of a pod from its label, or from the end of its name, because the label is new in Kubernetes 1.28."""
     text = (metadata.get("labels") or {}).get(INDEX) or metadata["name"].rpartition("-")[2]
     return int(text) if text.isdecimal() else -1

@@ -1,4 +1,4 @@
-"""Checks before a run with `hosts.kind: kubernetes`. Nothing here imports Monarch."""
+"""Checks before a run with `hosts.kind: kubernetes`. This module must not import Monarch."""
 
 import ipaddress
 import socket
@@ -11,7 +11,7 @@ from titanrl.launch.slurm.rules import addresses_of
 
 
 def broken_by_kubernetes(config: Config) -> Iterator[BrokenRule]:
-    """Yield the rules that a run breaks on the machine or in the pod of its controller."""
+    """Yield the rules that a run breaks on this machine or in this pod, which will run its controller."""
     if config.hosts.kind != "kubernetes":
         return
     yield from broken_by_pods(config)
@@ -21,10 +21,10 @@ def broken_by_kubernetes(config: Config) -> Iterator[BrokenRule]:
     name = socket.gethostname()
     addresses = addresses_of(name)
     if not any(not ipaddress.ip_address(address).is_loopback for address in addresses):
-        found = f"it is {', '.join(addresses)}" if addresses else "it has none"
+        found = f"it resolves to {', '.join(addresses)}" if addresses else "it does not resolve"
         yield BrokenRule(
             values={"hosts.kind": "kubernetes"},
-            rule=f"the name of this machine, {name}, must have an address that pods reach, but {found}",
+            rule=f"the name of this machine, {name}, must resolve to an address that pods can reach, but {found}",
             fix="correct /etc/hosts, or start the controller in a pod of the cluster, with titanrl manifest",
         )
 
@@ -35,24 +35,24 @@ def broken_by_pods(config: Config) -> Iterator[BrokenRule]:
     if config.device == "auto":
         yield BrokenRule(
             values={"hosts.kind": "kubernetes", "device": "auto"},
-            rule="auto takes the device of this machine, and the pods may have another one",
+            rule="auto selects the device of this machine, but the pods may have a different one",
             fix="set device to that of the pods",
         )
     if not hosts.trusted_network:
         yield BrokenRule(
             values={"hosts.kind": "kubernetes", "hosts.trusted_network": False},
             rule="pods listen on the network, and a program that can connect to them can execute code as you",
-            fix="set hosts.trusted_network to true if you trust everybody who can reach them (docs/security.md)",
+            fix="set hosts.trusted_network to true if you trust everyone who can reach them (docs/security.md)",
         )
     if kubernetes.image is None:
         yield BrokenRule(
             values={"hosts.kubernetes.image": None},
-            rule="pods need an image with TitanRL and its packages",
+            rule="pods need an image that contains TitanRL and its dependencies",
             fix="set hosts.kubernetes.image",
         )
     if not kubernetes.volumes:
         yield BrokenRule(
             values={"hosts.kubernetes.volumes": []},
-            rule="pods share run directory, model and data on a volume",
-            fix="name a persistent volume claim with the access mode ReadWriteMany",
+            rule="pods need a volume to share the run directory, model and data",
+            fix="set it to a persistent volume claim with the access mode ReadWriteMany",
         )

@@ -1,1 +1,1 @@
-"""Hosts started by torchrun, srun, mpirun or a platform."""
+"""Processes started by torchrun, srun, mpirun or a platform as hosts."""

@@ -1,6 +1,6 @@
-"""A command that a launcher has started on every host: rank 0 becomes the controller, the others serve it as hosts.
+"""Run a command that a launcher started once on every host: rank 0 becomes the controller, the other ranks serve as hosts.
 
-All of them end with the exit code of rank 0, or with 1 if they have lost it.
+Every process exits with the exit code of rank 0, or with 1 if it loses the connection to rank 0.
 """
 
 import os
@@ -20,19 +20,19 @@ from titanrl.launch.launcher.world import World, broken_by_world, drop_variables
 from titanrl.launch.slurm.rules import addresses_of
 
 TELL_S = 5.0
-"""Longest time in which a process with a wrong configuration tries to tell the others."""
+"""Seconds for which a process with an invalid configuration tries to notify the others."""
 
 
 def run_launched(config: Config, source: Source, controller: Callable[[], int]) -> int:
-    """Run the controller in the process of rank 0, and a host in every other one; return the exit code.
+    """Run the controller on rank 0, and a host on every other rank; return the exit code.
 
     Raises:
-        ConfigError: The launcher has not started what the configuration needs, or a host cannot take part.
+        ConfigError: The launcher did not start the processes that the configuration needs, or a host is unusable.
     """
     try:
         world = world_of(os.environ)
     except BrokenRules as error:
-        raise ConfigError(*map(str, error.broken)) from None  # variables have no place in the configuration
+        raise ConfigError(*map(str, error.broken)) from None  # environment variables have no line in the configuration
     broken = list(broken_by_world(config, world))
     if broken or world is None:
         raise ConfigError(*(explain_rule(rule, source) for rule in broken))
@@ -48,11 +48,11 @@ def run_launched(config: Config, source: Source, controller: Callable[[], int]) 
 
 
 def tell_failure(source: Source | None, problem: str) -> None:
-    """Let the other processes of the launcher, if there are any, end with exit code 2.
+    """Make the launcher's other processes, if there are any, exit with code 2.
 
     Args:
         source: the configuration; None if it could not be read.
-        problem: mistake in it.
+        problem: error in the configuration.
     """
     try:
         world = world_of(os.environ)
@@ -64,7 +64,7 @@ def tell_failure(source: Source | None, problem: str) -> None:
             serve(find(world, TELL_S), world.rank, problem)
         else:
             Crew(world, TELL_S).end(2)
-    except (BrokenRules, LauncherError):  # the others have ended, too, or there are none
+    except (BrokenRules, LauncherError):  # the others have also exited, or there are none
         return
 
 
@@ -99,11 +99,11 @@ def _broken_here(config: Config, world: World) -> list[BrokenRule]:
         broken.append(BrokenRule(values={"device": config.device}, rule=rule, fix="set device to that of the hosts"))
     own, addresses = own_address(world), addresses_of(name)
     if own and not is_loopback(own) and all(map(is_loopback, addresses)):
-        found = f"it is {', '.join(addresses)}" if addresses else "it has none"
+        found = f"resolves to {', '.join(addresses)}" if addresses else "does not resolve"
         broken.append(
             BrokenRule(
                 values={"hosts.kind": "launcher"},
-                rule=f"the name of each host must have an address that the others reach, but that of {name}: {found}",
+                rule=f"the name of each host must resolve to an address that the others can reach, but {name} {found}",
                 fix="correct /etc/hosts or the name server",
             )
         )

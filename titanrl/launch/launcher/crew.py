@@ -1,7 +1,7 @@
-"""Rank 0's connections to the hosts of a launcher, from the start of the command to its end.
+"""Rank 0's connections to the processes of a launcher, for the lifetime of the command.
 
-Sessions come and go (a run that restarts opens another one), and with each of them Monarch's hosts. The connections stay, so
-that the other processes wait for the next session, and learn the exit code.
+Each session starts and stops Monarch's hosts, and a restarted run opens another session. The connections stay open in between,
+so that the other processes wait for the next session and finally receive the exit code.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ from titanrl.launch.leases import Host, Leases
 from titanrl.launch.slurm.node import CONTROLLER, TOKEN
 
 END_S = 10.0
-"""Longest wait for the other processes to end, or to come in order to learn that there is no run."""
+"""Seconds that `end` waits for the other processes to exit, including ones that have not connected yet."""
 
 
 class Crew:
-    """The hosts of a launcher, as rank 0 holds them. Use it in a `with` statement."""
+    """Connections to all processes of a launcher. Use it in a `with` statement."""
 
     current: "Crew | None" = None
-    """That of this process, for its sessions."""
+    """The crew of this process, used by its sessions."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
-        """Listen, start the host of rank 0, and tell the others where this process is.
+        """Listen for the other processes, and publish the address of this one.
 
         Args:
             world: processes of the launcher.
-            timeout_s: limit for the launcher's store.
+            timeout_s: limit for the launcher's store, in seconds.
 
         Raises:
-            LauncherError: This process cannot be reached at the address of rank 0.
+            LauncherError: The address of rank 0 is unknown here, or the store fails.
         """
         self.world, self.code = world, 1
         address = own_address(world)
@@ -49,54 +49,54 @@ class Crew:
                 f"{socket.gethostname()}). Correct it, or the name server."
             )
         self.address = address
-        """Address at which the other hosts reach this one."""
+        """Address at which the other hosts can reach this one."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=world.size + 16)
         self._leases = Leases(world.size, self._on_lost, self._on_lost, self._on_line)
         self.controller = Controller(f"{address}:{self._listener.getsockname()[1]}", self._leases.token)
-        """Address and secret that the hosts need."""
+        """Address and secret with which the hosts connect."""
         self._has_waited = False
         self._own_host: subprocess.Popen[bytes] | None = None
-        self._told: dict[int, str] = {}  # problems of the hosts, empty if there is none, by rank
+        self._reported: dict[int, str] = {}  # each host's problem by rank; empty if it is ready
         self._changed = asyncio.Event()
         self.connections: dict[int, tuple[Host, socket.socket]] = {}
         """Hosts and their connections, by rank."""
         self._store = publish(world, self.controller, address, timeout_s)
 
     def __enter__(self) -> Self:
-        """Make these hosts those of this process's sessions."""
+        """Use these hosts for the sessions of this process."""
         Crew.current = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Send the exit code `code` to the other processes, and wait until they have ended."""
+        """Send the exit code `code` to the other processes, and wait until they have exited."""
         Crew.current = None
         self.end(self.code)
 
     def gather(self, timeout_s: float) -> None:
-        """Wait until every process has connected and can take part.
+        """Start the host of rank 0, and wait until every process has connected and is ready.
 
         Raises:
-            ConfigError: One cannot.
-            LauncherError: One has ended, or has not come in time.
+            ConfigError: A process reported a problem.
+            LauncherError: A process exited, or did not connect in time.
         """
         command = [sys.executable, "-m", "titanrl.launch.launcher.host"]
         environment = os.environ | {CONTROLLER: self.controller.address, TOKEN: self.controller.token}
         self._own_host = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
         asyncio.run(self._gather(timeout_s))
-        if problems := [f"{self._name(rank)}: {text}" for rank, text in sorted(self._told.items()) if text]:
+        if problems := [f"{self._name(rank)}: {text}" for rank, text in sorted(self._reported.items()) if text]:
             raise ConfigError(*problems)
-        self._has_waited = True  # a host that is missing later has ended
+        self._has_waited = True  # from now on, a missing host has exited
 
     def send(self, rank: int, line: str) -> None:
-        """Send a message to a host. A host that has ended is no failure."""
+        """Send a message to a host. Do nothing if the host has exited."""
         with contextlib.suppress(OSError):
             self.connections[rank][1].sendall(f"{line}\n".encode())
 
     def end(self, code: int) -> None:
-        """Send the exit code to every other process, and wait until they have ended.
+        """Send the exit code to every other process, and wait until they have exited.
 
-        Those that have not connected yet are waited for, too, unless they had their time.
+        This includes processes that have not connected yet, unless `gather` has already waited for them.
         """
         deadline = time.monotonic() + END_S
         connections = [connection for _, connection in self.connections.values()]
@@ -118,11 +118,11 @@ class Crew:
         await self._leases.serve(self._listener.dup())
         deadline, said = loop.time() + timeout_s, -1
         try:
-            while len(self._told) < self.world.size and not any(self._told.values()):
+            while len(self._reported) < self.world.size and not any(self._reported.values()):
                 if self._leases.lost:
                     names = ", ".join(self._name(rank) for rank in sorted(self._leases.lost))
                     raise LauncherError(
-                        f"hosts.kind: {names} ended before the run began (got launcher). Read the output there."
+                        f"hosts.kind: {names} exited before the run started (got launcher). Read the output there."
                     )
                 if len(self._leases.hosts) != said:
                     said = len(self._leases.hosts)
@@ -136,7 +136,7 @@ class Crew:
                     ranks = ", ".join(map(str, self._leases.missing))
                     raise LauncherError(
                         f"timeouts.start_s: rank {ranks} has not connected to {self.controller.address} "
-                        f"(got {timeout_s:g}). Read the launcher's output, and let the network pass all ports between hosts."
+                        f"(got {timeout_s:g}). Read the launcher's output, and allow all ports between the hosts."
                     ) from None
         finally:
             kept = [host for host in self._leases.hosts.values() if host.rank not in self._leases.lost]
@@ -144,7 +144,7 @@ class Crew:
             self._leases.close()
 
     def _latecomers(self, number: int, deadline: float) -> list[socket.socket]:
-        """Accept the processes that have not connected yet; each waits at this socket as soon as it has found it."""
+        """Accept connections of processes that have not connected yet; each connects as soon as it knows the address."""
         found: list[socket.socket] = []
         while len(found) < number and (left := deadline - time.monotonic()) > 0:
             self._listener.settimeout(left)
@@ -153,11 +153,11 @@ class Crew:
         return found
 
     def _on_line(self, host: Host, line: bytes) -> None:
-        self._told[host.rank] = line.removeprefix(FAILED).decode().strip() if line.startswith(FAILED) else ""
+        self._reported[host.rank] = line.removeprefix(FAILED).decode().strip() if line.startswith(FAILED) else ""
         self._changed.set()
 
     def _on_lost(self, host: Host) -> None:
-        self._leases.lost.add(host.rank)  # also one that was told to end
+        self._leases.lost.add(host.rank)  # including a host that is being terminated
         self._changed.set()
 
     def _name(self, rank: int) -> str:
@@ -165,7 +165,7 @@ class Crew:
 
 
 def _wait_for_ends(connections: list[socket.socket], deadline: float) -> None:
-    """Wait until the other sides have closed their connections."""
+    """Wait until the peers have closed their connections."""
     with selectors.DefaultSelector() as selector:
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ)

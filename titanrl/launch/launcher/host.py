@@ -1,6 +1,6 @@
-"""Program of each host of a launcher: runs Monarch's host whenever the controller wants it to, and ends with its exit code.
+"""Program of each host of a launcher: starts and stops Monarch's host on command, and exits with the controller's exit code.
 
-The launcher's signal to end is passed on to the controller, which closes the run in order.
+It forwards the launcher's termination signal to the controller, which shuts the run down in order.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from titanrl.launch.slurm.node import CONTROLLER, PROGRAM, TOKEN
 from titanrl.temporary import TemporaryFolder
 
 READY = b"ready\n"
-"""Message of a host that can start."""
+"""Message of a host that is ready to start."""
 FAILED = b"failed "
-"""Start of the message of a host that cannot, before the reason."""
+"""Prefix of the message of a host that is not; the reason follows."""
 START, STOP, END, UP = "start", "stop", "end", "up"
-"""Messages to a host: start Monarch's host with an identity, stop it, end with an exit code. `up` replies with identity and
-address."""
+"""Commands to a host: start Monarch's host with an identity, stop it, exit with a code. `up` is the reply to `start`, with
+identity and address."""
 
 
 def main() -> None:
-    """Serve beside the controller, as the host of rank 0."""
+    """Serve as the host of rank 0, on the controller's machine."""
     controller = Controller(os.environ.pop(CONTROLLER), os.environ.pop(TOKEN))
     sys.exit(serve(controller, rank=0))
 
@@ -37,9 +37,9 @@ def serve(controller: Controller, rank: int, problem: str = "") -> int:
     """Serve until the run ends; return its exit code.
 
     Args:
-        controller: address of the controller.
-        rank: number of this host.
-        problem: reason for which this host cannot take part, which ends the run.
+        controller: address and secret of the controller.
+        rank: rank of this host.
+        problem: reason why this host is unusable, which ends the run; empty if there is none.
     """
     name = socket.gethostname()
     with temporary_folder():
@@ -52,48 +52,48 @@ async def _serve(controller: Controller, host: Host, problem: str) -> int:
     except (OSError, TimeoutError) as error:
         print(f"{host.node}: the controller at {controller.address} cannot be reached: {error!r}", file=sys.stderr)
         return 1
-    member = Member(host, reader, writer)
-    with member.passing_signals_on():  # before the controller knows of this host
+    server = _HostServer(reader, writer)
+    with server.forwarded_signals():  # before the controller knows about this host
         writer.write(FAILED + " ".join(problem.split()).encode() + b"\n" if problem else READY)
-        ends = {asyncio.ensure_future(member.obey()), asyncio.ensure_future(member.worker_ended.wait())}
+        ends = {asyncio.ensure_future(server.serve()), asyncio.ensure_future(server.worker_exited.wait())}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await member.stop()
-    if member.worker_ended.is_set():
-        print(f"{host.node}: Monarch's host has ended by itself", file=sys.stderr)
-    return member.code
+            await server.stop()
+    if server.worker_exited.is_set():
+        print(f"{host.node}: Monarch's host exited unexpectedly", file=sys.stderr)
+    return server.code
 
 
-class Member:
-    """A host of a run, as its controller knows it."""
+class _HostServer:
+    """Executes the controller's commands on a host."""
 
-    def __init__(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Start nothing yet; the connection is that to the controller."""
-        self._host, self._reader, self._writer = host, reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Start nothing yet; reader and writer are connected to the controller."""
+        self._reader, self._writer = reader, writer
         self._worker: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._folder: TemporaryFolder | None = None
-        self.worker_ended = asyncio.Event()
-        """Set when Monarch's host has ended by itself."""
+        self.worker_exited = asyncio.Event()
+        """Set when Monarch's host exits without having been stopped."""
         self.code = 1
-        """Exit code; 1 unless the controller has told another one, or a signal ends this host."""
+        """Exit code of this process; 1 until the controller sends one or a termination signal arrives."""
 
     @contextlib.contextmanager
-    def passing_signals_on(self) -> Iterator[None]:
-        """Pass the signals to end on to the controller in the body."""
+    def forwarded_signals(self) -> Iterator[None]:
+        """Forward termination signals to the controller while the body runs."""
         loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         for number in numbers:
-            loop.add_signal_handler(number, self._pass_on, number)
+            loop.add_signal_handler(number, self._forward, number)
         try:
             yield
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
 
-    async def obey(self) -> None:
-        """Do what the controller says, until it says the end, or is lost."""
-        with contextlib.suppress(OSError):  # the connection was lost
+    async def serve(self) -> None:
+        """Execute commands until the controller sends `end` or the connection breaks."""
+        with contextlib.suppress(OSError):  # the connection broke
             while line := await self._reader.readline():
                 word, _, value = line.decode().strip().partition(" ")
                 if word == END:
@@ -105,7 +105,7 @@ class Member:
                     self._writer.write(f"{UP} {value}@{address}\n".encode())
 
     async def stop(self) -> None:
-        """Kill Monarch's host, and with it every process of the run on this machine."""
+        """Kill Monarch's host, and with it every process of the run on this host."""
         worker, self._worker = self._worker, None
         if worker is not None and self._watch is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -117,7 +117,7 @@ class Member:
     async def _start(self, identity: str) -> str:
         """Start Monarch's host; return its address.
 
-        If the controller is reached by loopback, all hosts are this machine, and use Unix sockets.
+        If the controller is reached over loopback, all hosts are on this machine and use Unix sockets.
         """
         own = str(self._writer.get_extra_info("sockname")[0])
         if is_loopback(own):
@@ -130,7 +130,7 @@ class Member:
         self._worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", PROGRAM, f"{identity}@{address}", str(os.getpid())),
             stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # launchers send their signals to the group of this process
+            start_new_session=True,  # launchers send signals to the process group of this process
         )
         self._watch = asyncio.create_task(self._wait(self._worker))
         return address
@@ -138,9 +138,9 @@ class Member:
     async def _wait(self, worker: asyncio.subprocess.Process) -> None:
         await worker.wait()
         if worker is self._worker:
-            self.worker_ended.set()
+            self.worker_exited.set()
 
-    def _pass_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         self.code = 128 + number
         self._writer.write(ENDING)
 

@@ -1,6 +1,7 @@
-"""Rendezvous of the processes of a launcher: a store of torch, at the address that the launcher gives to all, names rank 0.
+"""Rendezvous of a launcher's processes: rank 0 publishes its address in a `TCPStore`, where the other ranks look it up.
 
-With torchrun the store is that of its agent, which holds the port already.
+The store is at the master address and port that the launcher gives every process. With torchrun it is the agent's store, which
+already occupies the port.
 """
 
 import queue
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class LauncherError(TitanRLError):
-    """The processes that a launcher has started do not find each other, or one of them has ended."""
+    """The processes of a launcher cannot find each other, or one of them exited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,14 @@ class Controller:
     address: str
     """Address and port."""
     token: str
-    """Secret that the hosts present."""
+    """Secret that hosts must send."""
 
 
 def publish(world: World, controller: Controller, own_address: str, timeout_s: float) -> "TCPStore":
-    """Publish the address of rank 0; return the store, which must live until all have connected.
+    """Publish the address of rank 0; return the store, which must exist until all processes have connected.
 
     Raises:
-        LauncherError: The port is taken, or the launcher's store does not answer.
+        LauncherError: The port is in use, or the launcher's store does not respond.
     """
     store = _in_thread(lambda: _store(world, timeout_s) if world.agent_has_store else _own_store(world, own_address))
     _in_thread(lambda: store.set(_key(world), f"{controller.address} {controller.token}"))
@@ -49,21 +50,17 @@ def publish(world: World, controller: Controller, own_address: str, timeout_s: f
 
 
 def find(world: World, timeout_s: float) -> Controller:
-    """Wait until rank 0 has told where it is.
+    """Wait until rank 0 has published its address; return it.
 
     Raises:
-        LauncherError: It has not in time.
+        LauncherError: Rank 0 did not publish it in time.
     """
-
-    def ask() -> str:
-        return _store(world, timeout_s).get(_key(world)).decode()
-
-    address, token = _in_thread(ask).split()
+    address, token = _in_thread(lambda: _store(world, timeout_s).get(_key(world)).decode()).split()
     return Controller(address, token)
 
 
 def _key(world: World) -> str:
-    return f"titanrl/{world.attempt}/controller"  # the store of torchrun outlives an attempt
+    return f"titanrl/{world.attempt}/controller"  # torchrun's store outlives an attempt
 
 
 def _store(world: World, timeout_s: float) -> "TCPStore":
@@ -75,12 +72,12 @@ def _store(world: World, timeout_s: float) -> "TCPStore":
     except RuntimeError as error:  # torch's own exceptions derive from it
         raise LauncherError(
             f"MASTER_ADDR, MASTER_PORT: rank 0 has not opened a store at {world.address}:{world.port} within {timeout_s:g} s "
-            f"(got {_first_line(error)}). Correct the address, or let the network pass this port."
+            f"(got {_first_line(error)}). Correct the address, or allow this port in the network."
         ) from None
 
 
 def _own_store(world: World, own_address: str) -> "TCPStore":
-    """Start a store on the interface of rank 0's address. By default torch's stores listen on all."""
+    """Start a store on the interface of rank 0's address. By default, torch's stores listen on all interfaces."""
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
@@ -95,9 +92,9 @@ def _own_store(world: World, own_address: str) -> "TCPStore":
 
 
 def _in_thread(call: Callable[[], T]) -> T:
-    """Call in another thread, so that signals end this process while the library waits.
+    """Call a function in another thread, so that signals can end this process while the library blocks.
 
-    The thread is a daemon: the process may end before the call returns.
+    The thread is a daemon, so the process can exit before the call returns.
     """
     results: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
 
@@ -112,7 +109,7 @@ def _in_thread(call: Callable[[], T]) -> T:
     if isinstance(result, LauncherError):
         raise result
     if isinstance(result, Exception):
-        raise LauncherError(f"MASTER_ADDR: the store of the launcher has failed (got {_first_line(result)}). Read its output.")
+        raise LauncherError(f"MASTER_ADDR: the launcher's store failed (got {_first_line(result)}). Read its output.")
     return result
 
 

@@ -1,6 +1,6 @@
-"""Programs that start one process on each host (torchrun, srun, mpirun, platforms), by the variables that they set.
+"""Detection of launchers (torchrun, srun, mpirun, platforms) from the environment variables that they set.
 
-Nothing here imports Monarch or torch.
+A launcher starts one process on each host. This module must not import Monarch or torch.
 """
 
 import ipaddress
@@ -16,7 +16,7 @@ from titanrl.config.schema import Config
 from titanrl.device import resolve_device
 
 DEFAULT_PORT = 29500
-"""Port of rank 0 that torchrun takes, too, where nothing names another one."""
+"""Port of rank 0 if no variable names another one; torchrun has the same default."""
 FIRST_SLURM_PORT = 20_000
 NUM_SLURM_PORTS = 10_000
 _COUNTS = (
@@ -25,8 +25,8 @@ _COUNTS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Variables with the rank, the number of processes, and their number on this host. The first that are set count: mpirun may run
-inside of srun. A batch script of Slurm has a rank, too, but no tasks of a step."""
+"""Variables with the rank, the number of processes, and the number of processes on this host. The first ones that are set are
+used, because mpirun may run inside srun. A Slurm batch script also has a rank, but no step tasks."""
 _OWN = (
     *(name for names in _COUNTS[:3] for name in names),
     *("SLURM_PROCID", "SLURM_LOCALID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -38,13 +38,13 @@ _FIRST_NODE = re.compile(r"(?P<prefix>[^\[,]*)(\[(?P<first>\d+)[^\]]*\](?P<suffi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The processes that a launcher has started, as one of them sees them.
+    """The processes of a launcher, from the point of view of one of them.
 
     Example: `World(rank=1, size=3, local_size=1, address="n1", port=29500)`
     """
 
     rank: int
-    """Number of this process."""
+    """Rank of this process."""
     size: int
     """Number of processes."""
     local_size: int
@@ -52,15 +52,15 @@ class World:
     address: str
     """Name or address of the host of rank 0."""
     port: int
-    """Port of the store through which the others find rank 0."""
+    """Port of the store in which the other ranks look up rank 0."""
     agent_has_store: bool = False
-    """True if the launcher itself serves that store, as torchrun does."""
+    """True if the launcher serves that store, like torchrun."""
     attempt: str = "0"
-    """Number of the launcher's attempt, as torchrun may start the processes again."""
+    """Number of the launcher's attempt, because torchrun may restart the processes."""
 
 
 def world_of(environment: Mapping[str, str]) -> World | None:
-    """Return the processes that a launcher describes in some variables; None if no launcher has started this process.
+    """Return the processes described by a launcher's environment variables; None if no launcher started this process.
 
     Raises:
         BrokenRules: The variables are incomplete or wrong.
@@ -76,11 +76,11 @@ def world_of(environment: Mapping[str, str]) -> World | None:
         raise BrokenRules(
             BrokenRule(
                 values=given,
-                rule="the launcher must set the number of this process and of all processes, from 0 and from 1 on",
+                rule="the launcher must set the rank of this process (from 0) and the number of processes (from 1)",
                 fix=f"set both, or unset {names[0]}",
             )
         )
-    # Slurm writes 1(x2),3: the tasks of each node
+    # Slurm writes the tasks of each node, such as 1(x2),3.
     on_this_host = max(map(int, re.findall(r"(?<!x)\b\d+", local_size or "")), default=1)
     return World(
         rank=int(rank),
@@ -103,7 +103,7 @@ def _address(environment: Mapping[str, str], given: Mapping[str, object], rank_n
     raise BrokenRules(
         BrokenRule(
             values={**given, "MASTER_ADDR": None},
-            rule="this launcher does not tell the address of rank 0",
+            rule="this launcher does not provide the address of rank 0",
             fix="pass it, for example with `mpirun -x MASTER_ADDR=<host of rank 0>`",
         )
     )
@@ -123,16 +123,16 @@ def _port(environment: Mapping[str, str], *, by_slurm: bool) -> int:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name of a list of Slurm, such as `gpu[07-09,12],login1`."""
+    """Return the first name of a Slurm node list, such as `gpu[07-09,12],login1`."""
     found = _FIRST_NODE.match(nodes)
     assert found is not None  # every part may be empty
     return found["prefix"] + (found["first"] or "") + (found["suffix"] or "")
 
 
 def drop_variables() -> None:
-    """Delete the launcher's variables from this process.
+    """Delete the launcher's variables from the environment of this process.
 
-    The processes of the run inherit the others. With these, torch's process groups would look for the launcher's store.
+    The run's processes inherit the environment; with these variables, torch's process groups would use the launcher's store.
     """
     for name in list(os.environ):
         if name in _OWN or name.startswith(_OWN_PREFIXES):
@@ -145,7 +145,7 @@ def num_hosts(config: Config) -> int:
 
 
 def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]:
-    """Yield the rules that a configuration breaks with these processes."""
+    """Yield the rules that a configuration breaks when it runs on these processes."""
     if world is None:
         yield BrokenRule(
             values={"hosts.kind": "launcher"},
@@ -159,34 +159,34 @@ def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]
     if world.size != needed:
         yield BrokenRule(
             values={"hosts.trainer_hosts": hosts.trainer_hosts, **generators},
-            rule=f"the launcher must start one process for each trainer host and each generator host, {needed} in all, "
-            f"and it has started {world.size}",
+            rule=f"the launcher must start one process for each trainer host and each generator host, {needed} in total, "
+            f"but it started {world.size}",
             fix=f"start {needed}, or change the numbers of hosts",
         )
     if world.local_size > 1 and config.device != "cpu" and resolve_device("auto").kind != "cpu":
         yield BrokenRule(
             values={"hosts.kind": "launcher"},
-            rule="a run needs one process on each host, which uses all of its accelerators, and the launcher has started "
-            f"{world.local_size} on this one",
-            fix="start one on each, for example with `torchrun --nproc-per-node 1` or `srun --ntasks-per-node 1`",
+            rule="a run needs one process per host, which uses all of its accelerators, but the launcher started "
+            f"{world.local_size} on this host",
+            fix="start one per host, for example with `torchrun --nproc-per-node 1` or `srun --ntasks-per-node 1`",
         )
 
 
 def broken_by_launcher(config: Config) -> Iterator[BrokenRule]:
-    """Yield the rules that the hosts of a run break on this machine, whether or not a launcher has started it."""
+    """Yield the rules about launchers that a configuration breaks on any machine."""
     hosts = config.hosts
     if hosts.kind == "launcher" and not hosts.trusted_network:
         yield BrokenRule(
             values={"hosts.kind": "launcher", "hosts.trusted_network": False},
-            rule="hosts of launcher listen on the network, and a program that can connect to them can execute code as you",
-            fix="set hosts.trusted_network to true if you trust everybody who can reach them (docs/security.md)",
+            rule="hosts of a launcher listen on the network, and a program that can connect to them can execute code as you",
+            fix="set hosts.trusted_network to true if you trust everyone who can reach them (docs/security.md)",
         )
 
 
 def own_address(world: World) -> str:
-    """Return the address of this host in the network of rank 0; `""` if rank 0's name is unknown here.
+    """Return this host's address on the route to rank 0; `""` if rank 0's name does not resolve here.
 
-    A datagram socket learns the address of its route without sending anything.
+    Connecting a datagram socket determines the route without sending anything.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(world.address, world.port, type=socket.SOCK_DGRAM)[0]
@@ -198,5 +198,5 @@ def own_address(world: World) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if only this machine reaches an address."""
+    """Return True if an address is only reachable from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

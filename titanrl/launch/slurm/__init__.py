@@ -1,1 +1,1 @@
-"""Hosts of a Slurm allocation."""
+"""Slurm nodes as hosts."""

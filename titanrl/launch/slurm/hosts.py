@@ -1,4 +1,4 @@
-"""Hosts of a Slurm job: requested, waited for in the queue, watched, and given back however the run ends."""
+"""Slurm nodes as hosts of a run: submit a job, wait in the queue, watch the nodes, and release them when the run ends."""
 
 import asyncio
 import logging
@@ -8,13 +8,14 @@ import socket
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
-from monarch.actor import HostMesh, attach_to_workers, enable_transport
+from monarch.actor import HostMesh, enable_transport
 
 from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
+from titanrl.launch.host_meshes import attach_meshes, first_rank
 from titanrl.launch.identities import new_identities
-from titanrl.launch.leases import Host, Leases, Say
-from titanrl.launch.patience import leave_lost_hosts_to_leases
+from titanrl.launch.leases import Host, Leases, OnLost, Say
+from titanrl.launch.patience import match_timeouts_to_leases
 from titanrl.launch.slurm.jobs import (
     IN_ALLOCATION,
     JobStatus,
@@ -32,18 +33,16 @@ from titanrl.private_sockets import private_sockets
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 5.0
-"""Seconds between two questions for the state of a job in the queue. Slurm tells only commands of its own."""
+POLL_S = 5.0
+"""Seconds between two queries of a queued job's state. Slurm has no notification for other programs."""
 ATTEMPTS = 6
-"""Questions in a row that may fail."""
+"""Consecutive queries of a job's state that may fail."""
 STATUS_S = 2.0
-"""Limit for the state of a job whose host has ended; the message does not wait longer for it."""
-OnLost = Callable[[str, str], None]
-"""Receives a host that has ended: the name that the machine gives itself, and the cause."""
+"""Limit in seconds for querying the job's state after a host was lost, so that the report is not delayed."""
 
 
 class SlurmHosts:
-    """Hosts of a job of their own, or of the allocation in which the controller runs (`titanrl submit`)."""
+    """Hosts in a separate Slurm job, or in the allocation in which the controller runs (`titanrl submit`)."""
 
     def __init__(
         self,
@@ -59,13 +58,13 @@ class SlurmHosts:
         """Request nothing yet.
 
         Args:
-            config: the run.
+            config: configuration of the run.
             device: kind of the hosts' devices.
-            meshes: number of hosts by the name of their mesh.
-            log_dir: folder of the job's output.
-            say: tells the user what the start waits for.
-            leases: those of the hosts; by default the run notices with them that a host ends.
-            program: module that runs on each host.
+            meshes: number of hosts by mesh name.
+            log_dir: folder for the job's output.
+            say: called with a message for the user about what startup is waiting for.
+            leases: leases that hold the hosts; by default, leases that report lost hosts to the run.
+            program: module to run on each host.
         """
         self._config, self._device, self._meshes, self._log_dir, self._say = config, device, meshes, log_dir, say
         self._leases = leases or Leases(sum(meshes.values()), self._on_lost, self._on_ending)
@@ -76,36 +75,36 @@ class SlurmHosts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._notice: asyncio.TimerHandle | None = None
         self.on_lost: OnLost = lambda name, cause: None
-        """Told of each host that ends while the run uses it."""
+        """Called when a host is lost."""
         self.on_ending: Callable[[str], None] = lambda cause: None
-        """Told when Slurm ends the job, or is about to."""
+        """Called with the cause when Slurm terminates the job or is about to."""
 
     async def start(self) -> dict[str, HostMesh]:
         """Request the hosts, wait for them, and return their meshes.
 
         Raises:
-            SlurmError: Slurm refused or ended the job, or the hosts do not start.
+            SlurmError: Slurm refused or ended the job, or the hosts did not start.
         """
         count = sum(self._meshes.values())
         identities = new_identities(count)
         try:
-            enable_transport("tcp")  # before the first use of Monarch: by default, hosts cannot connect to this process
-            leave_lost_hosts_to_leases()
+            enable_transport("tcp")  # before the first use of Monarch; by default, hosts cannot connect to this process
+            match_timeouts_to_leases()
             await self.acquire({IDENTITIES: " ".join(identities)})
             with private_sockets():
                 return self._attach(identities)
-        except BaseException:  # an interrupt, too: no allocation may outlive a failed start
+        except BaseException:  # including interrupts: no allocation may outlive a failed start
             self.kill()
             raise
 
     async def acquire(self, variables: Mapping[str, str]) -> None:
-        """Request the hosts, and wait until their programs hold their leases. The caller kills them if this fails.
+        """Request the hosts, and wait until they hold their leases. The caller must call `kill`, even if this fails.
 
         Args:
-            variables: for the programs.
+            variables: additional environment variables for the hosts' programs.
 
         Raises:
-            SlurmError: Slurm refused or ended the job, or the hosts do not start.
+            SlurmError: Slurm refused or ended the job, or the hosts did not start.
         """
         address = await self._leases.open(socket.gethostname())
         variables = {CONTROLLER: address, TOKEN: self._leases.token, **variables}
@@ -116,18 +115,14 @@ class SlurmHosts:
         await self._wait()
 
     def _attach(self, identities: list[str]) -> dict[str, HostMesh]:
-        count = len(identities)
-        port, nodes = self._config.hosts.slurm.port, [self._leases.hosts[rank].node for rank in range(count)]
+        port, nodes = self._config.hosts.slurm.port, [self._leases.hosts[rank].node for rank in range(len(identities))]
         addresses = [f"{identity}@tcp://{node}:{port}" for identity, node in zip(identities, nodes, strict=True)]
-        meshes, first = {}, 0
-        for mesh, number in self._meshes.items():
-            meshes[mesh] = attach_to_workers(name=mesh, ca="trust_all_connections", workers=addresses[first : first + number])
-            first += number
-        self._say(f"Slurm job {self._job_id}: {count} hosts ({', '.join(nodes)})")
+        meshes = attach_meshes(self._meshes, addresses)
+        self._say(f"Slurm job {self._job_id}: {len(nodes)} hosts ({', '.join(nodes)})")
         return meshes
 
     def kill(self) -> None:
-        """Give the hosts back, with every process on them. A second call does nothing."""
+        """Kill every process on the hosts, and release them. A second call does nothing."""
         self._leases.close()
         if self._notice is not None:
             self._notice.cancel()
@@ -135,14 +130,13 @@ class SlurmHosts:
             task.cancel()
         job_id, self._job_id = self._job_id, ""
         if job_id and not self._is_inside and (problem := cancel_job(job_id)):
-            logger.warning("scancel %s: %s; its hosts end by themselves", job_id, problem)
+            logger.warning("scancel %s: %s; its hosts exit without it", job_id, problem)
         if self._step is not None and self._step.returncode is None:
             self._step.send_signal(signal.SIGTERM)  # srun would wait for nodes that do not answer
 
     def has_ended(self, mesh: str, number: int) -> bool:
-        """Return True if a host has ended, or cannot be reached."""
-        first = sum(list(self._meshes.values())[: list(self._meshes).index(mesh)])
-        return first + number in self._leases.lost
+        """Return True if a host exited or became unreachable."""
+        return first_rank(self._meshes, mesh) + number in self._leases.lost
 
     def are_alive(self) -> bool:
         """Return True if every host holds its lease."""
@@ -151,7 +145,7 @@ class SlurmHosts:
     async def _submit(self, count: int, variables: Mapping[str, str]) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         header = directives(self._config, count, self._log_dir / "slurm_%j.log", device=self._device)
-        # If this is cancelled, the job may be in the queue already, so its id is needed before.
+        # On cancellation, the job may already be in the queue, so wait for its id to be able to cancel it.
         submitting = asyncio.ensure_future(submit_job(hosts_script(header, self._step_command, variables)))
         try:
             self._job_id = await asyncio.shield(submitting)
@@ -160,7 +154,7 @@ class SlurmHosts:
             raise
 
     async def _start_step(self, variables: Mapping[str, str]) -> None:
-        """Start the hosts in the allocation that this process is in."""
+        """Start the hosts in the allocation in which this process runs."""
         self._job_id = os.environ["SLURM_JOB_ID"]
         with (self._log_dir / "slurm_hosts.log").open("ab") as log:
             environment = clean_environment() | dict(variables)
@@ -170,7 +164,7 @@ class SlurmHosts:
             )
 
     async def _wait(self) -> None:
-        """Wait in the queue, and then for the hosts; say what is waited for whenever that changes."""
+        """Wait in the queue and then for the hosts; inform the user whenever the job's state changes."""
         loop, notice_s = asyncio.get_running_loop(), self._config.hosts.slurm.notice_s
         held = asyncio.create_task(self._leases.all_held())
         since, running_since, said = loop.time(), None, ""
@@ -183,7 +177,7 @@ class SlurmHosts:
                 if status.state == "RUNNING" and running_since is None:
                     running_since = loop.time()
                 self._check(status, since, running_since)
-                if (await asyncio.wait({held}, timeout=ASK_S))[0]:
+                if (await asyncio.wait({held}, timeout=POLL_S))[0]:
                     break
         finally:
             held.cancel()
@@ -191,13 +185,13 @@ class SlurmHosts:
             self._notice = loop.call_later(max(0.0, status.left_s - notice_s), self._notice_end)
 
     async def _status(self) -> JobStatus:
-        """Return the job's state; ask several times, because Slurm's controller may be restarting."""
+        """Return the job's state; retry, because Slurm's controller may be restarting."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return await job_status(self._job_id)
             except SlurmError as error:
-                self._say(f"{error} Asking again.")
-                await asyncio.sleep(ASK_S)
+                self._say(f"{error} Retrying.")
+                await asyncio.sleep(POLL_S)
         return await job_status(self._job_id)
 
     def _of_hosts(self, status: JobStatus) -> str:
@@ -206,11 +200,11 @@ class SlurmHosts:
         return f" on {status.nodes}; its hosts are starting"
 
     def _check(self, status: JobStatus, since: float, running_since: float | None) -> None:
-        """Raise if the hosts will not come, or take too long."""
+        """Raise if the job ended, or if the hosts take too long."""
         now, limits = asyncio.get_running_loop().time(), self._config.hosts.slurm
         logs = f"{self._log_dir}/slurm_{'hosts' if self._is_inside else self._job_id}.log"
         if status.has_ended or (self._step is not None and self._step.returncode is not None):
-            raise SlurmError(f"hosts.slurm: job {self._job_id} ended before its hosts had started (got {status}). Read {logs}.")
+            raise SlurmError(f"hosts.slurm: job {self._job_id} ended before its hosts started (got {status}). Read {logs}.")
         if running_since is None and limits.queue_limit_s is not None and now - since > limits.queue_limit_s:
             raise SlurmError(
                 f"hosts.slurm.queue_limit_s: job {self._job_id} was still in the queue after {limits.queue_limit_s:g} s "
@@ -231,21 +225,21 @@ class SlurmHosts:
             text = f"; Slurm job {self._job_id} is {await asyncio.wait_for(job_status(self._job_id), STATUS_S)}"
         except (SlurmError, TimeoutError) as error:
             logger.warning("the state of job %s is unknown: %r", self._job_id, error)
-        self.on_lost(host.name, f"host {host.node} has ended, or its network has{text}")
+        self.on_lost(host.name, f"host {host.node} exited or is unreachable{text}")
 
     def _on_ending(self, host: Host) -> None:
-        """Handle the first of the signals of Slurm, which all hosts get."""
+        """Report Slurm's termination signal once, although every host receives it."""
         if not self._tasks:
             self._later(self._report_ending())
 
     async def _report_ending(self) -> None:
-        self.on_ending(f"Slurm ends job {self._job_id} ({await job_status(self._job_id)})")
+        self.on_ending(f"Slurm terminates job {self._job_id} ({await job_status(self._job_id)})")
 
     def _notice_end(self) -> None:
         self._later(self._check_end())
 
     async def _check_end(self) -> None:
-        """Announce the end of the time limit, unless it was moved."""
+        """Report that the time limit is near, or check again later if it was extended."""
         left_s, notice_s = (await job_status(self._job_id)).left_s, self._config.hosts.slurm.notice_s
         if left_s is None:
             return

@@ -1,6 +1,6 @@
-"""Jobs of Slurm, by the command lines that every version from 22.05 on has: sbatch, squeue, scancel, srun.
+"""Slurm jobs, controlled by the commands sbatch, squeue, scancel and srun, with options that exist since Slurm 22.05.
 
-`squeue --json` is not used: its fields differ between versions, and 22.05 ignores the job that it is asked for.
+`squeue --json` is not used: its fields differ between versions, and 22.05 ignores the requested job id.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from titanrl.config.choices import DeviceKind
 from titanrl.config.schema import Config
 from titanrl.errors import TitanRLError
 
-ANSWER_S = 30.0
-"""Limit for an answer of Slurm's controller."""
+REPLY_S = 30.0
+"""Limit for a reply of Slurm's controller, in seconds."""
 IN_ALLOCATION = "TITANRL_IN_ALLOCATION"
-"""Variable that is set for a controller that runs inside of the allocation of its hosts (`titanrl submit`)."""
+"""Environment variable set for a controller that runs inside the allocation of its hosts (`titanrl submit`)."""
 NOTICE_SIGNAL = "USR1"
-"""Signal to the script of `titanrl submit` before its time limit. SIGTERM is that of `scancel` and of preemption."""
+"""Signal to the script of `titanrl submit` before its time limit. `scancel` and preemption send SIGTERM."""
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _FORMAT = "%T|%r|%S|%L|%N"
 
 
 class SlurmError(TitanRLError):
-    """Slurm refused a request, ended the job, or did not answer."""
+    """Slurm refused a request, ended the job, or did not reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,15 @@ class JobStatus:
     """
 
     state: str
-    """Slurm's name of the state; empty if Slurm does not know the job any more."""
+    """Slurm's name of the state; empty if Slurm no longer knows the job."""
     reason: str = ""
-    """Reason of a pending job to wait, or of an ended one to end."""
+    """Reason why the job is pending, or why it ended."""
     start: str = ""
     """Expected or actual start, in the cluster's time; empty if unknown."""
     left_s: float | None = None
     """Seconds until its time limit; None without one."""
     nodes: str = ""
-    """Its nodes, in Slurm's short form."""
+    """Nodes of the job, in Slurm's short notation, such as `gpu[07-09]`."""
 
     @property
     def is_waiting(self) -> bool:
@@ -56,11 +56,11 @@ class JobStatus:
 
     @property
     def has_ended(self) -> bool:
-        """True if the job has ended or ends."""
+        """True if the job has ended or is completing."""
         return not self.is_waiting and self.state not in ("RUNNING", "SUSPENDED", "SIGNALING", "STOPPED", "RESIZING")
 
     def __str__(self) -> str:
-        """Return the state for people, as in `PENDING (Resources; expected start 10:00:00)`."""
+        """Return the state for display, such as `PENDING (Resources; expected start 2026-01-05T10:00:00)`."""
         details = [] if self.reason in ("", "None") else [self.reason]
         if self.is_waiting and self.start:
             details.append(f"expected start {self.start}")
@@ -68,7 +68,7 @@ class JobStatus:
 
 
 def parse_status(line: str) -> JobStatus:
-    """Return the status in a line of `squeue` in our format."""
+    """Parse a line of `squeue` with the format that `job_status` requests."""
     state, reason, start, left, nodes = line.strip().split("|")
     return JobStatus(
         state=state, reason=reason.strip("()"), start="" if start == "N/A" else start, left_s=seconds(left), nodes=nodes
@@ -76,7 +76,7 @@ def parse_status(line: str) -> JobStatus:
 
 
 def seconds(text: str) -> float | None:
-    """Return a duration of Slurm, as in `1-02:03:04` or `59:59`, in seconds; None if there is none."""
+    """Parse a Slurm duration, such as `1-02:03:04` or `59:59`; return seconds, or None if the text is not a duration."""
     days, _, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdecimal() for part in [*parts, *([days] if days else [])]):  # UNLIMITED, NOT_SET, INVALID, N/A
@@ -91,21 +91,23 @@ async def job_status(job_id: str) -> JobStatus:
     """Return the state of a job.
 
     Raises:
-        SlurmError: Slurm does not answer.
+        SlurmError: Slurm does not reply.
     """
     code, output, errors = await _run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_FORMAT}")
     if output.strip():
         return parse_status(output.splitlines()[0])
     if code and "Invalid job id" not in errors:
-        raise SlurmError(f"hosts.slurm: squeue failed ({errors.strip() or f'exit code {code}'}). Look at the cluster's state.")
+        raise SlurmError(
+            f"hosts.slurm: squeue failed ({errors.strip() or f'exit code {code}'}). Check the state of the cluster."
+        )
     return JobStatus(state="")
 
 
 async def submit_job(script: str) -> str:
-    """Submit a script; return the id of its job.
+    """Submit a script; return the job id.
 
     Raises:
-        SlurmError: Slurm refuses it.
+        SlurmError: Slurm refused the job.
     """
     code, output, errors = await _run("sbatch", "--parsable", text=script)
     job_id = output.strip().partition(";")[0]
@@ -116,10 +118,10 @@ async def submit_job(script: str) -> str:
 
 
 def cancel_job(job_id: str) -> str:
-    """Cancel a job; return what failed, if anything. A job that has ended is no failure."""
+    """Cancel a job; return an error message, or an empty string on success. A job that has already ended is not an error."""
     try:
         done = subprocess.run(
-            ["scancel", job_id], capture_output=True, text=True, timeout=ANSWER_S, check=False, env=clean_environment()
+            ["scancel", job_id], capture_output=True, text=True, timeout=REPLY_S, check=False, env=clean_environment()
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -127,17 +129,17 @@ def cancel_job(job_id: str) -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment for Slurm's commands: without folders that exist on this machine only."""
+    """Return the environment for Slurm's commands, without variables that name folders of this machine only."""
     return {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "XDG_RUNTIME_DIR")}
 
 
 def directives(config: Config, num_hosts: int, output: Path, *, device: DeviceKind) -> list[str]:
-    """Return the lines of a script that request the nodes.
+    """Return the `#SBATCH` lines of a script, which request the nodes.
 
     Args:
-        config: the run.
+        config: configuration of the run.
         num_hosts: number of nodes.
-        output: file of the job's output; `%j` is its id.
+        output: file for the job's output; Slurm replaces `%j` by the job id.
         device: kind of the hosts' devices.
     """
     slurm = config.hosts.slurm
@@ -160,7 +162,7 @@ def directives(config: Config, num_hosts: int, output: Path, *, device: DeviceKi
 
 
 def step_command(config: Config, program: str = "titanrl.launch.slurm.node") -> list[str]:
-    """Return the command that starts a program, a module, on each node. A node that fails does not end the others."""
+    """Return the command that runs a Python module on each node. If a node fails, the others continue."""
     options = ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none", "--mpi=none"]
     return ["srun", *options, sys.executable, "-m", program, str(config.hosts.slurm.port)]
 
@@ -168,12 +170,12 @@ def step_command(config: Config, program: str = "titanrl.launch.slurm.node") -> 
 def hosts_script(header: Sequence[str], command: Sequence[str], variables: Mapping[str, str]) -> str:
     """Return the script of a job that runs hosts for a controller on another machine."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    own = ["#SBATCH --no-requeue", "#SBATCH --no-kill"]  # the controller knows of the end of a node, and what to do about it
-    return "\n".join(["#!/bin/bash", *header, *own, *exports, f"exec {shlex.join(command)}", ""])
+    fixed = ["#SBATCH --no-requeue", "#SBATCH --no-kill"]  # the controller handles the loss of a node
+    return "\n".join(["#!/bin/bash", *header, *fixed, *exports, f"exec {shlex.join(command)}", ""])
 
 
 async def _run(*command: str, text: str = "") -> tuple[int, str, str]:
-    """Run a command of Slurm; return exit code, output and errors."""
+    """Run a Slurm command; return its exit code, output and errors."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -187,9 +189,9 @@ async def _run(*command: str, text: str = "") -> tuple[int, str, str]:
             f"hosts.slurm: {command[0]} cannot be run ({error}). Start the run where Slurm is installed."
         ) from None
     try:
-        output, errors = await asyncio.wait_for(process.communicate(text.encode()), ANSWER_S)
+        output, errors = await asyncio.wait_for(process.communicate(text.encode()), REPLY_S)
     except TimeoutError:
-        raise SlurmError(f"hosts.slurm: {command[0]} has not answered within {ANSWER_S:g} s. Look at the cluster.") from None
+        raise SlurmError(f"hosts.slurm: {command[0]} did not reply within {REPLY_S:g} s. Check the cluster.") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

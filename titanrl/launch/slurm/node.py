@@ -1,7 +1,7 @@
-"""Program of each node of a Slurm job: runs Monarch's host until the controller ends or gives the node back.
+"""Program of each node of a Slurm job: runs Monarch's host until the controller exits or releases the node.
 
-Slurm's signal to end (`scancel`, preemption) is passed on to the controller, which closes the run in order. Monarch's own host
-ignores SIGTERM and outlives its controller, so it is a child of this program.
+It forwards Slurm's termination signal (`scancel`, preemption) to the controller, which shuts the run down in order. Monarch's
+host ignores SIGTERM and outlives its controller, so it runs as a child of this program.
 """
 
 import asyncio
@@ -12,21 +12,21 @@ import socket
 import sys
 
 from titanrl.launch.environment import temporary_folder
-from titanrl.launch.leases import ENDING, Host, hold_lease
+from titanrl.launch.leases import ENDING, Host, hold_lease, lease_closed
 
 CONTROLLER = "TITANRL_CONTROLLER"
-"""Variable with the address of the controller's leases."""
+"""Environment variable with the address of the controller's leases."""
 TOKEN = "TITANRL_TOKEN"
-"""Variable with the secret of the leases."""
+"""Environment variable with the secret of the leases."""
 IDENTITIES = "TITANRL_HOSTS"
-"""Variable with Monarch's identities of the hosts, by rank, separated by spaces."""
+"""Environment variable with the Monarch identities of the hosts, by rank, separated by spaces."""
 PROGRAM = "from titanrl.launch.emulated_host import main; main()"
 """Program of Monarch's host."""
 
 
 def main() -> None:
-    """Serve until the controller ends. The argument is Monarch's port."""
-    variables = {name: os.environ.pop(name) for name in (CONTROLLER, TOKEN, IDENTITIES)}  # the run's processes need none
+    """Serve until the controller exits. The command-line argument is Monarch's port."""
+    variables = {name: os.environ.pop(name) for name in (CONTROLLER, TOKEN, IDENTITIES)}  # not needed by the run's processes
     rank = int(os.environ["SLURM_NODEID"])
     host = Host(rank=rank, node=os.environ["SLURMD_NODENAME"], name=socket.gethostname())
     address = f"{variables[IDENTITIES].split()[rank]}@tcp://{host.node}:{sys.argv[1]}"
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 async def serve(controller: str, token: str, host: Host, address: str) -> int:
-    """Run Monarch's host as long as the controller holds the lease; return the exit code.
+    """Run Monarch's host for as long as the controller holds the lease; return the exit code.
 
     Args:
         controller: address of the controller's leases.
@@ -54,21 +54,16 @@ async def serve(controller: str, token: str, host: Host, address: str) -> int:
             return 1
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, writer.write, ENDING)
-        ends = {asyncio.ensure_future(_until_end(reader)), asyncio.ensure_future(worker.wait())}
+        ends = {asyncio.ensure_future(lease_closed(reader)), asyncio.ensure_future(worker.wait())}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if worker.returncode is not None:
-            print(f"{host.node}: Monarch's host has ended with code {worker.returncode}", file=sys.stderr)
+            print(f"{host.node}: Monarch's host exited with code {worker.returncode}", file=sys.stderr)
             return 1
         return 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             worker.kill()
         await worker.wait()
-
-
-async def _until_end(reader: asyncio.StreamReader) -> None:
-    with contextlib.suppress(OSError):  # the connection was lost
-        await reader.read()
 
 
 if __name__ == "__main__":

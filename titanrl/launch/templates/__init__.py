@@ -1,1 +1,1 @@
-"""Processes forked from templates that have already imported the packages of their role."""
+"""Template processes, which import the packages of a role once and are forked for each of its processes."""

@@ -1,11 +1,12 @@
-"""First program of every process of a run: tie it to its parent, announce it to the controller, then become Monarch's program.
+"""Entry point of every process of a run: tie it to its parent, announce it to the controller, and run Monarch's program.
 
-Importing Monarch takes up to seconds on a busy machine. A process whose parent is killed meanwhile would remain until Monarch
-gives up, after most of a minute; and nothing would notice that the process itself was killed.
+This happens before Monarch is imported, which can take seconds on a busy machine. Otherwise, if the parent were killed during
+the import, the process would remain for most of a minute until Monarch gives up. And if the process itself were killed, the
+controller would not detect it.
 
-If the process has a template (`titanrl.launch.templates.template`), a fork of the template does all that instead. This process
-remains for Monarch, which watches the process that it has started: it ends when the fork ends, in the same way, and so does the
-fork.
+If the process has a template (`titanrl.launch.templates.template`), a fork of the template does all this instead. The original
+process remains as a stand-in, because Monarch watches the process that it started. When either of the two exits, so does the
+other; the stand-in exits with the status of its fork.
 """
 
 import contextlib
@@ -20,19 +21,19 @@ from titanrl.launch.templates.messages import Order, receive_number, send_order
 from titanrl.sandbox.confine import allow_tracing, end_with_parent
 
 PARENT = "TITANRL_PARENT_PID"
-"""Variable with the process that the new process must not outlive; unset if another machine starts it."""
+"""Environment variable with the id of the process that the new process must not outlive; unset if another machine starts it."""
 NAME = "TITANRL_PROCESS"
-"""Variable with the role and rank of the process."""
-BIRTHS = "TITANRL_BIRTHS"
-"""Variable with the controller's socket for announcements."""
+"""Environment variable with the role and rank of the process."""
+ANNOUNCEMENTS = "TITANRL_ANNOUNCEMENTS"
+"""Environment variable with the path of the controller's socket for announcements."""
 TEMPLATE = "TITANRL_TEMPLATE"
-"""Variable with the socket of the template that forks the process; unset if it has none."""
+"""Environment variable with the socket path of the template that forks the process; unset if there is none."""
 MONARCH = "monarch._src.actor.bootstrap_main"
-"""Program that Monarch itself would start."""
+"""Module that Monarch runs by default in a new process."""
 
 
 def main() -> None:
-    """Run the process."""
+    """Run as the process, or as the stand-in of a fork."""
     parent = os.environ.pop(PARENT, None)
     if parent is not None:
         end_with_parent(int(parent))
@@ -40,26 +41,26 @@ def main() -> None:
     template = os.environ.pop(TEMPLATE, None)
     if template is not None:
         stand_in(template)
-    run(os.environ.pop(NAME), os.environ.pop(BIRTHS))
+    run(os.environ.pop(NAME), os.environ.pop(ANNOUNCEMENTS))
 
 
-def run(name: str, births: str) -> None:
-    """Bind this process to its cores, announce it, and become Monarch's program."""
+def run(name: str, announcements: str) -> None:
+    """Bind this process to its cores, announce it, and run Monarch's program."""
     cores = os.environ.pop(CORES, None)
     if cores is not None:
         bind(cores)
-    announce(name, births)
+    announce(name, announcements)
     runpy.run_module(MONARCH, run_name="__main__", alter_sys=True)
 
 
 def announce(name: str, controller: str) -> None:
-    """Send host, name and id of this process to the controller. On another machine there is usually no such socket."""
+    """Send id, host and name of this process to the controller. Another machine usually cannot reach the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as messages, contextlib.suppress(OSError):
         messages.sendto(f"{os.getpid()} {socket.gethostname()} {name}".encode(), controller)
 
 
 def stand_in(template: str) -> None:
-    """Let a template fork, and end as the fork ends. Return if there will be no fork, because the template has failed."""
+    """Request a fork from a template, and exit with the fork's status. Return if the template failed and made no fork."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(template)
@@ -69,22 +70,22 @@ def stand_in(template: str) -> None:
             return
         if fork is None:
             return
-        for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal, which sends them to the fork, too
+        for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends these to the fork as well
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(fork, number))
         end_as(receive_number(connection))
 
 
 def end_as(status: int | None) -> NoReturn:
-    """End this process as another has ended.
+    """Exit with the status of another process, or die by the same signal.
 
     Args:
-        status: the other's wait status; None if it was killed with its template.
+        status: wait status of the other process; None if it was killed with its template.
     """
     if status is not None and os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
     number = signal.SIGKILL if status is None else os.WTERMSIG(status)
-    with contextlib.suppress(OSError):  # of SIGKILL
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)

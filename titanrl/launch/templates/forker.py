@@ -1,6 +1,6 @@
-"""Program of a template: import the packages of a role, then fork for each process that connects.
+"""Program of a template process: import the packages of a role, then fork for each process that connects.
 
-Nothing here may import Monarch, whose threads a fork would lack.
+This module must not import Monarch, because a fork would lack Monarch's threads.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from titanrl.sandbox.confine import allow_tracing, end_with_parent
 from titanrl.terminal import ENDING
 
 _ORDER_S = 10.0
-"""Limit for a process to send its order, which it does at once."""
+"""Limit in seconds for a connected process to send its order, which it does immediately."""
 logger = logging.getLogger(__name__)
 
 
 def main(listener_fd: int, state_fd: int, controller: int) -> None:
-    """Import the packages of a role, then fork for each process that connects, until the controller ends."""
+    """Import the packages of a role, then fork for each process that connects, until the controller exits."""
     end_with_parent(controller)
     # A terminal or a job scheduler sends these to the whole process group; the controller decides.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
@@ -37,24 +37,24 @@ def main(listener_fd: int, state_fd: int, controller: int) -> None:
         load()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
-        logger.warning("the imports have started %d threads, which a fork would lack: no forks", len(threads) - 1)
+        logger.warning("template disabled: the imports started %d threads, which a fork would lack", len(threads) - 1)
         return
     with socket.socket(fileno=state_fd) as state:
         state.send(b"+")
     order = _Forker(listener).run()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if "numpy" in sys.modules:  # the random numbers of `random` differ after a fork, those of numpy do not
+    if "numpy" in sys.modules:  # unlike `random`, numpy does not reseed its generator after a fork
         sys.modules["numpy"].random.seed()
     os.environ.clear()
     os.environ.update(order.environment)
     allow_tracing(controller)
-    bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.BIRTHS))
+    bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.ANNOUNCEMENTS))
 
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """A fork, and the process in whose place it runs."""
+    """A fork, and the connection to its stand-in."""
 
     pid: int
     pidfd: int
@@ -62,36 +62,36 @@ class _Fork:
 
 
 class _Forker:
-    """Forks on request, kills a fork when its stand-in ends, and tells the stand-in how its fork has ended."""
+    """Forks on request, kills a fork when its stand-in exits, and sends a fork's exit status to its stand-in."""
 
     def __init__(self, listener: socket.socket) -> None:
-        """Wait for connections at a socket that listens."""
+        """Accept connections on a listening socket."""
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
     def run(self) -> Order:
-        """Fork on request until the controller ends. In each fork, return the order that it has to carry out."""
+        """Fork on request until the controller exits. Only forks return, each with its order."""
         while True:
-            key, _ = self._selector.select()[0]  # one at a time, because the next may belong to the same fork
+            key, _ = self._selector.select()[0]  # one at a time, because the next event may belong to the same fork
             if key.data is None:
                 order = self._accept()
                 if order is not None:
                     return order
             elif key.fd == key.data.pidfd:
                 self._reap(key.data)
-            else:  # the stand-in has ended; it never sends anything
+            else:  # the stand-in has exited, because it never sends anything
                 self._selector.unregister(key.fileobj)
                 signal.pidfd_send_signal(key.data.pidfd, signal.SIGKILL)
 
     def _accept(self) -> Order | None:
-        """Fork for the next process; return its order in the fork, and None here."""
+        """Fork for the next process. Return its order in the fork, and None in the template."""
         connection, _ = self._listener.accept()
         connection.settimeout(_ORDER_S)
         try:
             order, streams = receive_order(connection)
         except (OSError, ValueError) as error:
-            logger.warning("no order from a process: %s", error)
+            logger.warning("received no order from a process: %s", error)
             connection.close()
             return None
         template = os.getpid()
@@ -110,17 +110,17 @@ class _Forker:
         return None
 
     def _reap(self, fork: _Fork) -> None:
-        """Send the wait status of a fork that has ended to its stand-in."""
+        """Collect a fork that has exited, and send its wait status to its stand-in."""
         self._selector.unregister(fork.pidfd)
         os.close(fork.pidfd)
         _, status = os.waitpid(fork.pid, 0)
-        with contextlib.suppress(KeyError):  # the stand-in has ended before
+        with contextlib.suppress(KeyError):  # the stand-in exited first
             self._selector.unregister(fork.connection)
         send_number(fork.connection, status)
         fork.connection.close()
 
     def _leave(self, connection: socket.socket, streams: Sequence[int]) -> None:
-        """Close the template's descriptors in a fork, and use the streams of the process in whose place it runs."""
+        """Close the template's descriptors in a fork, and replace its standard streams with the stand-in's."""
         for key in list(self._selector.get_map().values()):
             if key.data is None:
                 self._listener.close()

@@ -1,6 +1,6 @@
-"""Packages that the processes of each role need, imported once by the template of the role.
+"""Packages of each role, imported once by the role's template.
 
-Nothing here may import Monarch, whose threads a fork would lack. An import that is missing here costs time, nothing else.
+These functions must not import Monarch, because a fork would lack its threads. A missing import only costs startup time.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from titanrl.launch.roles import Roles
 
 
 def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict[str, str], Callable[[], None]]]:
-    """Return the templates that some roles need: by name, the variables and the function that imports the packages."""
+    """Return the templates that some roles need, by name: environment variables, and a function that imports the packages."""
     templates: dict[str, tuple[dict[str, str], Callable[[], None]]] = {"store": (worker_environment(), import_for_store)}
     if roles.trainer:
         templates["trainer"] = (trainer_environment(config, device), partial(import_for_trainer, device))
@@ -48,14 +48,14 @@ def import_for_generator(config: GeneratorConfig, device: Device) -> None:
 
 
 def import_for_worker(*, is_gym: bool) -> None:
-    """Import tokenizer, environments and rewards, and reasoning-gym if its tasks are trained on."""
+    """Import tokenizer, environments and rewards, and reasoning-gym if the run uses its tasks."""
     _import("data.tokenizer", "models.directory", "replay.buffer", "replay.saved", "rollout.evaluating", "rollout.tasks")
     if is_gym:
         importlib.import_module("reasoning_gym")
 
 
 def import_for_store() -> None:
-    """Import what torchstore imports, except Monarch."""
+    """Import torchstore's dependencies, except Monarch."""
     importlib.import_module("torch.distributed.checkpoint")
     importlib.import_module("torch.distributed.tensor")
     _import("replay.buffer", "replay.memory", "replay.saved")

@@ -1,4 +1,4 @@
-"""Messages between a process that is to be forked and its template: the order, then the fork's id and its wait status."""
+"""Messages between a stand-in and its template: the order for a fork, then the fork's process id and wait status."""
 
 import json
 import os
@@ -12,16 +12,16 @@ _STREAMS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Environment and folder that a fork takes over from the process in whose place it runs."""
+    """Environment and working directory that a fork takes over from its stand-in."""
 
     environment: dict[str, str]
-    """All variables."""
+    """All environment variables."""
     folder: str
     """Working directory."""
 
 
 def send_order(connection: socket.socket, order: Order) -> None:
-    """Send an order with the standard streams of this process."""
+    """Send an order, with the standard streams of this process."""
     data = os.fsencode(json.dumps(asdict(order), ensure_ascii=False))
     socket.send_fds(connection, [_NUMBER.pack(len(data))], _STREAMS)
     connection.sendall(data)
@@ -31,20 +31,20 @@ def receive_order(connection: socket.socket) -> tuple[Order, list[int]]:
     """Receive an order and the descriptors of the standard streams.
 
     Raises:
-        ConnectionError: The sender has ended.
+        ConnectionError: The sender exited.
     """
     header, streams, _, _ = socket.recv_fds(connection, _NUMBER.size, len(_STREAMS))
     if len(header) < _NUMBER.size:
-        raise ConnectionError("the process has ended before its order was complete")
+        raise ConnectionError("the process exited before its order was complete")
     (size,) = _NUMBER.unpack(header)
     data = connection.recv(size, socket.MSG_WAITALL)
     if len(data) < size:
-        raise ConnectionError("the process has ended before its order was complete")
+        raise ConnectionError("the process exited before its order was complete")
     return Order(**json.loads(os.fsdecode(data))), list(streams)
 
 
 def send_number(connection: socket.socket, number: int) -> None:
-    """Send the id of a fork, or its wait status. Do nothing if the receiver has ended."""
+    """Send the process id of a fork, or its wait status. Do nothing if the receiver has exited."""
     try:
         connection.sendall(_NUMBER.pack(number))
     except OSError:
@@ -52,6 +52,6 @@ def send_number(connection: socket.socket, number: int) -> None:
 
 
 def receive_number(connection: socket.socket) -> int | None:
-    """Receive a number; return None if the sender has ended."""
+    """Receive a number; return None if the sender has exited."""
     data = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
     return _NUMBER.unpack(data)[0] if len(data) == _NUMBER.size else None

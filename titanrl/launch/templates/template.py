@@ -1,10 +1,10 @@
-"""Templates: a process per kind of role that imports the packages of the role once, and is forked for each of its processes.
+"""The controller's handle of a template: a process that imports a role's packages once, and is forked for the role's processes.
 
-Importing vLLM takes most of the time in which a generator starts. With a template, only the first process of a role waits for
-the imports: a replica that replaces a dead one, the workers and ranks after the first, and all processes after a restart of the
-run start with everything imported, and share its memory.
+Most of a generator's startup time is spent importing vLLM. With a template, only the first process of a role waits for the
+imports. Later processes start with all packages imported, in shared memory: further workers and ranks, replacements of dead
+replicas, and all processes after a restart of the run.
 
-A template has one thread, or it does not fork. It neither opens a device nor starts Monarch; its forks do.
+A template only forks if it has a single thread. It neither opens a device nor starts Monarch; its forks do.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ _PROGRAM = "import sys; from titanrl.launch.templates.forker import main; main(*
 
 
 class Template:
-    """The controller's handle of a template, which ends with the controller at the latest."""
+    """A template process, which exits with the controller at the latest."""
 
     def __init__(self, environment: Mapping[str, str], load: Callable[[], None], log: Path) -> None:
         """Start the template from a running event loop.
 
         Args:
-            environment: variables of the role, which the packages read when they are imported.
-            load: function of the template that imports the packages. It can be pickled.
-            log: file of the template's output.
+            environment: environment variables of the role, which the packages read when they are imported.
+            load: picklable function that imports the packages in the template.
+            log: file for the template's output.
         """
         self._folder = private_folder()
         self.path = str(self._folder.path / "template")
-        """Socket at which processes connect."""
+        """Path of the socket to which processes connect."""
         self._state, state = socket.socketpair()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, state, log.open("ab") as output:
             listener.bind(self.path)
@@ -43,7 +43,7 @@ class Template:
             descriptors = [listener.fileno(), state.fileno()]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *map(str, descriptors), str(os.getpid())],
-                env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},  # some imports compute something
+                env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},  # some imports run computations
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -56,16 +56,16 @@ class Template:
 
     @property
     def has_ended(self) -> bool:
-        """True if the template has failed or was killed."""
+        """True if the template has exited, because it failed or was killed."""
         return self._process.poll() is not None
 
     async def is_ready(self) -> bool:
-        """Wait for the imports; return False if the template has ended instead."""
-        await asyncio.wait({self._is_ready})  # it is cancelled if the template is closed meanwhile
+        """Wait for the imports; return False if the template exited instead."""
+        await asyncio.wait({self._is_ready})  # `close` may cancel it during the wait
         return not self._is_ready.cancelled() and self._is_ready.result() and not self.has_ended
 
     def close(self) -> None:
-        """Kill the template, and so every fork that has not ended."""
+        """Kill the template, and with it every running fork."""
         self._is_ready.cancel()
         self._state.close()
         self._process.kill()
