@@ -7,7 +7,6 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 4. The old log-probabilities are the generator's own; their distance to the trainer's is measured at every step.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
