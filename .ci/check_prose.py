@@ -1,12 +1,12 @@
-"""Check the language of docstrings, comments, messages and pages; `make lint` runs it.
+"""Check the language of docstrings, comments, messages and documentation pages. `make lint` runs it.
 
-Three rules, each of which a machine can decide:
+Three rules that a program can check:
 
 1. The docstring of a function or method starts with a verb in the imperative, on the first line.
 2. No docstring, and no attribute docstring, is a noun clause ("What ...", "Whether ...", "How many ...").
 3. No file uses the phrases in `BANNED`, which read as if translated. Use the field's own words instead.
 
-Properties, fixtures and tests are exempt from rule 1: the first read like fields, the name of a test is its sentence.
+Properties, fixtures and tests are exempt from rule 1: properties and fixtures read like fields, and a test's name describes it.
 """
 
 import ast
@@ -52,14 +52,14 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 ALLOWED = {
-    "stand-in": "a noun of its own",
-    "stand-alone": "a term of its own",
+    "stand-in": "a noun",
+    "stand-alone": "a technical term",
 }
-"""Phrases that contain a banned word and are fine."""
+"""Allowed phrases that contain a banned word, and the reason."""
 
 
 def main() -> int:
-    """Print every violation; return 1 if there is one."""
+    """Print all violations; return 1 if there are any, else 0."""
     files = [Path(name) for name in subprocess.check_output(["git", "ls-files"], text=True).splitlines()]
     found = [violation for path in files if path.is_file() for violation in check(path)]
     print(*found, sep="\n", end="\n" if found else "")
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def check(path: Path) -> Iterator[str]:
-    """Yield the violations of one file, as `path:line: what`."""
+    """Yield the violations of one file, as `path:line: problem`."""
     if path.name == Path(__file__).name:
         return
     if path.suffix == ".py":
@@ -85,7 +85,7 @@ def check(path: Path) -> Iterator[str]:
 
 
 def check_docstrings(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and problem of every docstring that breaks rule 1 or 2."""
+    """Yield the line and problem of every docstring that violates rule 1 or 2."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
@@ -106,13 +106,13 @@ def check_docstrings(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def is_exempt(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether a function reads like a field (property, fixture) or belongs to the tests."""
+    """Return True for properties and fixtures, which read like fields, and for all functions in tests."""
     names = {ast.unparse(decorator).split("(")[0].split(".")[-1] for decorator in node.decorator_list}
     return bool(names & {"property", "cached_property", "fixture"}) or path.parts[0] == "tests"
 
 
 def comments_and_strings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every comment and string literal of a Python file."""
+    """Yield the line number and text of every comment and string literal of a Python file."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}:
             for offset, line in enumerate(token.string.splitlines()):

@@ -1,4 +1,4 @@
-"""mkdocstrings extension: show the code below `Example:` in a docstring as code."""
+"""A mkdocstrings extension that renders the code below `Example:` in a docstring as a code block."""
 
 import re
 import textwrap
@@ -10,7 +10,7 @@ EXAMPLE = re.compile(r"^Example:\n((?:    .*\n?|\n)+)", re.MULTILINE)
 
 
 class Examples(griffe.Extension):
-    """Turns the indented lines below `Example:` into a fenced block."""
+    """Extension that turns the indented lines below `Example:` into a fenced block."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object."""

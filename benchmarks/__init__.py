@@ -1,1 +1,1 @@
-"""Benchmarks: one file per question, writing JSON that names the machine. `python -m benchmarks.table` fills the pages."""
+"""Benchmarks, one module per question. Each writes JSON that names the machine; `benchmarks.table` copies it into the docs."""

@@ -1,8 +1,8 @@
-"""Gain of overlap and cost of staleness: `python -m benchmarks.async_speedup --json FILE [--reward]`.
+"""Measure the speedup of overlapping and the cost of staleness: `python -m benchmarks.async_speedup --json FILE [--reward]`.
 
-A synchronous and an asynchronous run exist side by side and alternate every few steps, so that both are measured on the same
-machine. Each has its trainer on one core and its generator on another, and a batch that takes both about equally long.
-`--reward` runs the quick start at several `max_staleness` instead, with the same number of sampled completions each.
+A synchronous and an asynchronous run alternate every few steps, so that both are measured under the same conditions. Each has
+its trainer on one core and its generator on another, with a batch that takes both about equally long. With `--reward`, the
+benchmark runs the quick start at several values of `max_staleness` instead, with the same number of sampled completions each.
 """
 
 import argparse
@@ -30,28 +30,28 @@ BALANCED = (
     "sandbox.num_processes=4",
     "trainer.share_prompts=false",
 )
-"""A batch whose generation and training take about equally long on one core each."""
+"""Overrides for a batch whose generation and training take about equally long on one core each."""
 CORES = {"trainer_0": 0, "generator_0_0": 1}
-"""Core of each computing process, by the name of its log; other processes are not pinned."""
+"""Core of each compute process, by the name of its log; other processes are not pinned."""
 SKIPPED_STEPS = 3
-"""First steps of each turn, which are not counted: a run buffers groups while the other one is measured."""
+"""Steps at the start of each turn that are not measured, because a run buffers groups while the other one is measured."""
 STALENESS = (0, 1, 3, 8)
-"""`max_staleness` of the runs of `--reward`."""
+"""Default values of `max_staleness` with `--reward`."""
 CORRECTIONS: Mapping[str, Sequence[str]] = {
     "on": (),
     # A loss that ignores staleness is refused, so this one has a correction whose bounds are never exceeded.
     "off": ("algorithm.proximal=step_start", "algorithm.correction.veto_prox_over_behavior=[1e-30,1e30]"),
 }
-"""Overrides of the runs of `--reward`: the default, whose ratio starts at the sampler, and one that ignores the sampler."""
+"""Overrides with `--reward`: the default, whose ratio is relative to the sampler, and one that ignores the sampler."""
 
 
 def main() -> None:
     """Measure speed or learning, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.async_speedup", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--turns", type=int, default=6, help="turns of each run")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
-    parser.add_argument("--reward", action="store_true", help="compare the scores of runs with different staleness instead")
+    parser.add_argument("--turns", type=int, default=6, help="number of turns of each run")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps per turn")
+    parser.add_argument("--reward", action="store_true", help="compare scores at different staleness instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=list(STALENESS))
     parser.add_argument(
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 async def measure_speed(folder: Path, num_turns: int, num_steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Alternate between a synchronous and an asynchronous run, and return their figures."""
+    """Alternate between a synchronous and an asynchronous run, and return their measurements."""
     runs = {}
     try:
         for name, max_staleness in (("sync", 0), ("async", 1)):
@@ -84,7 +84,7 @@ async def measure_speed(folder: Path, num_turns: int, num_steps: int, overrides:
 
 
 def speed_figures(sync: Sequence[Mapping[str, float]], overlapped: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return means over the steps of both runs; overlapped steps alternate between long and short, which rules out medians."""
+    """Return means over the steps of both runs; medians would mislead, because overlapped steps alternate in length."""
     generate_s = mean(sync, "time/rollout_s")
     train_s = mean(sync, "time/train_s") + mean(sync, "time/optim_s")
     sync_step_s, async_step_s = mean(sync, "time/step_s"), mean(overlapped, "time/step_s")
@@ -121,7 +121,7 @@ def mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
 async def started(folder: Path, name: str, max_staleness: int, overrides: Sequence[str]) -> GRPO:
     """Start a run, and pin its trainer and its generator to one core each."""
     places = [f"name={name}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache", "logging.console=off"]
-    # A short warm start is enough for groups whose rewards differ; the speed does not depend on the score.
+    # A short warm start suffices for groups whose rewards differ; the speed does not depend on the score.
     short = ["num_steps=100000", "warm_start.num_steps=150", "warm_start.num_long_only_steps=100"]
     config = load_config("configs/quickstart.yaml", [*places, *short, *BALANCED, f"max_staleness={max_staleness}", *overrides])
     run = await GRPO(config).start()
@@ -131,7 +131,7 @@ async def started(folder: Path, name: str, max_staleness: int, overrides: Sequen
 
 
 def pin(pid: int, core: int) -> None:
-    """Keep all threads of a process on one core."""
+    """Pin all threads of a process to one core."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(task.name), {core})
 
@@ -151,7 +151,7 @@ def measure_reward(folder: Path, seeds: Sequence[int], staleness: Sequence[int],
 
 
 def reward_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the scores of a run and the size of its samples."""
+    """Return scores, response length, staleness and clip fraction of a run."""
     steps = [row for row in rows if "reward/mean" in row]
     heldout = series(by_step(rows), "eval/chain_sum/mean")
     _, last_reward = first_and_last_five(series(by_step(steps), "reward/mean"))

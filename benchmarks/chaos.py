@@ -1,9 +1,9 @@
-"""Cost of faults: `python -m benchmarks.chaos --json FILE --minutes 5`.
+"""Measure the cost of faults: `python -m benchmarks.chaos --json FILE --minutes 5`.
 
-The quick start with two generator replicas, two rollout workers and `max_staleness: 1` runs for some minutes undisturbed. Then
-it runs as long while a random process of it is hit every few seconds, by `kill -9` or, with `--stop-share`, sometimes by
-SIGSTOP. The samples are counted from the files of the run: every prompt must be trained on, or wait in the last checkpoint,
-exactly once.
+The quick start with two generator replicas, two rollout workers and `max_staleness: 1` first runs undisturbed for some minutes.
+A second run takes as long, while a random process is hit every few seconds, by `kill -9` or, with `--stop-share`, sometimes by
+SIGSTOP. The benchmark counts samples from the files of the run: every prompt must have been trained on, or be in the last
+checkpoint, exactly once.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SETTINGS = (
     "checkpoint.every_steps=20",
     "evaluation.every_steps=0",
     "logging.console=plain",
-    "logging.rollouts_per_step=8",  # a line for every group, from which the samples are counted
+    "logging.rollouts_per_step=8",  # one line per group, from which the samples are counted
     "faults.max_respawns=1000",
     "faults.min_stall_s=5",
     "hooks=[benchmarks.chaos:EndOnRequest]",
@@ -46,18 +46,18 @@ SETTINGS = (
 WEIGHTS: Mapping[str, float] = {"generator": 4.0, "rollout": 4.0, "scoring": 4.0, "trainer": 1.0, "store": 1.0}
 """Relative frequency of each kind of victim. The death of the trainer or of the store restarts all processes."""
 LOOK_S = 0.05
-"""Seconds between two looks at the run."""
+"""Polling interval in seconds."""
 START_LIMIT_S, RECOVERY_LIMIT_S, END_LIMIT_S = 600.0, 120.0, 120.0
-"""Longest waits for the first step, for the last recoveries, and for the end of a run."""
+"""Time limits for the first step, for the last recoveries, and for the shutdown of a run."""
 END = "end"
-"""File in the run directory that requests the end."""
+"""File in the run directory that requests the end of the run."""
 
 
 class EndOnRequest(titanrl.Hook):
-    """Ends the run after an evaluation when that was requested."""
+    """Evaluates and ends the run when the file `END` exists."""
 
     async def after_step(self, run: titanrl.GRPO, metrics: StepMetrics) -> None:
-        """Look for the request."""
+        """Check for the file."""
         if (run.run_dir / END).exists():
             await run.evaluate()
             run.end_after_step()
@@ -67,13 +67,13 @@ def main() -> None:
     """Measure both runs and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--minutes", type=float, default=5.0, help="length of each run, from its first step on")
+    parser.add_argument("--minutes", type=float, default=5.0, help="length of each run in minutes, from its first step on")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of victims")
-    parser.add_argument("--kinds", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="kinds of victims")
-    help_text = "share of faults that stop a process (SIGSTOP), which is noticed after faults.min_stall_s, 5 s here"
+    parser.add_argument("--seed", type=int, default=0, help="seed for choosing victims")
+    parser.add_argument("--kinds", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="kinds of processes to hit")
+    help_text = "share of faults that stop a process (SIGSTOP); detected after faults.min_stall_s, here 5 s"
     parser.add_argument("--stop-share", type=float, default=0.0, help=help_text)
-    parser.add_argument("--folder", type=Path, help="folder in which to keep the files of both runs")
+    parser.add_argument("--folder", type=Path, help="folder that keeps the files of both runs")
     parser.add_argument(
         "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
     )
@@ -100,21 +100,21 @@ def main() -> None:
 
 @dataclass(slots=True)
 class Fault:
-    """A fault that was injected."""
+    """An injected fault."""
 
     victim: Victim
-    """The process that was hit."""
+    """Process that was hit."""
     name: str
     """Name of the signal."""
     time: float
-    """Time in unix seconds."""
+    """Unix time in seconds."""
     siblings: set[int]
     """Scoring processes of the same worker at that time."""
     recovery_s: float | None = None
-    """Seconds until the part worked again; None while it does not."""
+    """Seconds until recovery; None before."""
 
-    def look(self, recorded: Sequence[Mapping[str, Any]]) -> None:
-        """Set `recovery_s` if the part works again."""
+    def update(self, recorded: Sequence[Mapping[str, Any]]) -> None:
+        """Set `recovery_s` if the new events show a recovery, or if a scoring process has been replaced."""
         times = [event["time"] for event in recorded if is_recovery(event, self.victim.part, self.time)]
         if self.victim.kind == "scoring" and self.victim.process.is_gone and self.victim.siblings() - self.siblings:
             times.append(time.time())
@@ -122,7 +122,7 @@ class Fault:
             self.recovery_s = min(times) - self.time
 
     def row(self) -> dict[str, Any]:
-        """Return the fault for the result."""
+        """Return the fault as a JSON object."""
         return {
             "time": self.time,
             "kind": self.victim.kind,
@@ -133,7 +133,7 @@ class Fault:
 
 
 class Chaos:
-    """Hits a random process every few seconds, whatever else happens."""
+    """Hits a random process at a fixed interval, regardless of ongoing recoveries."""
 
     def __init__(self, rng: random.Random, every_s: float, kinds: Sequence[str], stop_share: float) -> None:
         """Start without faults."""
@@ -142,7 +142,7 @@ class Chaos:
         self.faults: list[Fault] = []
 
     def run(self, subject: "Subject", until: float) -> None:
-        """Signal processes until a time (unix seconds), then wait until everything works again, or the run has ended."""
+        """Signal processes until a unix time, then wait until all faults have recovered or the run has ended."""
         self._due = time.time() + self._every_s
         limit, recorded = until + RECOVERY_LIMIT_S, NewEvents(subject.run_dir)
         while subject.is_running and (time.time() < until or (self._has_open and time.time() < limit)):
@@ -150,7 +150,7 @@ class Chaos:
                 self._hit(subject)
             new = recorded.read()
             for fault in self.faults:
-                fault.look(new)
+                fault.update(new)
             subject.wait(LOOK_S)
 
     @property
@@ -158,7 +158,7 @@ class Chaos:
         return any(fault.recovery_s is None for fault in self.faults)
 
     def _hit(self, subject: "Subject") -> None:
-        """Signal a process of a random kind; without a live one, try again at the next look."""
+        """Signal a process of a random kind; if none is alive, try again at the next poll."""
         kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
         found = [victim for victim in victims(subject.run_dir) if victim.kind == kind]
         if not found:
@@ -171,17 +171,16 @@ class Chaos:
             self._due += self._every_s
 
     def figures(self) -> dict[str, Any]:
-        """Return the numbers of faults, and the seconds to recover."""
-        kinds = sorted({fault.victim.kind for fault in self.faults})
-        return {**fault_figures(self.faults), "by_kind": {kind: fault_figures(self.of_kind(kind)) for kind in kinds}}
-
-    def of_kind(self, kind: str) -> list[Fault]:
-        """Return the faults of one kind of victim."""
-        return [fault for fault in self.faults if fault.victim.kind == kind]
+        """Return the numbers of faults and the recovery times, in total and by kind."""
+        by_kind = {
+            kind: fault_figures([fault for fault in self.faults if fault.victim.kind == kind])
+            for kind in sorted({fault.victim.kind for fault in self.faults})
+        }
+        return {**fault_figures(self.faults), "by_kind": by_kind}
 
 
 def fault_figures(faults: Sequence[Fault]) -> dict[str, Any]:
-    """Return the numbers of faults, and the median and maximum of their recoveries."""
+    """Return the numbers of injected and survived faults, and the median and maximum recovery time."""
     times = [fault.recovery_s for fault in faults if fault.recovery_s is not None]
     spread = {"median": statistics.median(times), "max": max(times)} if times else {}
     return {"faults_injected": len(faults), "faults_survived": len(times), "recovery_s": spread}
@@ -191,7 +190,7 @@ class Subject:
     """A running command whose processes are hit."""
 
     def __init__(self, folder: Path, name: str, overrides: Sequence[str]) -> None:
-        """Start it."""
+        """Start the command; its output goes to `<name>.txt` in the folder."""
         self.run_dir = folder / "runs" / name
         places = [f"name={name}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache"]
         command = [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", *places, *SETTINGS, *overrides]
@@ -201,11 +200,11 @@ class Subject:
 
     @property
     def is_running(self) -> bool:
-        """True until the command has ended."""
+        """True until the command has exited."""
         return self._process.poll() is None
 
     def wait_for_first_step(self) -> None:
-        """Wait until training has begun."""
+        """Wait until the first step has been recorded."""
         limit = time.time() + START_LIMIT_S
         while not self.steps():
             if not self.is_running or time.time() > limit:
@@ -214,17 +213,17 @@ class Subject:
             self.wait(LOOK_S)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the command has ended, or some seconds have passed."""
+        """Wait until the command has exited, or the timeout has passed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, timeout_s))
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the metrics of the steps so far."""
+        """Return the metrics of all steps so far."""
         file = self.run_dir / "metrics.jsonl"
         return [row for row in read_metrics(file) if "reward/mean" in row] if file.exists() else []
 
     def end(self) -> int:
-        """Request the end, wait for it, and return the exit code."""
+        """Request the end of the run, wait for it, and return the exit code."""
         (self.run_dir / END).touch()
         try:
             return self._process.wait(END_LIMIT_S)
@@ -239,7 +238,7 @@ class Subject:
 
 
 def measure(folder: Path, name: str, minutes: float, overrides: Sequence[str], chaos: Chaos | None) -> dict[str, Any]:
-    """Run for some minutes, with faults if there is chaos, and return the figures of the run."""
+    """Run for some minutes, with faults unless `chaos` is None, and return the measurements."""
     subject = Subject(folder, name, overrides)
     subject.wait_for_first_step()
     started, first = time.time(), subject.steps()[-1]["step"]
@@ -267,14 +266,14 @@ def measure(folder: Path, name: str, minutes: float, overrides: Sequence[str], c
 
 
 def sample_figures(run_dir: Path, last: Mapping[str, Any] | None) -> dict[str, int | None]:
-    """Compare the prompts that were trained on with those that the last checkpoint knows of.
+    """Count prompts that were lost or trained on twice, from the records of training and the last checkpoint.
 
-    Every prompt before the checkpoint's next one was trained on, waits in it, or is sampled again by a resumed run. Those of
-    a batch without any signal were dropped.
+    Every prompt before the checkpoint's next one was trained on, or waits in the checkpoint, or will be sampled again by a
+    resumed run. Groups of a batch without any signal were dropped.
 
     Args:
-        run_dir: directory of a run that has ended with a checkpoint.
-        last: metrics of its last step; None if the run has failed, so that there is nothing to compare.
+        run_dir: Directory of a run that ended with a checkpoint.
+        last: Metrics of its last step; None if the run failed, so that there is nothing to compare.
     """
     names = ("samples", "samples_dropped", "samples_lost", "samples_duplicated", "samples_miscounted")
     if last is None:

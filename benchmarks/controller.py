@@ -1,8 +1,8 @@
-"""Overhead of the controller: `python -m benchmarks.controller --json FILE`.
+"""Measure the overhead of the controller: `python -m benchmarks.controller --json FILE`.
 
-The real loop, rollout worker, sandbox, buffer, shards and weight store run between two stubs: a trainer that replies at once,
-and a generator with prepared completions. So everything measured is overhead. The stubs replace the real actors before the run
-spawns its processes.
+The real loop, rollout worker, sandbox, buffer, shards and weight store run between two stubs: a trainer that replies
+immediately, and a generator with prepared completions. All measured time is therefore overhead. The stubs replace the real
+actors before the run spawns its processes.
 """
 
 import argparse
@@ -44,17 +44,17 @@ GROUPS_PER_STEP = (32, 512, 4096)
 THROUGHPUT_GROUPS = 64
 """Groups per step while throughput is measured."""
 NUM_TOKENS = 256
-"""Tokens of a completion while throughput is measured."""
+"""Tokens per completion while throughput is measured."""
 GROUPS_PER_MESSAGE = 16
-"""Groups that the generator sends in one message, as if they had finished at the same decoding step."""
+"""Groups per message of the generator, as if they had finished at the same decoding step."""
 NUM_STEPS = 9
-"""Steps whose median is the overhead."""
+"""Number of steps over which the median overhead is computed."""
 SHORT_TOKENS = 16
-"""Tokens of a completion while the overhead of a step is measured; the overhead does not depend on it."""
+"""Tokens per completion while the overhead of a step is measured; the overhead does not depend on it."""
 
 
 class StubTrainer(Actor):
-    """A trainer rank that computes nothing and replies at once."""
+    """Trainer rank that computes nothing and replies immediately."""
 
     def __init__(self, setup: Any) -> None:
         self._version = 0
@@ -85,7 +85,7 @@ class StubTrainer(Actor):
 
     @endpoint
     async def push_weights(self, version: int) -> WeightManifest:
-        """Publish an empty manifest."""
+        """Return an empty manifest."""
         return WeightManifest(version, 0, "", 0, None, 0, ())
 
     @endpoint
@@ -94,7 +94,7 @@ class StubTrainer(Actor):
 
 
 class StubGenerator(Actor):
-    """A generator that replies at once with slices of prepared random text."""
+    """Generator that replies immediately with slices of prepared random text."""
 
     def __init__(self, setup: Any) -> None:
         self._num_tokens, self._since = 0, time.perf_counter()
@@ -122,7 +122,7 @@ class StubGenerator(Actor):
 
     @endpoint
     async def pull_weights(self, commit: Commit) -> int:
-        """Mark later completions with the version."""
+        """Set the version of later completions."""
         self._versions = np.full(1 << 16, commit.version)
         return 0
 
@@ -156,7 +156,7 @@ class StubGenerator(Actor):
 
 
 def reward(text: str, entry: Mapping[str, Any]) -> float:
-    """Return 1 for half of all completions, 0 for the others."""
+    """Return 1 for about half of all completions, and 0 for the others."""
     return float(ord(text[0]) % 2)
 
 
@@ -164,7 +164,7 @@ def main() -> None:
     """Measure throughput and overhead, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.controller", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure throughput")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of the throughput measurement")
     parser.add_argument("--groups-per-step", type=int, nargs="+", default=list(GROUPS_PER_STEP))
     arguments = parser.parse_args()
     vars(assembly).update(PolicyTrainer=StubTrainer, Generator=StubGenerator)
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 async def measure_throughput(folder: Path, seconds: float) -> dict[str, float]:
-    """Return the groups per second through admission, rollout, scoring, commit, plan and release."""
+    """Return the groups per second through admission, rollout, scoring, commit, planning and release."""
     run = await started(folder, "throughput", THROUGHPUT_GROUPS, NUM_TOKENS, max_staleness=1)
     try:
         for _ in range(3):
@@ -190,7 +190,7 @@ async def measure_throughput(folder: Path, seconds: float) -> dict[str, float]:
 
 
 async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, float]:
-    """Return the milliseconds of a step that starts with a full buffer and idle actors, and the bytes it moves per group."""
+    """Measure steps that start with a full buffer and idle actors: their duration, and the bytes moved per group."""
     run = await started(folder, f"step{groups_per_step}", groups_per_step, SHORT_TOKENS, max_staleness=1)
     try:
         await run.step()
@@ -212,7 +212,7 @@ async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, floa
 
 
 async def bytes_per_group(run: GRPO) -> float:
-    """Return the bytes of records, plan and handles of a batch, per group."""
+    """Return the pickled size of a batch's records, plan and handles, per group."""
     groups_per_step = run.config.rollout.groups_per_step
     batch = await run.session.rollouts.buffer.take_batch()
     plan = run._plan(batch)
@@ -221,12 +221,12 @@ async def bytes_per_group(run: GRPO) -> float:
 
 
 async def started(folder: Path, name: str, groups_per_step: int, num_tokens: int, *, max_staleness: int) -> GRPO:
-    """Start a run on the stubs."""
+    """Start a run with the stubs."""
     return await GRPO(stub_config(folder, name, groups_per_step, num_tokens, max_staleness)).start()
 
 
 def stub_config(folder: Path, name: str, groups_per_step: int, num_tokens: int, max_staleness: int) -> Config:
-    """Return the quick start's configuration with other sizes and no warm start."""
+    """Return the quick start's configuration with the given sizes and without a warm start."""
     overrides = [
         f"name={name}",
         f"output_dir={folder}/runs",

@@ -1,8 +1,8 @@
-"""Cost of evaluations beside training: `python -m benchmarks.evaluations --json FILE`.
+"""Measure the cost of background evaluations: `python -m benchmarks.evaluations --json FILE`.
 
-The quick start with `max_staleness: 1` runs without evaluations and with one of 200 prompts every 10 steps, in alternation. An
-evaluation samples tokens of its own, so it slows training where both need the same cores. The benchmark compares the time of a
-step with what these tokens explain, and the publications of both runs.
+The quick start with `max_staleness: 1` runs alternately without evaluations and with one of 200 prompts every 10 steps. An
+evaluation samples additional tokens, so it slows training if both need the same cores. The benchmark compares the increase of
+the step time with the increase of sampled tokens, and the publication times of both runs.
 """
 
 import argparse
@@ -17,20 +17,20 @@ from benchmarks.quickstart import run_command
 from titanrl.metrics.run_directory import read_metrics
 
 NUM_PROMPTS = 200
-"""Prompts of an evaluation, one completion each."""
+"""Prompts per evaluation, with one completion each."""
 SETTINGS = ("max_staleness=1", "checkpoint.every_steps=0", "logging.console=off", f"evaluation.num_prompts={NUM_PROMPTS}")
 EVERY_STEPS = 10
 """Steps between two evaluations."""
 SKIPPED_STEPS = 20
-"""First steps that are not counted: caches are cold, and responses become longer."""
+"""Steps at the start that are not measured: caches are cold, and responses still become longer."""
 
 
 def main() -> None:
-    """Run both several times, and write the JSON."""
+    """Run both variants several times, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluations", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--steps", type=int, default=120, help="steps of a run")
+    parser.add_argument("--turns", type=int, default=3, help="runs per variant")
+    parser.add_argument("--steps", type=int, default=120, help="steps per run")
     parser.add_argument(
         "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
     )
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(folder: Path, name: str, settings: Sequence[str]) -> dict[str, float]:
-    """Run the quick start; return its figures from the first counted step on."""
+    """Run the quick start and return its measurements from the first measured step on."""
     run_command([f"name={name}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache", *settings])
     rows = [row for row in read_metrics(folder / "runs" / name / "metrics.jsonl") if row["step"] >= SKIPPED_STEPS]
     steps = [row for row in rows if "time/step_s" in row]
@@ -71,7 +71,7 @@ def evaluation_tokens(row: Mapping[str, Any]) -> float:
 
 
 def compare(kinds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
-    """Return medians of both kinds, how much longer a step takes, and how many more tokens are sampled for it."""
+    """Return medians of both variants, and the ratios of step time and of sampled tokens."""
     names = kinds["with"][0].keys()
     medians = {kind: {name: statistics.median(run[name] for run in runs) for name in names} for kind, runs in kinds.items()}
     with_evaluations, without = medians["with"], medians["without"]

@@ -1,8 +1,8 @@
-"""Throughput with environments that fail: `python -m benchmarks.flaky_rollouts --json FILE`.
+"""Measure throughput with environments that fail: `python -m benchmarks.flaky_rollouts --json FILE`.
 
-An undisturbed run and one in which a fifth of the episodes raise, a tenth hang and a tenth of the rewards fail exist side by
-side and alternate every few steps, so that both are measured on the same machine: first synchronous ones, then asynchronous
-ones. All of them play the quick start in an environment of one turn.
+An undisturbed run alternates every few steps with one in which a fifth of the episodes raise, a tenth hang and a tenth of the
+rewards fail, so that both are measured under the same conditions. The benchmark compares a synchronous pair of runs first, then
+an asynchronous pair. All runs train the quick start in a single-turn environment.
 """
 
 import argparse
@@ -22,22 +22,22 @@ from titanrl.grpo import GRPO
 SHARES = {"errors": 0.2, "hangs": 0.1, "rewards": 0.1}
 """Shares of episodes that raise and that hang, and of rewards that fail, in the disturbed runs."""
 STEP_TIMEOUT_S, RETRIES = 0.5, 1
-"""Time limit of a call of the environment, and further attempts after a failure."""
+"""Time limit of an environment call, and number of retries after a failure."""
 STALENESS = {"sync": 0, "async": 1}
 """`max_staleness` of the two pairs of runs."""
 SKIPPED_STEPS = 2
-"""First steps of each turn, which are not counted: an asynchronous run buffers groups while the other one is measured."""
+"""Steps at the start of each turn that are not measured: an asynchronous run buffers groups while the other is measured."""
 FAILURES = ("environment_error", "timeout", "reward_error")
 """Outcomes of episodes without a reward."""
 
 
 class Flaky:
-    """Asks the question, and fails as often as a hash of the episode says."""
+    """Asks the question, and fails for a share of the episodes that a hash selects."""
 
-    numbers: dict[str, int] = {}  # noqa: RUF012  # episodes of each task so far
+    numbers: dict[str, int] = {}  # noqa: RUF012  # number of episodes per task so far
 
     def __init__(self, errors: float = 0.0, hangs: float = 0.0, rewards: float = 0.0) -> None:
-        """Keep the shares of episodes that raise, that hang, and whose reward fails."""
+        """Set the shares of episodes that raise, that hang, and whose reward fails."""
         self._errors, self._hangs, self._rewards = errors, hangs, rewards
 
     async def reset(self, episode: Episode) -> Observation:
@@ -56,15 +56,15 @@ class Flaky:
         return Done() if has_reward else Done(rewards={"bonus": float("nan")})
 
     async def close(self) -> None:
-        """Release nothing."""
+        """Do nothing: there is nothing to release."""
 
 
 def main() -> None:
     """Measure both pairs of runs, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flaky_rollouts", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each run")
-    parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
+    parser.add_argument("--turns", type=int, default=3, help="number of turns of each run")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps per turn")
     parser.add_argument(
         "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
     )
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 async def measure(folder: Path, mode: str, num_turns: int, num_steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Alternate between an undisturbed and a disturbed run, and return their figures."""
+    """Alternate between an undisturbed and a disturbed run, and return their measurements."""
     runs: dict[str, GRPO] = {}
     try:
         for name, shares in (("undisturbed", {}), ("flaky", SHARES)):
@@ -99,7 +99,7 @@ async def measure(folder: Path, mode: str, num_turns: int, num_steps: int, overr
 def figures(
     undisturbed: Sequence[Mapping[str, float]], flaky: Sequence[Mapping[str, float]], groups_per_step: int
 ) -> dict[str, Any]:
-    """Return the trained groups per second of both runs, and the shares of failed episodes that the disturbed one counted."""
+    """Return the trained groups per second of both runs, and the shares of failed episodes in the disturbed one."""
     speeds = {
         name: groups_per_step / statistics.fmean(row["time/step_s"] for row in rows)
         for name, rows in (("undisturbed", undisturbed), ("flaky", flaky))
@@ -117,14 +117,14 @@ def figures(
 async def started(folder: Path, name: str, max_staleness: int, shares: Mapping[str, float], overrides: Sequence[str]) -> GRPO:
     """Start a run."""
     places = [f"name={name}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache", "logging.console=off"]
-    # A short warm start is enough for groups whose rewards differ; the speed does not depend on the score.
+    # A short warm start suffices for groups whose rewards differ; the speed does not depend on the score.
     short = ["num_steps=100000", "warm_start.num_steps=60", "warm_start.num_long_only_steps=40", "evaluation.num_prompts=0"]
     options = ", ".join(f"{key}: {share}" for key, share in shares.items())
     environment = (
         f"data.environment={{function: 'benchmarks.flaky_rollouts:Flaky', options: {{{options}}}, "
         f"step_timeout_s: {STEP_TIMEOUT_S}, retries: {RETRIES}}}"
     )
-    # The rewards of the configuration count although the environment returns one that fails.
+    # data.rewards are scored even if the environment returns a reward that fails.
     settings = [environment, "data.rewards={answer: reasoning_gym}", f"max_staleness={max_staleness}"]
     return await GRPO(load_config("configs/quickstart.yaml", [*places, *short, *settings, *overrides])).start()
 

@@ -1,8 +1,8 @@
-"""Start, steps and memory at the size of Qwen3-0.6B: `python -m benchmarks.full_size --json FILE`.
+"""Measure start time, step time and memory at the size of Qwen3-0.6B: `python -m benchmarks.full_size --json FILE`.
 
 A model with random weights takes three synchronous GRPO steps (4 groups of 4 completions of 128 tokens) with a bfloat16
-generator, once with a bfloat16 and once with a float32 trainer. The peak memory of each process is compared with the estimate
-of `--dry-run`. The benchmark kills a run that leaves less than 1 GB of the machine's memory. On a CPU without bfloat16
+generator, once with a bfloat16 and once with a float32 trainer. The benchmark compares the peak memory of each process with the
+estimate of `--dry-run`. It kills a run that leaves less than 1 GB of the machine's memory available. On a CPU without bfloat16
 instructions a step takes minutes; `--set rollout.max_new_tokens=16` shortens it.
 """
 
@@ -35,11 +35,11 @@ from titanrl.models.families import QWEN3
 from titanrl.models.recipe import weight_shapes, write_model_config
 
 MODEL = "Qwen3-0.6B"
-"""Published model whose sizes the random model has."""
+"""Published model whose shape the random model copies."""
 STD = 0.02
-"""Standard deviation of the random matrices."""
+"""Standard deviation of the random weights."""
 LEAST_AVAILABLE_BYTES = 10**9
-"""Available memory of the machine below which the run is ended."""
+"""Available memory of the machine below which the run is killed."""
 SETTINGS = (
     "warm_start=null",
     "num_steps=3",
@@ -65,8 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.full_size", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16", "float32"])
-    parser.add_argument("--folder", type=Path, help="folder in which to keep model and runs")
-    parser.add_argument("--layers", type=int, help="layers of a smaller model, to try the benchmark")
+    parser.add_argument("--folder", type=Path, help="folder that keeps the model and the runs")
+    parser.add_argument("--layers", type=int, help="number of layers, fewer to try the benchmark on a smaller model")
     parser.add_argument(
         "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
     )
@@ -100,7 +100,7 @@ def write_model(directory: Path, shape: ModelShape, num_layers: int | None) -> N
 
 
 def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run the command with a trainer dtype, and return its seconds and its memory beside the estimate."""
+    """Run the command with one trainer dtype; return its times, and its memory next to the estimates."""
     places = [f"name={dtype}", f"model.path={model}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache"]
     settings = [*places, *SETTINGS, f"trainer.dtype={dtype}", *overrides]
     config = load_config("configs/quickstart.yaml", settings)
@@ -110,7 +110,7 @@ def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str]) -> 
     with Sampler(process.pid, run_dir, least_available_bytes=LEAST_AVAILABLE_BYTES) as sampler:
         process.wait()
     if process.returncode:
-        sys.exit(f"the run with a {dtype} trainer ended with exit code {process.returncode}; memory: {asdict(sampler.memory)}")
+        sys.exit(f"the run with a {dtype} trainer exited with code {process.returncode}; memory: {asdict(sampler.memory)}")
     rows = read_metrics(run_dir / "metrics.jsonl")
     sizes = derive(config, model_shape(config))
     result = {"trainer_dtype": dtype, **seconds(rows, started), **compared(config, sizes, sampler.memory)}
@@ -119,7 +119,7 @@ def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str]) -> 
 
 
 def seconds(rows: Sequence[Mapping[str, Any]], started: float) -> dict[str, Any]:
-    """Return the seconds until the first step began, and those of the steps."""
+    """Return the seconds until the first step began, and the times and gradient norms of the steps."""
     steps = [row for row in rows if "reward/mean" in row]
     return {
         "start_s": steps[0]["time"] - steps[0]["time/step_s"] - started,
@@ -131,7 +131,7 @@ def seconds(rows: Sequence[Mapping[str, Any]], started: float) -> dict[str, Any]
 
 
 def compared(config: Config, sizes: Sizes, memory: Memory) -> dict[str, Any]:
-    """Return the peaks of a run beside the estimates of the dry run."""
+    """Return the memory peaks of a run next to the estimates of the dry run."""
     assert sizes.memory is not None
     estimates = {f"{row.role.removesuffix(' rank')}_": row.num_bytes for row in placements(config, sizes, "cpu")}
     roles: dict[str, dict[str, Any]] = {role: asdict(peak) for role, peak in sorted(memory.roles.items())}

@@ -1,7 +1,7 @@
-"""Measure the overhead of pool and actor over vLLM: `python -m benchmarks.generator --json FILE`.
+"""Measure the overhead of the generator pool and actor over bare vLLM: `python -m benchmarks.generator --json FILE`.
 
-The same requests run alternately through the bare engine in its own process and through pool, actor and engine, so that both
-see the same machine load. The weights are random, and every completion has full length.
+The same requests run alternately through the bare engine in a separate process, and through pool, actor and engine, so that
+both see the same machine load. The weights are random, and every completion has maximum length.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GROUP_SIZE = 8
 PROMPT_TOKENS = 14
 NEW_TOKENS = 64
 NUM_ROUNDS = 12
-"""Measured rounds of each side, after as many warm-up rounds."""
+"""Measured rounds per variant, after as many warm-up rounds."""
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
 async def measure(
     config: Config, model_dir: Path, folder: Path, batches: Sequence[int], overrides: Sequence[str]
 ) -> list[dict[str, float]]:
-    """Measure both sides alternately, for each batch size."""
+    """Measure both variants alternately, for each batch size."""
     supervisor = Supervisor()
     fleet = Fleet(folder, supervisor)
     environment = generator_environment(config, DEVICES["cpu"], 0)
@@ -93,7 +93,7 @@ async def measure(
 
 
 async def measure_batch(pool: GeneratorPool, bare: "Bare", num_requests: int) -> dict[str, float]:
-    """Measure the tokens per second of both sides."""
+    """Return the tokens per second of both variants and their ratio."""
     pool_s, bare_s = [], []
     for _ in range(2 * NUM_ROUNDS):
         began = time.perf_counter()
@@ -123,7 +123,7 @@ def requests_of(start: int, count: int) -> list[GenerationRequest]:
 
 
 class Bare:
-    """Process of the bare engine: it reads lines with a number of requests and prints the seconds of each batch."""
+    """Process of the bare engine. It reads a number of requests per line and prints the seconds of each batch."""
 
     def __init__(self, model_dir: Path, environment: dict[str, str], overrides: Sequence[str]) -> None:
         command = [sys.executable, "-m", "benchmarks.generator", "--bare", str(model_dir)]

@@ -1,10 +1,10 @@
-"""One, two and three hosts compared: `python -m benchmarks.hosts --json FILE`.
+"""Compare runs on one, two and three hosts: `python -m benchmarks.hosts --json FILE`.
 
-The quick start, synchronous, with two generator replicas, runs on one machine, on two hosts (the trainer's and one for both
+The synchronous quick start with two generator replicas runs on one machine, on two hosts (one for the trainer, one for both
 replicas) and on three (one for each replica). As root and with Slurm installed, the hosts are nodes of a Slurm cluster in
-network namespaces of this machine (`tests/cluster`), and the counters of their network interfaces say what crossed the
-network. Elsewhere they are emulated by processes, without such counters. A last run on two hosts has the rollout workers on the
-controller's host, which shows what their place saves.
+network namespaces of this machine (`tests/cluster`), and the counters of their network interfaces measure the network traffic.
+Otherwise the hosts are emulated by processes, without such counters. A last run on two hosts places the rollout workers on the
+controller's host, to show what their default placement saves.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from titanrl.types import StepMetrics
 
 REPO = Path(__file__).parents[1]
 FIRST = 5
-"""First step of all figures, because caches are cold before it."""
+"""First measured step; caches are cold before it."""
 TRAFFIC = "traffic.jsonl"
 """File in the run directory with the counters after each step."""
 COMMON = ("generator.replicas=2", "rollout.num_workers=2", "evaluation.every_steps=0", "logging.console=off", "device=cpu")
@@ -42,9 +42,9 @@ class Case:
     name: str
     """Name in the result."""
     generator_hosts: int
-    """Hosts of the generators, beside the trainer's; 0 is one machine."""
+    """Number of generator hosts, in addition to the trainer's; 0 runs everything on one machine."""
     overrides: tuple[str, ...] = ()
-    """Further changes of the quick start."""
+    """Additional overrides of the quick start."""
 
 
 CASES = (
@@ -56,10 +56,10 @@ CASES = (
 
 
 class Traffic(Hook):
-    """Writes the counters of all interfaces of the cluster after each step."""
+    """Records the interface counters of all hosts after each step."""
 
     def after_step(self, run: Any, metrics: StepMetrics) -> None:
-        """Append the bytes that each host has received and sent since it exists."""
+        """Append the bytes that each host has received and sent since it was created."""
         counters = {host: host_bytes(host, os.environ["TITANRL_BENCH_SPACES"]) for host in (CONTROLLER, *NODES)}
         with (run.run_dir / TRAFFIC).open("a") as file:
             file.write(json.dumps({"step": metrics.step, **counters}) + "\n")
@@ -77,8 +77,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     parser.add_argument("--steps", type=int, default=30, help="steps of each run; default 30")
-    parser.add_argument("--emulation", choices=("namespaces", "processes"), help="default: namespaces where they are possible")
-    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="further changes")
+    parser.add_argument("--emulation", choices=("namespaces", "processes"), help="default: namespaces if possible")
+    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="additional overrides")
     arguments = parser.parse_args()
     reason = missing()
     if arguments.emulation == "namespaces" and reason:
@@ -89,7 +89,7 @@ def main() -> None:
         started_cluster(Path(folder), in_namespaces) as cluster,
     ):
         places = [f"output_dir={folder}/runs", f"cache_dir={folder}/cache", *COMMON, *arguments.overrides]
-        run([*places, "name=warm", "num_steps=1"], None)  # the base is cached for the others
+        run([*places, "name=warm", "num_steps=1"], None)  # caches the base model for the other runs
         cases = {case.name: measure(case, Path(folder), [*places, f"num_steps={arguments.steps}"], cluster) for case in CASES}
     emulation = "network namespaces" if in_namespaces else "processes"
     write_result(arguments.json, "hosts", {"emulation": emulation, "cases": cases})
@@ -110,7 +110,7 @@ def started_cluster(folder: Path, in_namespaces: bool) -> Iterator[Cluster | Non
 
 
 def measure(case: Case, folder: Path, overrides: Sequence[str], cluster: Cluster | None) -> dict[str, Any]:
-    """Run a case and return its figures."""
+    """Run a case and return its measurements."""
     name = f"case{CASES.index(case)}"
     changes = [*overrides, f"name={name}", *case.overrides]
     if case.generator_hosts:
@@ -134,7 +134,7 @@ def measure(case: Case, folder: Path, overrides: Sequence[str], cluster: Cluster
 
 
 def run(changes: Sequence[str], cluster: Cluster | None) -> None:
-    """Run the training command to its end, on the controller's host of the cluster if there is one."""
+    """Run the training command to completion, on the cluster's controller host if there is a cluster."""
     command = [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", *changes]
     environment = (dict(os.environ) if cluster is None else dict(cluster.environment)) | {"PYTHONPATH": str(REPO)}
     environment["TITANRL_BENCH_SPACES"] = PREFIX
@@ -145,10 +145,10 @@ def run(changes: Sequence[str], cluster: Cluster | None) -> None:
 
 
 def traffic(file: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the bytes over the interfaces between the first and the last counted step; empty without counters.
+    """Return the network traffic between the first and the last measured step; empty without counters.
 
-    They are the bytes through the controller's host, in both directions, for each group of completions that was trained on, and
-    the bytes into each other host for each step.
+    The result has the bytes through the controller's host, in both directions, per trained group, and the bytes into each other
+    host per step.
     """
     if not file.exists():
         return {}

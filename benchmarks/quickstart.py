@@ -1,7 +1,7 @@
-"""Speed and learning of the quick start: `python -m benchmarks.quickstart --json FILE`.
+"""Measure speed and learning of the quick start: `python -m benchmarks.quickstart --json FILE`.
 
-The benchmark runs the command as a user would, once per seed, and counts seconds from its start. It warm-starts the base model
-in a run of its own first, so that the base is cached for every figure of the second run.
+The benchmark runs the command as a user would, once per seed, and measures time from its launch. A separate run warm-starts the
+base model first, so that the base is cached for all measurements of the second run.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from titanrl.metrics.run_directory import read_metrics
 from titanrl.metrics.series import by_step, first_and_last_five, series
 
 TARGET_SCORE = 0.8
-"""Held-out score whose first time is `time_to_score_s`."""
+"""Held-out score; `time_to_score_s` is the time until it is first reached."""
 SKIPPED_STEPS = 5
-"""First steps that medians leave out, because caches are cold."""
+"""Steps at the start that medians exclude, because caches are cold."""
 
 
 def main() -> None:
@@ -39,13 +39,13 @@ def main() -> None:
 
 
 def measure(folder: Path, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Warm-start the base of a seed, run the quick start on it, and return the figures."""
+    """Warm-start the base model of a seed, run the quick start on it, and return the measurements."""
     places = [f"seed={seed}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache", "logging.console=off", *overrides]
     warm_started = time.time()
     run_command([*places, f"name=warm{seed}", "num_steps=1"])
-    # The first line is the evaluation before the first step, right after the start.
+    # The first line is the evaluation before the first step, directly after startup.
     warm_start_s = read_metrics(folder / "runs" / f"warm{seed}" / "metrics.jsonl")[0]["time"] - warm_started
-    # Evaluations every 5 steps date the target score; no median counts their seconds.
+    # Evaluations every 5 steps determine when the target score is reached; no median includes their time.
     started = time.time()
     run_command([*places, f"name=seed{seed}", "evaluation.every_steps=5"])
     rows = read_metrics(folder / "runs" / f"seed{seed}" / "metrics.jsonl")
@@ -53,7 +53,7 @@ def measure(folder: Path, seed: int, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def run_command(arguments: Sequence[str]) -> None:
-    """Run the training command to its end."""
+    """Run the training command to completion."""
     command = [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", *arguments]
     subprocess.run(command, check=True)
 
@@ -90,7 +90,7 @@ def median(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the median over seeds of every figure that all seeds have."""
+    """Return the median over seeds of every number that all seeds have."""
     names = [name for name, value in runs[0].items() if isinstance(value, float)]
     return {
         name: statistics.median([run[name] for run in runs]) for name in names if all(run[name] is not None for run in runs)

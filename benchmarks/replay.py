@@ -1,8 +1,8 @@
-"""Prioritized replay beside TorchRL's: sample, update and extend by 256. `python -m benchmarks.replay --json FILE`.
+"""Compare prioritized replay with TorchRL's: sample, update and extend by 256. `python -m benchmarks.replay --json FILE`.
 
-TorchRL's wheels load only with the torch that they were built for, so the benchmark installs both into an environment of its
-own, once. Both buffers hold the same small tensors on one thread, and take turns, so that other load on the machine hits both.
-Afterwards, one and four processes write items of 64 kB to one shared buffer, on one host and on two emulated ones.
+TorchRL's wheels load only with the torch version that they were built for, so the benchmark installs both into a separate
+environment, once. Both buffers hold the same small tensors on one thread, and alternate, so that other load on the machine hits
+both. Afterwards, one and four processes write items of 64 kB to one shared buffer, on one host and on two emulated ones.
 """
 
 import argparse
@@ -31,10 +31,10 @@ MAX_WAIT_S = 300
 
 
 class Buffer(Protocol):
-    """The three calls that are timed."""
+    """Buffer with the three calls that are timed."""
 
     def sample(self, count: int) -> object:
-        """Draw items."""
+        """Draw `count` items."""
 
     def update(self, index: Any, priorities: Any) -> object:
         """Set priorities of items."""
@@ -44,7 +44,7 @@ class Buffer(Protocol):
 
 
 def main() -> None:
-    """Measure both buffers, and write the figures."""
+    """Measure both buffers and the writers, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="ITEMS")
@@ -53,7 +53,7 @@ def main() -> None:
     if arguments.peer:
         serve_peer()
         return
-    from benchmarks.replay_writers import measure_writers  # the peer's environment has other packages
+    from benchmarks.replay_writers import measure_writers  # the peer's environment lacks its packages
 
     cases = measure(peer_python(ROOT / "cache/replay_peer"), arguments.sizes)
     growth = {}
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def peer_python(folder: Path) -> str:
-    """Return the interpreter of the peer's environment; create it if it does not work yet."""
+    """Return the interpreter of TorchRL's environment; create the environment if it does not work yet."""
     python = str(folder / "bin/python")
     works = [python, "-c", "from torchrl import _torchrl"]
     if Path(python).exists() and subprocess.run(works, capture_output=True, check=False).returncode == 0:
@@ -78,7 +78,7 @@ def peer_python(folder: Path) -> str:
         [*install, "--index-url", TORCH_CPU_INDEX, "--retries", "0", "--timeout", "10", build], check=False
     )
     if has_cpu_build.returncode:
-        print(f"{build} is not available; installing the default build, which runs on CPU, too", file=sys.stderr)
+        print(f"{build} is not available; installing the default build, which also runs on CPU", file=sys.stderr)
     subprocess.run([*install, *PEER], check=True)
     subprocess.run(works, check=True)
     return python
@@ -120,7 +120,7 @@ def ask(peer: "subprocess.Popen[str]", *request: object) -> float:
 
 
 def serve_peer() -> None:
-    """Answer requests: build a buffer, or time an operation."""
+    """Serve requests from standard input: build a buffer, or time an operation."""
     replies, sys.stdout = sys.stdout, sys.stderr  # TorchRL logs to stdout
     timer = None
     for line in sys.stdin:
@@ -133,7 +133,7 @@ def serve_peer() -> None:
 
 
 class Timer:
-    """Times calls of a full buffer, each with other items."""
+    """Timer of calls on a full buffer; each call uses different items."""
 
     def __init__(self, buffer: Buffer, size: int) -> None:
         """Fill the buffer and give its items random priorities."""
@@ -170,7 +170,7 @@ class Timer:
 
 
 def items(count: int) -> dict[str, Any]:
-    """Return transitions of a small task."""
+    """Return random transitions of a small task."""
     import torch
 
     return {
@@ -182,7 +182,7 @@ def items(count: int) -> dict[str, Any]:
 
 
 def our_buffer(size: int) -> Buffer:
-    """Build TitanRL's buffer; handles of the newest items are their slots plus a multiple of the size."""
+    """Build TitanRL's buffer. The handle of an item is its slot plus a multiple of the buffer size."""
     from titanrl.replay import PrioritizedReplay
 
     class Ours:
@@ -204,7 +204,7 @@ def our_buffer(size: int) -> Buffer:
 
 
 def peer_buffer(size: int) -> Buffer:
-    """Build TorchRL's buffer with its trees in C++."""
+    """Build TorchRL's buffer, with its C++ trees."""
     from tensordict import TensorDict  # type: ignore[import-not-found]
     from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer  # type: ignore[import-not-found]
 

@@ -1,7 +1,7 @@
-"""Learning of the quick start with and without replayed groups: `python -m benchmarks.replay_learning --json FILE`.
+"""Compare learning of the quick start with and without replayed groups: `python -m benchmarks.replay_learning --json FILE`.
 
-Every variant generates the same number of groups per step from the same base, and has the same off-policy correction, so the
-rewards of a step compare at equal generated tokens. Replay adds work for the trainer, which the seconds show.
+Every variant generates the same number of groups per step from the same base model, with the same off-policy correction, so the
+rewards of a step compare at equal numbers of generated tokens. Replay adds work for the trainer, which shows in the step time.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         runs = [
             measure(Path(folder), name, seed, arguments.steps) for seed in arguments.seeds for name in VARIANTS
-        ]  # seeds outermost, so that a drift of the machine's speed meets all variants
+        ]  # seeds outermost, so that a drift in machine speed affects all variants
     variants = {name: summary([run for run in runs if run["variant"] == name]) for name in VARIANTS}
     write_result(arguments.json, "replay_learning", {"variants": variants, "runs": runs}, shown=variants)
 
 
 def measure(folder: Path, name: str, seed: int, num_steps: int) -> dict[str, Any]:
-    """Run one variant and return its figures."""
+    """Run one variant and return its measurements."""
     run = f"{name.replace(' ', '_')}_{seed}"
     places = [f"seed={seed}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache", "logging.console=off", f"name={run}"]
     run_command([*places, f"num_steps={num_steps}", "evaluation.every_steps=10", *CORRECTION, *VARIANTS[name]])

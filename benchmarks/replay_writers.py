@@ -1,4 +1,4 @@
-"""Throughput of processes that write items of 64 kB to one shared buffer, on one host and on two emulated ones."""
+"""Measure the throughput of processes that write items of 64 kB to one shared buffer, on one and on two emulated hosts."""
 
 import multiprocessing
 import time
@@ -15,7 +15,7 @@ ITEM_BYTES = 65_536
 CAPACITY, CHUNK = 2048, 16
 SECONDS = 4.0
 CASES = ((1, 1), (4, 1), (1, 2), (4, 2))
-"""Writers and hosts."""
+"""Numbers of writers and hosts."""
 
 
 def measure_writers() -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def measure_writers() -> list[dict[str, Any]]:
 
 
 def items_per_s(num_writers: int, num_hosts: int) -> float:
-    """Return the items that all writers commit in a second; with two hosts, half of them lie on the other one."""
+    """Return the items that all writers together commit per second; with two hosts, half of the items are on the other host."""
     context = multiprocessing.get_context("spawn")
     example = {"item": np.zeros(ITEM_BYTES, np.uint8)}
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ def items_per_s(num_writers: int, num_hosts: int) -> float:
         start.wait()
         before, started = replay.stats().num_committed, time.perf_counter()
         ended = wait([writer.sentinel for writer in writers], timeout=SECONDS)
-        assert not ended, "a writer ended early; its output has the error"
+        assert not ended, "a writer exited early; its output has the error"
         speed = (replay.stats().num_committed - before) / (time.perf_counter() - started)
         for writer in writers:
             writer.terminate()
@@ -63,7 +63,7 @@ def items_per_s(num_writers: int, num_hosts: int) -> float:
 
 
 def write(replay: SharedReplay, start: Barrier) -> None:
-    """Write until this process is ended. The first round of the buffer touches its memory, so it is not measured."""
+    """Write until this process is terminated. The first pass over the buffer touches its memory, so it is not measured."""
     payload = {"item": np.ones((CHUNK, ITEM_BYTES), np.uint8)}
     for _ in range(CAPACITY // CHUNK):
         replay.extend(payload)

@@ -1,4 +1,4 @@
-"""Memory of the processes of a running command, sampled from /proc."""
+"""Sample the memory of the processes of a running command from /proc."""
 
 import contextlib
 import itertools
@@ -13,43 +13,43 @@ from pathlib import Path
 from benchmarks.victims import process_of
 
 INTERVAL_S = 0.1
-"""Seconds between two samples. The kernel's own peak per process, which no sample misses, includes files and shared memory."""
+"""Seconds between two samples. The kernel's own peak per process misses nothing, but includes files and shared memory."""
 SAMPLES_PER_SUM = 10
-"""Samples between two sums over all processes, for which the kernel walks through all of their pages."""
+"""Samples between two sums over all processes, which are expensive: the kernel walks all pages."""
 
 
 @dataclass(slots=True)
 class Peak:
-    """Largest private memory of a role, and its shared memory."""
+    """Peak private and shared memory of a role."""
 
     private_bytes: int = 0
-    """Anonymous memory of one process, including what it still shares with the template that it was forked from."""
+    """Anonymous memory, including pages still shared with the template process that it was forked from."""
     shared_bytes: int = 0
-    """Shared memory that a process has touched: the arenas of published weights."""
+    """Shared memory touched by a process: the arenas of published weights."""
     at_s: float = 0.0
-    """Seconds from the start to the largest private memory."""
+    """Seconds from the start until the private memory peaked."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """Peaks of all roles of a run, and of the whole machine."""
+    """Memory peaks of all roles of a run, and of the machine."""
 
     roles: dict[str, Peak] = field(default_factory=dict)
-    """Peaks by name of the log file; processes without one, such as the controller, together are `others`."""
+    """Peaks by name of the log file; processes without one, such as the controller, are added up as `others`."""
     together_bytes: int = 0
-    """Largest sum over all processes; memory that several of them use is counted once."""
+    """Peak sum over all processes; memory that several of them share is counted once."""
     least_available_bytes: int = 1 << 62
-    """Least memory that the machine had available."""
+    """Lowest available memory of the machine."""
 
 
 class Sampler:
-    """A thread that samples a command and its descendants until the body ends, and kills them if memory runs out.
+    """Context manager that samples a command and its descendants in a thread, and kills them if memory runs out.
 
     Example: `with Sampler(process.pid, run_dir) as sampler: process.wait(); sampler.memory.together_bytes`
     """
 
     def __init__(self, pid: int, run_dir: Path, *, least_available_bytes: int = 0) -> None:
-        """Prepare to sample.
+        """Prepare to sample; entering the context starts the thread.
 
         Args:
             pid: Process of the command.
@@ -68,7 +68,7 @@ class Sampler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop it."""
+        """Stop the thread."""
         self._closed.set()
         self._thread.join()
 
@@ -79,7 +79,7 @@ class Sampler:
             self.sample(with_sum=number % SAMPLES_PER_SUM == 0)
 
     def sample(self, *, with_sum: bool) -> None:
-        """Take one sample, and the sum over all processes if wanted."""
+        """Take one sample; with `with_sum`, also of the sum over all processes."""
         names = roles(self._run_dir)
         private: dict[str, int] = {}
         for pid in descendants(self._pid):
@@ -105,7 +105,7 @@ class Sampler:
 
 
 def roles(run_dir: Path) -> Mapping[int, str]:
-    """Return the role of each process that has a pid file, by process id."""
+    """Return the roles of the processes with pid files, by process id."""
     found = {}
     for path in (run_dir / "logs").glob("*.pid"):
         words = path.read_text().split()
@@ -129,7 +129,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def read_status(pid: int) -> Mapping[str, int]:
-    """Return the sizes in a process's status, in bytes; nothing if it has ended."""
+    """Return the sizes in a process's status, in bytes; empty if the process has exited."""
     try:
         return read_fields(Path(f"/proc/{pid}/status"))
     except OSError:
@@ -137,7 +137,7 @@ def read_status(pid: int) -> Mapping[str, int]:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Return the anonymous and shared memory of a process, each page divided by the number of its users; 0 if it has ended."""
+    """Return a process's share of anonymous and shared memory (PSS) in bytes; 0 if the process has exited."""
     try:
         fields = read_fields(Path(f"/proc/{pid}/smaps_rollup"))
     except OSError:
@@ -146,6 +146,6 @@ def proportional_bytes(pid: int) -> int:
 
 
 def read_fields(path: Path) -> Mapping[str, int]:
-    """Return the lines of a file of /proc that are in kB, in bytes."""
+    """Return the fields of a /proc file that are in kB, converted to bytes."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].removesuffix(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}

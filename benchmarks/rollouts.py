@@ -1,7 +1,7 @@
-"""Rollouts per second through driver and environment: `python -m benchmarks.rollouts --json FILE`.
+"""Measure rollouts per second through driver and environment: `python -m benchmarks.rollouts --json FILE`.
 
-A stub in place of the generators answers each request at once, so the figures are those of one rollout worker's event loop:
-rendering, parsing, the environment, scoring by a plain function, and the record of the group. The cases take turns.
+A stub replaces the generators and replies to each request immediately, so the benchmark measures the event loop of one rollout
+worker: rendering, parsing, the environment, scoring by a plain function, and the record of the group. The cases alternate.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from titanrl.rollout.group import record_of, roll_out, sampling_requests
 from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 NUM_GROUPS, GROUP_SIZE, GROUPS_AT_ONCE = 64, 8, 8
-"""Groups of one measurement, rollouts of a group, and groups that a worker rolls out at once."""
+"""Groups per measurement, rollouts per group, and groups that a worker rolls out concurrently."""
 NUM_ROUNDS = 9
-"""Measurements of each case, after one that is not counted."""
+"""Measurements per case, after a warm-up."""
 QUESTION = "State the final answer to the following arithmetic problem: 12 + 345 - 67 ="
 ANSWERS = ("<tool_call>12+345-67</tool_call>", "<tool_call>290*1</tool_call>", "<answer>290</answer>")
 """Turns of the policy in the case with a tool."""
@@ -37,7 +37,7 @@ MakeGroup = Callable[[Prompt], Awaitable[Group]]
 
 
 class Stub:
-    """Answers each request with the text of its turn, which the number of sampled tokens before it shows."""
+    """Stub that replies with the text of the current turn, which it recognizes by the length of the request."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
         """Tokenize the answers."""
@@ -90,7 +90,7 @@ async def measure() -> dict[str, Any]:
 
 
 async def rollouts_per_s(make: MakeGroup, tokenizer: Tokenizer) -> float:
-    """Return the speed of one case."""
+    """Return the rollouts per second of one case."""
     ids = tuple(tokenizer.encode(QUESTION))
     prompts = [
         Prompt(index=index, task="sums", text=QUESTION, token_ids=ids, entry={"answer": "290"}) for index in range(NUM_GROUPS)
@@ -107,7 +107,7 @@ async def rollouts_per_s(make: MakeGroup, tokenizer: Tokenizer) -> float:
 
 
 async def completions(tokenizer: Tokenizer) -> MakeGroup:
-    """Return the path of prompts without an environment."""
+    """Return a function that rolls out a group without an environment."""
     config, stub = make_config(), Stub(tokenizer, ANSWERS[-1:])
 
     async def make(prompt: Prompt) -> Group:
@@ -117,7 +117,7 @@ async def completions(tokenizer: Tokenizer) -> MakeGroup:
 
 
 async def episodes(tokenizer: Tokenizer, environment: str, texts: Sequence[str]) -> MakeGroup:
-    """Return the path of episodes in a built-in environment."""
+    """Return a function that rolls out a group of episodes in a built-in environment."""
     config = make_config(environment=environment)
     made, stub = await start_episodes(config, tokenizer, score, {}), Stub(tokenizer, texts)
 
@@ -128,13 +128,13 @@ async def episodes(tokenizer: Tokenizer, environment: str, texts: Sequence[str])
 
 
 def make_config(**data: object) -> Config:
-    """Return a configuration; `data` are changes to its section."""
+    """Return a configuration with these values in its section `data`."""
     settings = {"name": "rollouts", "num_steps": 1, "data": data, "rollout": {"group_size": GROUP_SIZE}}
     return Config.model_validate(settings)
 
 
 async def score(answers: Answers) -> list[Scored]:
-    """Return whether each completion is right."""
+    """Return reward 1 for completions with the right number, else 0."""
     return [Scored(reward=float("290" in text), parts={"answer": 1.0}) for text in answers.completions]
 
 

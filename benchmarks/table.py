@@ -1,4 +1,4 @@
-"""Write the figures of `benchmarks/baselines/` into README and docs: `python -m benchmarks.table [--check]`."""
+"""Write the measurements in `benchmarks/baselines/` into README and docs: `python -m benchmarks.table [--check]`."""
 
 import argparse
 import json
@@ -32,14 +32,14 @@ def main() -> None:
 
 
 def with_table(text: str, table: str) -> str:
-    """Return the text with a new table between the two marks."""
+    """Return the text with a new table between the two markers."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 Cell = Callable[[Mapping[str, Any]], str]
-"""A function from a run to the text of one figure."""
+"""Function that formats one number of a run."""
 
 
 QUICKSTART_ROWS: dict[str, Cell] = {
@@ -62,7 +62,7 @@ def sync_text(sync_s: float, step_s: float) -> str:
 
 
 def quickstart_table(result: Mapping[str, Any]) -> str:
-    """Return the figures of the quick start, one column per seed."""
+    """Return the table of the quick start, one column per seed."""
     runs, machine = result["runs"], result["machine"]
     head = "| | " + " | ".join(f"seed {run['seed']}" for run in runs) + " |"
     lines = [head, "|---|" + "---|" * len(runs)]
@@ -76,7 +76,7 @@ def where(machine: Mapping[str, Any]) -> str:
 
 
 def weight_sync_tables(result: Mapping[str, Any]) -> str:
-    """Return one row per case with the default digest, then the cost of each digest."""
+    """Return a table of all cases with the default digest, and one of the cost of each digest."""
     cases: Sequence[Mapping[str, Any]] = result["cases"]
     lines = [
         "| payload, layout | types | memcpy | push | pull | end to end | first push | copies by torch's | torchstore's own |",
@@ -101,7 +101,7 @@ def weight_sync_tables(result: Mapping[str, Any]) -> str:
 
 
 def sync_row(case: Mapping[str, Any]) -> str:
-    """Return one case as a row."""
+    """Return one case as a table row."""
     cells = [
         f"{case['payload']} {case['layout']}",
         case["dtype"],
@@ -117,7 +117,7 @@ def sync_row(case: Mapping[str, Any]) -> str:
 
 
 def reward_table(result: Mapping[str, Any]) -> str:
-    """Return scores by staleness, one row per setting, averaged over seeds."""
+    """Return the table of scores by staleness, one row per setting, averaged over seeds."""
     seeds = ", ".join(map(str, sorted({run["seed"] for run in result["runs"]})))
     lines = [
         "| `max_staleness` | correction | held-out at the end (worst seed) | reward over the run | answer tokens | mean age |",
@@ -135,7 +135,7 @@ def reward_table(result: Mapping[str, Any]) -> str:
 
 
 def chaos_table(result: Mapping[str, Any]) -> str:
-    """Return the figures of a run whose processes were hit, and the recoveries of each kind of process."""
+    """Return a table of the run with faults, and one of recovery times by kind of process."""
     minutes = result["runs"]["undisturbed"]["seconds"] / 60
     lines = [
         "| | |",
@@ -156,19 +156,19 @@ def chaos_table(result: Mapping[str, Any]) -> str:
 
 
 def chaos_row(kind: str, figures: Mapping[str, Any]) -> str:
-    """Return the recoveries of one kind of process as a row."""
+    """Return the recovery times of one kind of process as a table row."""
     seconds = figures["recovery_s"]
     spread = f"{seconds['median']:.1f} | {seconds['max']:.1f}" if seconds else "- | -"
     return f"| {kind} | {figures['faults_injected']} | {spread} |"
 
 
 def chaos_score(result: Mapping[str, Any]) -> str:
-    """Return the scores of both runs."""
+    """Return the final scores of the disturbed and the undisturbed run."""
     return f"{result['heldout_last']:.3f}, {result['runs']['undisturbed']['heldout_last']:.3f}"
 
 
 def hosts_table(result: Mapping[str, Any]) -> str:
-    """Return the figures of each number of hosts as a column."""
+    """Return the table of the hosts benchmark, one column per case."""
     cases, one = result["cases"], result["cases"]["1 host"]
     rows: dict[str, Cell] = {
         "step, median": lambda case: f"{case['step_s']:.3f} s",
@@ -190,7 +190,7 @@ def hosts_table(result: Mapping[str, Any]) -> str:
 
 
 def bytes_text(case: Mapping[str, Any], name: str) -> str:
-    """Return a number of bytes, or a dash where none were counted."""
+    """Return a number of bytes, or a dash if it was not measured."""
     return f"{case[name]:,.0f}" if name in case else "-"
 
 
@@ -201,7 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "docs/faults.md": ("chaos.json", chaos_table),
     "docs/howto/placement.md": ("hosts.json", hosts_table),
 }
-"""Kept result of each document, and the function that makes a table of it."""
+"""Baseline file of each document, and the function that formats it as a table."""
 
 
 if __name__ == "__main__":

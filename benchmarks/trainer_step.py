@@ -1,9 +1,9 @@
-"""Cost of RL over plain training: `python -m benchmarks.trainer_step --json FILE`.
+"""Measure the cost of RL over plain training: `python -m benchmarks.trainer_step --json FILE`.
 
 The benchmark compares `forward_backward` and `optim_step` on packed rollouts of uneven length with a bare loop over the same
-torchtitan model, with torch's cross-entropy on full rows. Their steps alternate in one run, and both count real tokens per
-second. It also measures packing efficiency, memory of the loss, and the time to read the weights. On a CUDA device the models
-have the shapes of Qwen3-0.6B and 1.7B, and the result includes the share of the device's peak FLOPs (MFU).
+torchtitan model, which uses torch's cross-entropy on full rows. The steps of both alternate, and both count real tokens per
+second. The benchmark also measures packing efficiency, memory of the loss, and the time to read the weights. On a CUDA device
+the models have the shapes of Qwen3-0.6B and 1.7B, and the result includes the model FLOPs utilization (MFU).
 """
 
 # ruff: noqa: E402 - the device must be set before torchtitan is imported
@@ -21,7 +21,7 @@ from typing import Any
 
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import write_result
 from titanrl.device import DEVICES, missing_for
 from titanrl.models.titan import prepare_torchtitan
 
@@ -59,9 +59,9 @@ class Case:
     shape: ModelShape
     trainer: TrainerConfig
     num_microbatches: int
-    """Micro-batches of an optimizer step."""
+    """Micro-batches per optimizer step."""
     median_tokens: int
-    """Median length of a sequence; lengths are log-normal with sigma 0.8, cut at the length of a row."""
+    """Median sequence length; lengths are log-normal with sigma 0.8, truncated at the row length."""
 
 
 SMALL = ModelShape(
@@ -85,13 +85,11 @@ def main() -> None:
     """Measure and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_step", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each kind that are measured")
+    parser.add_argument("--steps", type=int, default=12, help="measured optimizer steps per loop")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         init_distributed(CommConfig(), base_folder=folder)
         result = {
-            "benchmark": "trainer_step",
-            "machine": describe_machine(),
             "device": DEVICE.kind,
             "packing": packing_figures(),
             "loss": loss_figures(),
@@ -99,13 +97,11 @@ def main() -> None:
             "steps": {name: step_figures(case, Path(folder), arguments.steps) for name, case in CASES[DEVICE.kind].items()},
         }
     torch.distributed.destroy_process_group()
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({name: result[name] for name in ("packing", "loss", "state_dict", "steps")}, indent=2))
+    write_result(arguments.json, "trainer_step", result)
 
 
 def step_figures(case: Case, folder: Path, num_steps: int) -> dict[str, Any]:
-    """Measure tokens per second of both loops, and their ratio."""
+    """Measure the tokens per second of both loops and their ratio."""
     rows, num_tokens, efficiency = rl_batches(case)
     learner = Learner(model_of(case, folder), AlgorithmConfig(), temperature=1.0)
     bare = BareLoop(model_of(case, folder), case)
@@ -135,7 +131,7 @@ def step_figures(case: Case, folder: Path, num_steps: int) -> dict[str, Any]:
 
 
 class BareLoop:
-    """A loop over torchtitan's model with torch's cross-entropy and full rows of one sequence each."""
+    """Training loop over torchtitan's model with torch's cross-entropy, on full rows of one sequence each."""
 
     def __init__(self, model: PolicyModel, case: Case) -> None:
         self._model, self._case = model, case
@@ -165,7 +161,7 @@ class BareLoop:
 
 
 def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
-    """Return micro-batches of random rollouts that fill a step's rows, their real tokens and the packing efficiency."""
+    """Return random micro-batches that fill a step's rows, their number of real tokens, and their packing efficiency."""
     config = case.trainer
     num_rows = case.num_microbatches * config.rows_per_microbatch
     lengths = long_tailed(num_rows * config.row_tokens, case.median_tokens, config.row_tokens, seed=1)
@@ -192,7 +188,7 @@ def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
 
 
 def long_tailed(total: int, median: int, longest: int, seed: int) -> list[int]:
-    """Draw log-normal lengths, cut at `longest`, that sum to about `total` tokens."""
+    """Draw log-normal lengths, clipped to `longest`, that sum to about `total` tokens."""
     random = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < total:
@@ -201,7 +197,7 @@ def long_tailed(total: int, median: int, longest: int, seed: int) -> list[int]:
 
 
 def packing_figures() -> dict[str, Mapping[str, float]]:
-    """Compute the packing efficiency of `pack` and of next-fit, by median length and row."""
+    """Compute the packing efficiency of `pack` and of next-fit, by median length and row length."""
     figures: dict[str, Mapping[str, float]] = {}
     for median, row_tokens in ((300, 2048), (1000, 8192), (1500, 4096)):
         lengths = long_tailed(256 * median, median, row_tokens, seed=0)
@@ -213,7 +209,7 @@ def packing_figures() -> dict[str, Mapping[str, float]]:
 
 
 def next_fit(lengths: Sequence[int], row_tokens: int) -> int:
-    """Count the rows if each sequence goes into the last row or a new one."""
+    """Count the rows of next-fit packing: each sequence goes into the last row or into a new one."""
     rows, free = 0, 0
     for length in lengths:
         if length > free:
@@ -223,7 +219,7 @@ def next_fit(lengths: Sequence[int], row_tokens: int) -> int:
 
 
 def loss_figures() -> dict[str, float]:
-    """Measure peak bytes of output layer and loss, forward and backward, in chunks and at once."""
+    """Measure the peak memory of output layer and loss, forward and backward, with and without chunks."""
     num_tokens, dim, vocab = 4096, 64, 32_768
     device = torch.device(DEVICE.kind)
     lm_head = torch.nn.Linear(dim, vocab, bias=False, device=device)
@@ -257,12 +253,12 @@ def loss_figures() -> dict[str, float]:
 
 
 def state_dict_figures(folder: Path) -> dict[str, float]:
-    """Measure the time to read the weights of 28 sharded layers, with the model's state_dict() and with torch's helper."""
+    """Measure the time to read the weights of 28 sharded layers, with `PolicyModel.weights` and with torch's helper."""
     shape = ModelShape(
         hidden_size=64, num_layers=28, num_heads=2, num_kv_heads=2, head_dim=32, intermediate_size=96, vocab_size=256,
         tied_embeddings=True, max_positions=512,
     )  # fmt: skip
-    trainer = TrainerConfig(compute_dtype="bfloat16")  # which brings FSDP even on one rank
+    trainer = TrainerConfig(compute_dtype="bfloat16")  # enables FSDP even on one rank
     model = model_of(Case(shape=shape, trainer=trainer, num_microbatches=1, median_tokens=1), folder)
     seconds = alternate({"state_dict": model.weights, "get_model_state_dict": lambda: get_model_state_dict(model.module)}, 20)
     return {f"{name}_s": value for name, value in seconds.items()} | {
@@ -271,7 +267,7 @@ def state_dict_figures(folder: Path) -> dict[str, float]:
 
 
 def model_of(case: Case, folder: Path) -> PolicyModel:
-    """Build a model of a shape with random weights."""
+    """Build a model of the case's shape with random weights."""
     shape = case.shape
     hf = {
         "model_type": "qwen3", "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "head_dim": shape.head_dim,
@@ -287,7 +283,7 @@ def model_of(case: Case, folder: Path) -> PolicyModel:
 def alternate(works: Mapping[str, Callable[[], object]], num_times: int) -> dict[str, float]:
     """Return the median seconds of each function, called in alternation after two warm-up rounds.
 
-    Alternation exposes all functions to the same load of the machine.
+    Alternation exposes all functions to the same machine load.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(num_times + 2):

@@ -1,4 +1,4 @@
-"""A reward for models with random weights, whose completions have nothing to tell them apart."""
+"""A reward for models with random weights, whose completions are all equally bad."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,5 +8,5 @@ import titanrl
 
 @titanrl.group_reward
 def by_place(completions: Sequence[str], entry: Mapping[str, Any]) -> list[float]:
-    """Return a reward that grows with the place in the group, so that every group has advantages."""
+    """Return a reward that grows with the index in the group, so that every group has nonzero advantages."""
     return [place / len(completions) for place in range(len(completions))]

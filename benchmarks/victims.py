@@ -1,4 +1,4 @@
-"""The processes of a running command, as victims of faults: found through the pid files of its run directory."""
+"""Find and signal the processes of a running command, through the pid files of its run directory."""
 
 import contextlib
 import json
@@ -20,28 +20,28 @@ _ZYGOTE = "titanrl.sandbox.zygote"
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this machine. Its start time tells it from a later one with the same id."""
+    """A process of this machine. Its start time distinguishes it from a later one with the same id."""
 
     pid: int
-    """Id of the process."""
+    """Process id."""
     parent: int
-    """Id of its parent."""
+    """Process id of the parent."""
     started: int
-    """Start, in clock ticks since the machine was booted."""
+    """Start time, in clock ticks since boot."""
 
     @property
     def is_gone(self) -> bool:
-        """True if it has ended, also if its parent has not noticed yet."""
+        """True if the process has exited, even if its parent has not reaped it yet."""
         now = process_of(self.pid)
         return now is None or now.started != self.started
 
     def children(self) -> "list[Process]":
-        """Return its live children."""
+        """Return the live children."""
         every = [process_of(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")]
         return [process for process in every if process is not None and process.parent == self.pid]
 
     def command_line(self) -> str:
-        """Return its arguments; an empty text if it has ended."""
+        """Return the command line; empty if the process has exited."""
         try:
             return Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
@@ -54,25 +54,25 @@ def process_of(pid: int) -> Process | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may have spaces
+    fields = text.rpartition(")")[2].split()  # the name before it may contain spaces
     return None if fields[0] in "ZX" else Process(pid, int(fields[1]), int(fields[19]))
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A process that can be hit."""
+    """A process that can be signaled."""
 
     kind: str
     """One of `KINDS`."""
     part: str
-    """Part of the run as its events name it, such as `generator_0`; of a scoring process, that of its worker."""
+    """Name in the events of the run, such as `generator_0`; for a scoring process, the name of its worker."""
     process: Process
-    """The process itself."""
+    """Process to signal."""
     zygote: Process | None = None
     """Parent of a scoring process."""
 
     def hit(self, number: int) -> bool:
-        """Send a signal; return False if the process has ended already."""
+        """Send a signal; return False if the process has already exited."""
         if self.process.is_gone:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -81,12 +81,12 @@ class Victim:
         return False
 
     def siblings(self) -> set[int]:
-        """Return the ids of the scoring processes of the same worker that run now."""
+        """Return the ids of the live scoring processes of the same worker; empty for other kinds."""
         return set() if self.zygote is None else {process.pid for process in self.zygote.children()}
 
 
 def victims(run_dir: Path) -> list[Victim]:
-    """Return the live processes of a run, without its controller."""
+    """Return the live processes of a run, except the controller."""
     found = []
     for file in sorted((run_dir / "logs").glob("*.pid")):
         part = file.stem.rpartition("_")[0]
@@ -102,27 +102,27 @@ def victims(run_dir: Path) -> list[Victim]:
 
 
 def _named_by(file: Path) -> Process | None:
-    """Return the process of a pid file, which may disappear or be written at this moment."""
+    """Return the process of a pid file; None if the file is missing or still empty."""
     with contextlib.suppress(FileNotFoundError, IndexError):
         return process_of(int(file.read_text().split()[0]))
     return None
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the events that a run has recorded so far."""
+    """Return the events recorded so far."""
     file = run_dir / "events.jsonl"
     return list(read_lines(file)) if file.exists() else []
 
 
 class NewEvents:
-    """Events of a run as they are recorded, so that looking often costs little."""
+    """Incremental reader of a run's events, so that frequent polling is cheap."""
 
     def __init__(self, run_dir: Path) -> None:
         """Start before the first event."""
         self._file, self._inode, self._offset = run_dir / "events.jsonl", 0, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return those recorded since the last call. After a restart that has dropped lines of the file, all of them again."""
+        """Return the events recorded since the last call; all events if a restart has rewritten the file."""
         if not self._file.exists():
             return []
         with self._file.open("rb") as file:
@@ -137,7 +137,7 @@ class NewEvents:
 
 
 def is_recovery(event: Mapping[str, Any], part: str, since: float) -> bool:
-    """Return True if an event says that a part hit at a time (unix seconds) works again: it, or the session, was replaced."""
+    """Return True if an event after the unix time `since` reports that `part`, or the entire session, was replaced."""
     if event["time"] < since:
         return False
     return bool((event["kind"] == "restart" and not event["failed"]) or (event["kind"] == "respawn" and event["part"] == part))

@@ -1,10 +1,10 @@
-"""Benchmark of the weight sync: `python -m benchmarks.weight_sync --json FILE`.
+"""Measure the weight sync: `python -m benchmarks.weight_sync --json FILE`.
 
-Writers and readers are separate Monarch processes with real FSDP2 and TP shards. Each repetition is one memcpy of the same
-bytes (one thread, warm pages, in its own process) and one version published as in a run. Machines are noisy, so only ratios
-within a repetition are meaningful. Push and pull times are those of the slowest process. End to end is the controller's time
-from `publish` until slots are freed, including calls. torchstore's own `put_state_dict` and `get_state_dict` move the same
-weights once, for comparison.
+Writers and readers are separate Monarch processes with real FSDP2 and TP shards. Each repetition copies the same number of
+bytes with memcpy (one thread, warm pages, in a separate process) and publishes one version as in a run. Machines are noisy, so
+only ratios within a repetition are meaningful. Push and pull times are those of the slowest process. The end-to-end time is
+measured in the controller, from `publish` until slots are freed, and includes calls. For comparison, torchstore's
+`put_state_dict` and `get_state_dict` move the same weights once.
 """
 
 import argparse
@@ -65,7 +65,7 @@ LAYOUTS = {"1->1": Layout(1, 1, 1), "FSDP2->1": Layout(2, 1, 1), "FSDP2xTP2->TP2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the result. Seconds are medians; ratios are medians of each repetition's ratio to its own memcpy."""
+    """One row of the result. Seconds are medians; ratios are medians over repetitions, each relative to its own memcpy."""
 
     name: str
     payload: str
@@ -85,16 +85,16 @@ class Case:
     torchstore_s: float | None
     torchstore_ratio: float | None
     copy_ratio: float
-    """Seconds of a push's copies, divided by the seconds of torch's own copies between the same tensors."""
+    """Time of a push's copies, divided by the time of torch's copies between the same tensors."""
     state_dict_ratio: float | None
-    """Seconds to list the model's tensors, divided by the seconds of `get_model_state_dict`; None without FSDP."""
+    """Time to list the model's tensors, divided by the time of `get_model_state_dict`; None without FSDP."""
 
 
 # Processes
 
 
 class Writer(Actor):
-    """One trainer rank."""
+    """Trainer rank that publishes weights."""
 
     def __init__(self, store: WeightStore) -> None:
         """Keep the store."""
@@ -135,7 +135,7 @@ class Writer(Actor):
 
     @endpoint
     async def torchstore_put(self, key: str) -> None:
-        """Publish with torchstore's `put_state_dict`, after a cast, because torchstore does not cast."""
+        """Publish with torchstore's `put_state_dict`; cast first, because torchstore does not."""
         from torchstore.state_dict_utils import put_state_dict
 
         state = {name: value.to(PUBLISHED) for name, value in self._module.state_dict().items()}
@@ -170,7 +170,7 @@ def ratio_of_seconds(one: Callable[[], object], other: Callable[[], object], num
 
 
 class Copier(Actor):
-    """A process that measures memcpy, the reference of all ratios."""
+    """Process that measures memcpy, the reference of all ratios."""
 
     def __init__(self) -> None:
         """Start without buffers."""
@@ -178,7 +178,7 @@ class Copier(Actor):
 
     @endpoint
     async def memcpy(self, num_bytes: int) -> float:
-        """Return the seconds to copy this many bytes between warm pages with one thread."""
+        """Return the seconds to copy `num_bytes` between warm pages with one thread."""
         if not self._buffers:
             self._buffers = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2)]
         source, target = self._buffers
@@ -188,7 +188,7 @@ class Copier(Actor):
 
 
 class Reader(Actor):
-    """One generator rank."""
+    """Generator rank that pulls weights."""
 
     def __init__(self, store: WeightStore) -> None:
         """Keep the store."""
@@ -197,7 +197,7 @@ class Reader(Actor):
 
     @endpoint
     async def build(self, payload: str, layout: Layout) -> None:
-        """Build the tensors to fill."""
+        """Build the target tensors."""
         mesh = None
         if layout.reader_tp > 1:
             torch.distributed.init_process_group("gloo")
@@ -211,7 +211,7 @@ class Reader(Actor):
 
     @endpoint
     async def prepare(self, run: str, verify: Verify) -> None:
-        """Create the reader of a run."""
+        """Create the weight reader of a run."""
         self._reader = WeightReader(run, self._store, verify)
 
     @endpoint
@@ -247,7 +247,7 @@ class Reader(Actor):
 
 
 class Bench:
-    """The processes of one layout and payload, and a controller that publishes as in a run."""
+    """Processes of one layout and payload, and a controller that publishes as in a run."""
 
     def __init__(self, payload: str, layout: str, dtype: str, fleet: Fleet) -> None:
         """Keep the options; `start` spawns the processes."""
@@ -327,7 +327,7 @@ class Bench:
         }
 
     async def _torchstore(self) -> float:
-        """Measure one put and get of torchstore itself, which has nothing to warm up."""
+        """Measure one put and get of torchstore, which needs no warm-up."""
         started = time.perf_counter()
         await self.writers.torchstore_put.call("own")
         await self.readers.torchstore_get.call("own")
@@ -352,7 +352,7 @@ async def replies(call: Any) -> list[Any]:
 
 
 async def run_all(arguments: argparse.Namespace) -> None:
-    """Measure every case with fresh processes for each set of weights, and rewrite the file after each case."""
+    """Measure every case, with new processes for each set of weights; rewrite the file after each case."""
     result: dict[str, Any] = {"benchmark": "weight_sync", "machine": describe_machine(), "cases": []}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     chosen = list(itertools.product(arguments.payloads, arguments.layouts, arguments.dtypes))
@@ -365,14 +365,14 @@ async def run_all(arguments: argparse.Namespace) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's text atomically; an interruption keeps the previous text."""
+    """Replace a file's text atomically; an interruption leaves the previous text."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.replace(path)
 
 
 async def run_one(payload: str, layout: str, dtype: str, arguments: argparse.Namespace) -> AsyncIterator[Case]:
-    """Measure one set of weights with the default digest, and with the other digests if one process writes and one reads."""
+    """Measure one set of weights with the default digest, and with the others if there is one writer and one reader."""
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         supervisor = Supervisor()
         fleet = Fleet(Path(folder), supervisor)
@@ -413,7 +413,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Imported by name, so that the spawned processes find the same classes.
+    # Import by name, so that the spawned processes find the same classes.
     from benchmarks import weight_sync
 
     weight_sync.main()

@@ -1,4 +1,4 @@
-"""A sampler that draws from the level whose groups differ most in their rewards, where there is most to learn."""
+"""A curriculum sampler that draws from the level whose groups differ most in their rewards, where there is most to learn."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ from titanrl import Outcome
 
 
 class WeakestFirst:
-    """Draws from the level with the largest spread of rewards, and every so often from each of the others."""
+    """Draws from the level with the largest spread of rewards, and regularly from each level in turn."""
 
     def __init__(self, num_levels: int, seed: int, *, explore_every: int = 4) -> None:
-        """Start with equal spreads."""
+        """Start with equal spreads; every `explore_every`-th choice takes the next level in turn."""
         self.spreads = [1.0] * num_levels
         self.num_choices, self.explore_every = seed, explore_every
 
@@ -22,7 +22,7 @@ class WeakestFirst:
         return max(range(len(self.spreads)), key=lambda level: self.spreads[level])
 
     def observe(self, outcome: Outcome) -> None:
-        """Move the spread of a level towards that of a group."""
+        """Move the level's spread towards the spread of the group."""
         spread = max(outcome.rewards) - min(outcome.rewards)
         self.spreads[outcome.level] += 0.1 * (spread - self.spreads[outcome.level])
 
@@ -31,9 +31,9 @@ class WeakestFirst:
         return {f"spread_{level}": spread for level, spread in enumerate(self.spreads)}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return spreads and count."""
+        """Return the spreads and the number of choices."""
         return {"spreads": self.spreads, "num_choices": self.num_choices}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a state."""
+        """Restore the spreads and the number of choices."""
         self.spreads, self.num_choices = list(state["spreads"]), state["num_choices"]

@@ -1,4 +1,4 @@
-"""Train the quick start with two rewards of one's own: the right answer, and brevity within the group.
+"""Train the quick start with two custom rewards: correctness, and brevity within the group.
 
 python examples/custom_reward/train.py num_steps=60
 """
@@ -20,7 +20,7 @@ def right(completion: str, entry: Mapping[str, Any]) -> float:
 
 @titanrl.group_reward
 def brief(completions: Sequence[str], entry: Mapping[str, Any], num_tokens: Sequence[int]) -> list[float]:
-    """Return for each completion the share of the others that are longer."""
+    """Return, for each completion, the share of the others that are longer."""
     return [sum(other > num for other in num_tokens) / (len(num_tokens) - 1 or 1) for num in num_tokens]
 
 

@@ -1,6 +1,6 @@
-"""Double DQN on a small grid: four DDP ranks write to one prioritized buffer and learn from it.
+"""Train a double DQN on a small grid: four DDP ranks write to one prioritized buffer and learn from it.
 
-Each rank plays its own episodes. All of them sample from the same distribution, so priorities that one rank learns guide the
+Each rank plays its own episodes. All ranks sample from the same distribution, so priorities set by one rank guide the
 others. DDP averages their gradients.
 """
 
@@ -22,14 +22,14 @@ EXAMPLE = {"obs": 0, "action": 0, "reward": np.float32(0), "next_obs": 0, "is_en
 
 
 class Grids:
-    """Games in which one moves from a random cell to the last one; only that gives a reward."""
+    """Grid games that start in a random cell; only reaching the last cell gives a reward."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         """Start `NUM_ENVS` games."""
         self.rng, self.cells, self.ages = rng, rng.integers(0, SIDE, (NUM_ENVS, 2)), np.zeros(NUM_ENVS, int)
 
     def step(self, actions: Any) -> dict[str, Any]:
-        """Move once in every game, and return the transitions. Games that end start again."""
+        """Move once in every game and return the transitions; finished games start again."""
         obs = self.cells @ [SIDE, 1]
         self.cells = np.clip(self.cells + MOVES[actions], 0, SIDE - 1)
         next_obs, self.ages = self.cells @ [SIDE, 1], self.ages + 1
@@ -54,7 +54,7 @@ def success(network: nn.Module) -> float:
 
 
 def new_network() -> nn.Module:
-    """Return a small network from cells to values of moves, all of them 0 at first: values above the truth fade slowly."""
+    """Return a small network from cells to move values. The values start at 0, because overestimates decay slowly."""
     head = nn.Linear(64, len(MOVES))
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -62,16 +62,16 @@ def new_network() -> nn.Module:
 
 
 def learn(rank: int, num_ranks: int, num_steps: int, store: str, replay: SharedReplay) -> None:
-    """Play and learn on one rank."""
+    """Play and train on one rank."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # DDP starts all ranks from the same weights
+    torch.manual_seed(0)  # all ranks start from the same weights
     online, target = new_network(), new_network()
     before, learner = success(online), DistributedDataParallel(online)
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-3)
     rng = np.random.default_rng(rank)
     grids = Grids(rng)
-    with Prefetch(replay, BATCH) as batches:  # waits until a rank has written
+    with Prefetch(replay, BATCH) as batches:  # blocks until some rank has written
         for step in range(num_steps):
             with torch.no_grad():
                 greedy = online(torch.from_numpy(grids.cells @ [SIDE, 1])).argmax(1).numpy()

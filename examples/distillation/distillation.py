@@ -1,4 +1,4 @@
-"""On-policy distillation, written on a session; `titanrl distill` does the same with checkpoints and records.
+"""Distill a teacher on-policy with a session; `titanrl distill` does the same with checkpoints and records.
 
 python examples/distillation/distillation.py distill.teacher.path=runs/quickstart/checkpoints/final
 """
@@ -10,7 +10,7 @@ from titanrl import AdamParams, connect, load_config
 
 
 async def main(overrides: list[str]) -> None:
-    """Sample, get the teacher's log-probabilities of the samples, train on the difference, publish."""
+    """Sample, compute the teacher's log-probabilities, train on the difference, publish."""
     config = load_config("distill_quickstart", ["name=distillation", *overrides])
     async with connect(config) as session:
         task, teacher = await session.task(), await session.teacher(config.distill.teacher.path)

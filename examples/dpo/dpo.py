@@ -1,4 +1,4 @@
-"""Direct preference optimization (arXiv:2305.18290) on pairs of a right and a wrong sample of the same prompt.
+"""Train with direct preference optimization (arXiv:2305.18290) on pairs of a right and a wrong sample of one prompt.
 
 python examples/dpo/dpo.py num_steps=40
 """
@@ -20,7 +20,10 @@ BETA = 0.1
 
 
 def margins(reference: Sequence[FloatArray], data: Sequence[Datum], logprobs: Sequence[Tensor]) -> Tensor:
-    """Return how much more than the reference the policy prefers the chosen samples; rejected ones alternate with them."""
+    """Return the margin of each pair: how much more than the reference the policy prefers its chosen sample.
+
+    `data` alternates between chosen and rejected samples; `reference` and `logprobs` have one array of token values for each.
+    """
     weights = [torch.from_numpy(datum.loss_fn_inputs["weights"]) for datum in data]  # 0 for the prompt, 1 for the sample
     olds = map(torch.from_numpy, reference)
     gains = torch.stack([((new - old) * weight).sum() for new, old, weight in zip(logprobs, olds, weights, strict=True)])
@@ -30,13 +33,13 @@ def margins(reference: Sequence[FloatArray], data: Sequence[Datum], logprobs: Se
 def dpo_loss(
     reference: Sequence[FloatArray], data: Sequence[Datum], logprobs: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss, and the mean margin as a metric."""
+    """Return the DPO loss, and the mean margin as a metric."""
     margins_P = margins(reference, data, logprobs)
     return -torch.nn.functional.logsigmoid(margins_P).mean(), {"margin": margins_P.mean().item()}
 
 
 async def main(overrides: list[str]) -> None:
-    """Make pairs from samples, train on most of them, and report the margin of the others."""
+    """Build pairs from samples, train on all but 32 of them, and report the margin of those 32."""
     config = load_config("quickstart", ["name=dpo", "num_steps=40", "algorithm.learning_rate=1e-4", *overrides])
     async with connect(config) as session:
         training, task = session.training, await session.task()

@@ -1,4 +1,4 @@
-"""A judge as a reward: a model behind an OpenAI-compatible endpoint grades each completion."""
+"""A reward that grades each completion with a model behind an OpenAI-compatible endpoint."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def judge(completion: str, entry: Mapping[str, Any]) -> float:
     """Return the judge's grade of a completion, from 0 to 1.
 
     Raises:
-        ValueError: The judge replied without a number; the completion then has no reward.
+        ValueError: The reply contains no number; the completion then has no reward.
     """
     prompt = PROMPT.format(question=entry["question"], answer=entry["answer"], completion=completion)
     body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "temperature": 0.0, "max_tokens": 8}

@@ -1,4 +1,4 @@
-"""A stand-in for a judge model: the same protocol, but grades by rule. It makes the example run anywhere.
+"""Serve grades by rule, with the protocol of a judge model, so that the example runs without one.
 
 python examples/judge/rule_judge.py 8001
 """
@@ -10,14 +10,14 @@ import sys
 
 
 def grade(prompt: str) -> int:
-    """Return 5 points for the right result and 5 for written steps."""
+    """Return 5 points for the right result, plus 5 for written-out steps."""
     answer, solution = re.findall(r"^Right result: (.*)\nSolution: (.*)", prompt, re.MULTILINE | re.DOTALL)[0]
     results = re.findall("<answer>(.*?)</answer>", solution)
     return 5 * (results[-1:] == [answer]) + 5 * (solution.count("=") >= 2)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Replies to chat completions."""
+    """Handler of chat completion requests."""
 
     protocol_version = "HTTP/1.1"
 
@@ -37,7 +37,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """A server for many requests at once."""
+    """Server for many concurrent requests."""
 
     request_queue_size = 256
 

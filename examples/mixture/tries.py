@@ -1,4 +1,4 @@
-"""An environment with a second try after a wrong answer."""
+"""An environment that allows a second try after a wrong answer."""
 
 import re
 
@@ -6,7 +6,7 @@ from titanrl.environments import Done, Episode, Message, Observation
 
 
 class SecondTry:
-    """Asks the question, and once more after a wrong answer, which then counts half."""
+    """Asks the question, and repeats it after a wrong answer; a right second answer is worth 0.5."""
 
     async def reset(self, episode: Episode) -> Observation:
         """Ask the question."""
@@ -14,7 +14,7 @@ class SecondTry:
         return Observation(messages=[{"role": "user", "content": episode.question}])
 
     async def step(self, message: Message) -> Observation | Done:
-        """Compare the last answer."""
+        """Return the reward, or the question again after a wrong first answer."""
         answers = re.findall("<answer>(.*?)</answer>", str(message["content"]))
         is_solved = bool(answers) and answers[-1].strip() == self.episode.entry["answer"]
         if is_solved or self.value < 1.0:

@@ -1,4 +1,4 @@
-"""A policy loss, an advantage, a group filter, a tracker and a hook of one's own, for the quick start."""
+"""A custom policy loss, advantage, group filter, tracker and hook for the quick start."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from titanrl.types import EvaluationResult, StepMetrics
 def uncertain_ppo(
     inputs: LossInputs, *, clip_low: float, clip_high: float, min_entropy: float = 0.0
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Return PPO's clipped loss at the tokens that the policy is uncertain about, and 0 at the others.
+    """Return the clipped PPO loss at tokens with an entropy of at least `min_entropy`, and 0 elsewhere.
 
-    A few tokens with high entropy decide where a solution goes (arXiv:2506.01939).
+    A few high-entropy tokens determine the course of a solution (arXiv:2506.01939).
     """
     ratio_N, advantages_N = inputs.ratio_N, inputs.advantages_N
     bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -27,14 +27,14 @@ def uncertain_ppo(
     return torch.where(uncertain_N, loss_N, 0.0), {"uncertain": uncertain_N}
 
 
-def centred(group: GroupRewards) -> Sequence[float]:
+def centered(group: GroupRewards) -> Sequence[float]:
     """Return each reward minus the mean of the group."""
     mean = sum(group.rewards) / len(group.rewards)
     return [reward - mean for reward in group.rewards]
 
 
 def unsolved(group: ScoredGroup) -> bool:
-    """Return False if every completion of the group is right: there is nothing left to learn from its prompt."""
+    """Return False if every completion of the group is right, so that nothing is left to learn from its prompt."""
     return min(group.rewards) < 1.0
 
 
@@ -60,16 +60,16 @@ class SlowDown(titanrl.Hook):
     """Halves the learning rate once the held-out reward reaches a target."""
 
     def __init__(self, target: float = 0.9) -> None:
-        """Wait for this held-out reward."""
+        """Set the held-out reward to wait for."""
         self.target = target
         self._learning_rate: float | None = None
 
     def after_step(self, run: titanrl.GRPO, metrics: StepMetrics) -> None:
-        """Keep the learning rate in use."""
+        """Store the current learning rate."""
         self._learning_rate = metrics.values["optim/lr"]
 
     async def after_evaluation(self, run: titanrl.GRPO, result: EvaluationResult) -> None:
-        """Set half the learning rate, once."""
+        """Set half the learning rate once the target is reached."""
         if result.mean >= self.target and self._learning_rate is not None:
             run.set_learning_rate(0.5 * self._learning_rate)
             self.target = float("inf")

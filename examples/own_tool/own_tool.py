@@ -1,4 +1,4 @@
-"""A tool of one's own, and a reward that sees the whole group."""
+"""A custom tool, and a reward that compares the completions of a group."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class Abacus:
 
 @titanrl.group_reward
 def brief(completions: Sequence[str], entry: Mapping[str, Any], num_tokens: Sequence[int]) -> list[float]:
-    """Return 1 for the right answers of the group with the fewest tokens, else 0."""
+    """Return 1 for the correct completions with the fewest tokens in the group, else 0."""
     right = [f"<answer>{entry['answer']}</answer>" in completion for completion in completions]
     fewest = min((num for num, is_right in zip(num_tokens, right, strict=True) if is_right), default=0)
     return [float(is_right and num == fewest) for num, is_right in zip(num_tokens, right, strict=True)]

@@ -1,4 +1,4 @@
-"""REINFORCE with the mean of the other samples as baseline, written on a session.
+"""Train with REINFORCE on a session, with the mean reward of the other samples as baseline.
 
 python examples/reinforce/reinforce.py num_steps=60
 """

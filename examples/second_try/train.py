@@ -1,4 +1,4 @@
-"""Train the quick start in an environment of one's own, which lets the policy try each sum twice.
+"""Train the quick start in a custom environment that gives the policy two tries at each sum.
 
 python examples/second_try/train.py num_steps=60
 """
@@ -12,7 +12,7 @@ from titanrl.environments import Done, Episode, Message, Observation
 
 
 class SecondTry:
-    """Asks a sum again after a wrong answer; the second right answer is worth half as much."""
+    """Asks a sum again after a wrong answer; a right second answer is worth half."""
 
     async def reset(self, episode: Episode) -> Observation:
         """Ask the question."""
@@ -20,7 +20,7 @@ class SecondTry:
         return Observation(messages=[{"role": "user", "content": self.question}])
 
     async def step(self, message: Message) -> Observation | Done:
-        """Compare the answer."""
+        """Return the reward, or the question again after a wrong first answer."""
         found = re.findall("<answer>(.*?)</answer>", message["content"])
         is_right = bool(found) and found[-1].strip() == self.answer
         if is_right or self.reward < 1.0:
@@ -29,7 +29,7 @@ class SecondTry:
         return Observation(messages=[{"role": "user", "content": self.question}])
 
     async def close(self) -> None:
-        """Release nothing."""
+        """Do nothing: there is nothing to release."""
 
 
 async def main(overrides: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on worked examples, then GRPO from its result.
+"""Fine-tune on worked examples, then continue with GRPO.
 
 python examples/sft_then_grpo/sft_then_grpo.py
 """

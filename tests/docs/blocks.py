@@ -1,7 +1,7 @@
-"""Code blocks of README, CONTRIBUTING, docs/ and examples/, and how the tests treat each of them.
+"""Extract the code blocks of README, CONTRIBUTING, AGENTS, docs/ and examples/, and tell which of them the tests run.
 
-A block is a fence that names its language. `text` is no code. A comment `<!-- not run: REASON -->` above a fence excludes it.
-A fence with `title="NAME"` is a file of that name, which the other blocks of its page can use.
+A block is a fence that names its language; `text` marks blocks that are not code. A comment `<!-- not run: REASON -->` above a
+fence excludes it. A fence with `title="NAME"` is a file of that name, which the other blocks of its page can use.
 """
 
 import itertools
@@ -20,7 +20,7 @@ LANGUAGES = {"json", "python", "sh", "text", "yaml"}
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fenced block."""
+    """A fenced code block."""
 
     page: Path
     line: int
@@ -34,7 +34,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the blocks of a page in order; raise AssertionError at a fence that is indented, unnamed or unknown."""
+    """Return the blocks of a page in order; raise AssertionError for a fence without a known language."""
     lines = page.read_text(encoding="utf-8").splitlines()
     blocks: list[Block] = []
     opened: tuple[int, str, str, bool] | None = None
@@ -57,12 +57,12 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def all_blocks(language: str) -> list[Block]:
-    """Return the blocks of a language that are run, from all pages."""
+    """Return the executed blocks of a language from all pages."""
     return [block for page in PAGES for block in blocks_of(page) if block.language == language and block.is_run]
 
 
 def indented_blocks(page: Path) -> Iterator[int]:
-    """Yield the first lines of blocks that are indented instead of fenced."""
+    """Yield the first line number of each block that is indented instead of fenced."""
     is_fenced = False
     lines = ["", *page.read_text(encoding="utf-8").splitlines()]
     for number, (before, line) in enumerate(itertools.pairwise(lines), start=1):

@@ -1,8 +1,8 @@
-"""Execute the Python code of pages: `python -m tests.docs.run_blocks OVERRIDES PAGE ...`, in a folder like a checkout.
+"""Execute the Python code of pages: `python -m tests.docs.run_blocks OVERRIDES PAGE ...`, in a folder laid out like a checkout.
 
-A page is a Markdown file, a notebook or a script of `examples/`. Its blocks or cells share one namespace and may await. A
-script is imported, and its `main` gets overrides. `load_config` gets the overrides, a JSON list, on top of those in the code,
-so that the run is small. A start takes a while, so all pages share the run or session of the first.
+A page is a Markdown file, a notebook or a script of `examples/`. Its blocks or cells share one namespace and may use top-level
+await. A script is imported, and its `main` receives overrides. `load_config` adds OVERRIDES, a JSON list, to those in the code,
+to keep the run small. Starting a run takes a while, so all pages share the run or session of the first.
 """
 
 import ast
@@ -24,14 +24,14 @@ from tests.docs.blocks import ROOT, Block, blocks_of
 from titanrl.config import Config
 
 SMALLER = {"num_prompts=32": "num_prompts=4"}
-"""Changes of the code of notebooks that make their steps small."""
+"""Replacements in the code of notebooks that make their steps small."""
 SCRIPTS = {
     "reinforce": ("num_steps=2", "rollout.groups_per_step=4"),
     "dpo": ("num_steps=2", "rollout.groups_per_step=4"),
     "distillation": ("num_steps=2", "rollout.groups_per_step=4", "distill.teacher.path={model}"),
     "sft_then_grpo": ("num_steps=2", "checkpoint.every_steps=0"),
 }
-"""Overrides of the scripts, which make them small."""
+"""Overrides that make the scripts small."""
 
 
 async def run_page(page: Path, model: str) -> None:
@@ -57,7 +57,7 @@ async def run_script(path: Path, overrides: Sequence[str]) -> None:
 
 
 def code_of(page: Path) -> Iterator[Block]:
-    """Yield the blocks of a page, or the cells of a notebook, that are run."""
+    """Yield the executed blocks of a page, or the code cells of a notebook."""
     if page.suffix == ".md":
         yield from (block for block in blocks_of(page) if block.language == "python" and block.is_run and not block.title)
         return
@@ -80,7 +80,7 @@ async def run_block(block: Block, namespace: dict[str, Any]) -> None:
 
 
 async def run_pages(pages: Sequence[Path], model: str) -> None:
-    """Execute the pages one after another, with one run for all of them."""
+    """Execute the pages one after another, with one run for all."""
     import titanrl.session
     from titanrl.grpo import GRPO
     from titanrl.session import Session
@@ -126,4 +126,4 @@ def main(extra: Sequence[str], pages: Sequence[Path]) -> None:
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
     sys.stdout.flush()
-    os._exit(0)  # torchmonarch's clean-up at the interpreter's end takes seconds
+    os._exit(0)  # torchmonarch's clean-up at interpreter exit takes seconds

@@ -34,7 +34,7 @@ KNOWN = re.compile(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder like a checkout with a finished run, for commands to run in."""
+    """Working directory for commands, laid out like a checkout with a finished run."""
     for name in ("configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("quickstart", "sft_quickstart"):
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Write the files that a page shows, and those that its commands copy."""
+    """Write the files that a page shows and the files that its commands copy."""
     for block in blocks_of(page):
         if block.title:
             (folder / block.title).write_text(block.text)
@@ -84,7 +84,7 @@ def program_of(line: str) -> str:
 
 
 @pytest.mark.parametrize(("block", "line"), training_commands(is_dry=True), ids=str)
-def test_dry_run_of_the_pages_succeeds(block: Block, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_dry_run_succeeds(block: Block, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = import_module(cli.COMMANDS[program_of(line)][0])
     write_files(block.page, folder)
     with pytest.raises(SystemExit) as ended:
@@ -100,19 +100,19 @@ def test_training_command_has_a_valid_configuration(block: Block, line: str, fol
     assert config.program == program_of(line)
 
 
-def test_script_of_the_pages_exists() -> None:
+def test_documented_script_exists() -> None:
     scripts = {line.split()[1] for _, line in COMMANDS if line.startswith("python examples/")}
     assert {script for script in scripts if not (ROOT / script).is_file()} == set()
     assert len(scripts) > 3
 
 
 @pytest.mark.parametrize("target", sorted({line.split()[1] for _, line in COMMANDS if line.startswith("make ")}))
-def test_make_target_of_the_pages_exists(target: str) -> None:
+def test_documented_make_target_exists(target: str) -> None:
     assert re.search(rf"^{target}: .*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
-def test_yaml_block_is_a_valid_change_of_the_quick_start(block: Block, tmp_path: Path) -> None:
+def test_yaml_block_is_a_valid_override_of_the_quick_start(block: Block, tmp_path: Path) -> None:
     base = {} if block.title else yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
     changed = tmp_path / "changed.yaml"
     changed.write_text(yaml.safe_dump(merged(base, yaml.safe_load(block.text))))
@@ -120,7 +120,7 @@ def test_yaml_block_is_a_valid_change_of_the_quick_start(block: Block, tmp_path:
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys of `change`, section by section; a new task drops the old one's options."""
+    """Merge the keys of `change` into `base` by section; a new task drops the old task's options."""
     base = dict(base)
     if "task" in change:
         base.pop("task_config", None)

@@ -1,4 +1,4 @@
-"""Keys, metrics and exceptions that the pages name exist."""
+"""Configuration keys, metrics and exceptions that the pages name exist."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ KEYS = {f"{section.path}.{key}".lstrip(".") for section in sections() for key in
 SECTIONS = {section.path for section in sections() if section.path}
 METRICS = (ROOT / "docs/metrics.md").read_text()
 USERS = re.compile(r"reward/[a-z_]+(/[a-z_]+)?")
-"""Metrics of rewards, whose names the user chooses."""
+"""Metrics of rewards, which users name."""
 METHODS = {"weights.publish", "weights.pushed"}
 """Names in docs/architecture.md that look like keys."""
 FAMILIES = "buffer|correction|curriculum|eval|grad|group|loss|mismatch|optim|perf|policy|reward|staleness|sync|task|time|tokens"

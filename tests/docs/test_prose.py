@@ -1,4 +1,4 @@
-"""`.ci/check_prose.py` finds the language it exists for."""
+"""`.ci/check_prose.py` reports each kind of violation."""
 
 import importlib.util
 from pathlib import Path

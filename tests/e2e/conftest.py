@@ -1,4 +1,4 @@
-"""Runs of the real stack, small enough for tests, which share one cache of warm-started models."""
+"""Fixtures for small runs of the real stack, which share one cache of warm-started models."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from titanrl.metrics.run_directory import read_metrics
 REPO = Path(__file__).parents[2]
 SMALL = (
     "num_steps=4",
-    # 60 warm-start steps are enough for groups with different rewards.
+    # 60 warm-start steps suffice for groups with different rewards.
     "warm_start.num_steps=60",
     "warm_start.num_long_only_steps=40",
     "evaluation.num_prompts=32",
@@ -34,7 +34,7 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended."""
+    """A finished run."""
 
     code: int
     output: str
@@ -85,7 +85,7 @@ class Command:
         self.started.append(self)
 
     def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
-        """Wait until a step is in `metrics.jsonl`, and note the processes of the run, which must not be exposed."""
+        """Wait until a step is in `metrics.jsonl`, and record the processes of the run, which must not be exposed."""
         metrics, deadline = self.run_dir / "metrics.jsonl", time.monotonic() + timeout_s
         while not (metrics.exists() and any(row["step"] >= step and "reward/mean" in row for row in read_metrics(metrics))):
             assert self.process.poll() is None, f"the run ended before step {step}: {self.finish().output}"
@@ -95,12 +95,12 @@ class Command:
         assert exposed(family(self.process.pid)) == set()
 
     def finish(self, timeout_s: float = 240) -> Finished:
-        """Wait until the process ends."""
+        """Wait until the process exits."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return Finished(self.process.returncode, output, self.run_dir)
 
     def leftovers(self) -> list[str]:
-        """Return noted processes that still run. A resource tracker ends shortly after its parent, on a busy machine later."""
+        """Return recorded processes that still run. A resource tracker exits shortly after its parent, later under load."""
         _, alive = psutil.wait_procs(self.descendants, timeout=15)
         return [str(process) for process in alive]
 
@@ -114,7 +114,7 @@ Start = Callable[..., Command]
 
 @pytest.fixture(autouse=True)
 def no_run_outlives_its_test() -> Iterator[None]:
-    """Kill what a failed test has left running, which would slow down the tests after it."""
+    """Kill the processes that a failed test left running, because they would slow down later tests."""
     yield
     for command in Command.started:
         if command.process.poll() is None:
@@ -138,7 +138,7 @@ def start_run(tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 @pytest.fixture(scope="session")
 def plain_run(start_run: Start, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One uninterrupted run shared by many tests and by all workers; it also fills the cache."""
+    """One uninterrupted run, shared by many tests and by all pytest workers; it also fills the cache."""
     folder = shared_folder(tmp_path_factory)
     with FileLock(folder / "plain.lock"):
         kept = folder / "plain.pickle"

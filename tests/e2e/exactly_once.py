@@ -1,4 +1,4 @@
-"""Checks of a run directory that kills and resumes must not change."""
+"""Check a run directory for properties that kills and resumes must preserve."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ OVERLAPPING = (
     "generator.on_update=continue",
     "logging.rollouts_per_step=8",
 )
-"""Overrides of an asynchronous run with a window, an interval of two updates, and replay."""
+"""Overrides of an asynchronous run with a window, two updates per publication, and replay."""
 
 
 def trained_positions(run: Finished) -> list[int]:
@@ -50,7 +50,7 @@ def check_every_prompt_once(run: Finished) -> None:
 
 
 def check_files(run: Finished) -> None:
-    """Check that no line is missing, torn or double."""
+    """Check that no line is missing, torn or duplicated."""
     assert [row["step"] for row in run.steps] == list(range(1, len(run.steps) + 1))
     for name in ("metrics", "advantages", "rollouts", "events"):
         for line in (run.run_dir / f"{name}.jsonl").read_text().splitlines():

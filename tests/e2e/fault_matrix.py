@@ -1,6 +1,6 @@
-"""The cells of the fault matrix, and its table in the documentation: `python -m tests.e2e.fault_matrix FILE`.
+"""Define the cells of the fault matrix, and write its table into the docs: `python -m tests.e2e.fault_matrix FILE`.
 
-FILE is what `tests/e2e/test_fault_matrix.py` has written.
+FILE is the result written by `tests/e2e/test_fault_matrix.py`.
 """
 
 import json
@@ -24,7 +24,7 @@ PARTS = {
 }
 FAULTS = ("kill -9", "SIGSTOP", "segfault", "os._exit", "busy loop", "unpicklable exception", "out of memory")
 SIGNALS = ("kill -9", "SIGSTOP")
-"""Faults that one process can cause in another one."""
+"""Faults that a process can cause in another one."""
 TRIGGERS = {
     "rollout": "StorageShard.put",
     "forward/backward": "PolicyTrainer.forward_backward",
@@ -33,7 +33,7 @@ TRIGGERS = {
     "checkpoint": "PolicyTrainer.save_checkpoint",
     "evaluation": "RolloutWorker.evaluate",
 }
-"""Endpoint whose call begins each phase of a step. Whatever process it runs in sends the signal to the victim."""
+"""Endpoint whose call begins each phase of a step. The process that runs it sends the signal to the victim."""
 OWN_TRIGGERS = {
     ("generator", "start"): "Generator.start",
     ("generator", "rollout"): "Generator.generate",
@@ -53,7 +53,7 @@ OWN_TRIGGERS = {
     ("store", "checkpoint"): "ReplayBuffer.save",
     ("environment", "rollout"): "environment.step",
 }
-"""Endpoint by which each part itself works in a phase; `reward` is the reward function, `environment` the environment."""
+"""Endpoint in which each part works during a phase; `reward` is the reward function, `environment` the environment."""
 MAIN = {
     "generator": "rollout",
     "rollout": "rollout",
@@ -69,7 +69,7 @@ WORKS_IN = {
     "evaluator": ("start", "evaluation"),
     "environment": ("start", "rollout", "evaluation"),
 }
-"""Phases in which parts work that are idle in others."""
+"""Phases in which parts are busy that are idle in the others."""
 PHASES = ("start", *TRIGGERS)
 MODES = ("sync", "async")
 
@@ -85,20 +85,20 @@ class Cell:
 
     @property
     def trigger(self) -> str:
-        """Endpoint at whose call the fault happens."""
+        """Endpoint whose call triggers the fault."""
         if self.is_own:
             return OWN_TRIGGERS[self.part, self.phase]
         return "PolicyTrainer.load_model" if self.phase == "start" else TRIGGERS[self.phase]
 
     @property
     def is_own(self) -> bool:
-        """True if the victim itself reaches the trigger. A scoring process may send no signal, not even to itself."""
+        """True if the victim itself runs the trigger. A scoring process may not send signals, not even to itself."""
         is_forbidden = self.part == "scoring" and self.fault in SIGNALS
         saves_nothing = self.mode == "sync" and self.phase == "checkpoint" and self.part in ("rollout", "store")
         return (self.part, self.phase) in OWN_TRIGGERS and not is_forbidden and not saves_nothing
 
     def reason_against(self) -> str:
-        """Return why the cell is not run; an empty text if it is."""
+        """Return why the cell is skipped; empty if it is run."""
         if self.part == "scoring" and self.phase == "start":
             return "forked later"
         if self.part == "evaluator" and self.mode == "sync":
@@ -129,14 +129,14 @@ class Cell:
 
 
 def cells(mode: str, *, at_start: bool = False) -> list[Cell]:
-    """Return the cells to run in one mode, either those at the start of a run, or all others."""
+    """Return the cells of one mode, either those at the start of a run or all others."""
     phases = [phase for phase in PHASES if (phase == "start") == at_start]
     every = [Cell(mode, part, fault, phase) for fault in FAULTS for part in PARTS for phase in phases]
     return [cell for cell in every if not cell.reason_against()]
 
 
 def main() -> None:
-    """Write the table of a result into the documentation."""
+    """Write the tables of a result into the documentation."""
     result = json.loads(Path(sys.argv[1]).read_text())
     text = DOCUMENT.read_text()
     before, rest = text.split(BEGIN)
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def rendered(result: Mapping[str, Any]) -> str:
-    """Return the tables of both modes, and where they were measured."""
+    """Return the tables of both modes, and the machine that measured them."""
     outcomes = {(row["mode"], row["part"], row["fault"], row["phase"]): row for row in result["cells"]}
     tables = [table(mode, outcomes) for mode in MODES]
     machine = result["machine"]

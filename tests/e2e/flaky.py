@@ -1,4 +1,4 @@
-"""An environment that fails as often as their hash says, and write down each time."""
+"""An environment that fails for a share of its episodes, which a hash selects, and logs each failure."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ ERRORS, HANGS, REWARDS = 0.2, 0.1, 0.1
 
 
 def share(*parts: object) -> float:
-    """Return a number from 0 to 1 that depends on the parts alone."""
+    """Return a number from 0 to 1 that depends only on the arguments."""
     return zlib.crc32(repr(parts).encode()) / 2**32
 
 
@@ -25,7 +25,7 @@ def note(outcome: str, index: str) -> None:
 class Flaky:
     """Asks the question; the answer is scored by the configuration."""
 
-    numbers: dict[str, int] = {}  # noqa: RUF012  # of the episodes of each task
+    numbers: dict[str, int] = {}  # noqa: RUF012  # number of episodes per task
 
     async def reset(self, episode: Episode) -> Observation:
         number = Flaky.numbers[episode.task_id] = Flaky.numbers.get(episode.task_id, 0) + 1

@@ -1,4 +1,4 @@
-"""A hook that kills processes of its run, for tests: `KILL` names roles, moments and steps, as in `trainer:after_step:1`."""
+"""A hook that kills processes of its run. `KILL` lists roles, moments and steps, as in `trainer:after_step:1`."""
 
 import os
 import signal
@@ -12,23 +12,23 @@ from titanrl.types import EvaluationResult, StepMetrics
 
 
 class Killer(titanrl.Hook):
-    """Kills each process once, although a restart makes the hook again and takes the step again."""
+    """Kills each process once, although a restart creates the hook again and repeats the step."""
 
     def before_step(self, run: Any) -> None:
-        """Kill what is due before a step."""
+        """Kill the processes that are due before a step."""
         os.environ["KILL_RUN"] = str(run.run_dir)
         self._kill(run, "before_step")
 
     def after_step(self, run: Any, metrics: StepMetrics) -> None:
-        """Kill what is due after a step."""
+        """Kill the processes that are due after a step."""
         self._kill(run, "after_step")
 
     def after_evaluation(self, run: Any, result: EvaluationResult) -> None:
-        """Kill what is due after an evaluation."""
+        """Kill the processes that are due after an evaluation."""
         self._kill(run, "after_evaluation")
 
     def after_checkpoint(self, run: Any, folder: Path) -> None:
-        """Kill what is due after a checkpoint."""
+        """Kill the processes that are due after a checkpoint."""
         self._kill(run, "after_checkpoint")
 
     def _kill(self, run: Any, moment: str) -> None:
@@ -42,7 +42,7 @@ class Killer(titanrl.Hook):
 
 
 def pid_of(run_dir: Path, role: str) -> int:
-    """Return the first process of a role, or an emulated host, as in `host-generators-1`."""
+    """Return the id of a role's first process, or of an emulated host, as in `host-generators-1`."""
     if not role.startswith("host-"):
         return int((run_dir / "logs" / f"{role}_0.pid").read_text().split()[0])
     address = f"/{role.removeprefix('host-')}"
@@ -51,7 +51,7 @@ def pid_of(run_dir: Path, role: str) -> int:
 
 
 def after_the_batch_was_taken(group: titanrl.GroupRewards) -> list[float]:
-    """Return the rewards minus their mean; kill a rollout worker that has tokens of the first batch."""
+    """Return the rewards minus their mean; kill a rollout worker that stores tokens of the first batch."""
     run_dir = Path(os.environ["KILL_RUN"])
     if not (run_dir / "killed.txt").exists():
         (run_dir / "killed.txt").touch()

@@ -1,4 +1,4 @@
-"""Runs whose training and generation overlap."""
+"""Asynchronous runs, in which training and generation overlap."""
 
 import re
 

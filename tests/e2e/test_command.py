@@ -1,4 +1,4 @@
-"""`python -m titanrl.grpo`: the whole stack, from a config to a trained model, and every way a run can end."""
+"""The command `python -m titanrl.grpo`: the entire stack, from a config to a trained model, and all ways a run can end."""
 
 import re
 import signal
@@ -46,7 +46,7 @@ def test_recorded_rollouts_carry_the_version_that_sampled_them(plain_run: Finish
     )
 
 
-def test_last_lines_tell_result_and_next_steps(plain_run: Finished) -> None:
+def test_last_lines_show_result_and_next_steps(plain_run: Finished) -> None:
     assert re.search(r"held-out chain_sum 0\.\d+ -> 0\.\d+", plain_run.output)
     for line in ("report ", "python -m titanrl.chat"):
         assert line in plain_run.output
@@ -85,12 +85,12 @@ def test_same_seed_gives_the_same_curve_even_after_a_resume(start_run: Start, pl
         ("training", ["max_staleness=1"]),
         pytest.param(
             "evaluating",
-            ["evaluation.every_steps=3", "evaluation.num_prompts=1000"],  # for seconds after step 3
+            ["evaluation.every_steps=3", "evaluation.num_prompts=1000"],  # takes several seconds after step 3
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_ctrl_c_is_confirmed_and_closes_the_run_in_order(
+def test_ctrl_c_is_acknowledged_and_shuts_the_run_down_cleanly(
     start_run: Start, plain_run: Finished, doing: str, overrides: list[str]
 ) -> None:
     before = abandoned()
@@ -110,7 +110,7 @@ def test_ctrl_c_is_confirmed_and_closes_the_run_in_order(
         assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
 
 
-def test_sigterm_during_the_start_closes_in_order_with_143(start_run: Start, plain_run: Finished) -> None:
+def test_sigterm_during_start_shuts_down_cleanly_with_143(start_run: Start, plain_run: Finished) -> None:
     command = start_run("terminated", "num_steps=100000")
     deadline = time.monotonic() + 60
     while not (command.run_dir / "logs" / "generator_0_0.log").exists():

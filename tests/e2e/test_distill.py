@@ -1,4 +1,4 @@
-"""Distillations by the command: from the model of a finished run into a smaller one."""
+"""The command `titanrl distill`: from the model of a finished run into a smaller one."""
 
 import json
 import shutil

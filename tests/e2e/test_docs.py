@@ -1,4 +1,4 @@
-"""Documented programs that need a trained model: Python blocks, the notebook, the chat."""
+"""Documented programs that need a trained model: Python blocks, the notebook and the chat."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SCRIPTS = [REPO / f"examples/{name}/{name}.py" for name in run_blocks.SCRIPTS]
 
 
 def small_run(finished: Finished, folder: Path) -> list[str]:
-    """Return overrides that start from a finished run's model, and write to a folder."""
+    """Return overrides that start from a finished run's model and write to a folder."""
     model = finished.run_dir / "checkpoints/final"
     places = [f"output_dir={folder}/runs", f"cache_dir={folder}/cache", f"model.path={model}", "warm_start=null"]
     return [*places, "evaluation.num_prompts=8"]
@@ -71,7 +71,7 @@ def test_notebook_keeps_its_outputs_without_paths_of_a_machine(notebook: Path) -
     assert notebook.stat().st_size < 50_000
 
 
-def test_the_chat_of_the_pages_completes_a_prompt(plain_run: Finished) -> None:
+def test_documented_chat_completes_a_prompt(plain_run: Finished) -> None:
     lines = {line for block in all_blocks("sh") for line in shell_lines(block) if "titanrl.chat" in line}
     assert lines == {"python -m titanrl.chat runs/quickstart"}
     result = subprocess.run(

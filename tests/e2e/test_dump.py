@@ -1,4 +1,4 @@
-"""The rollouts of the shared run: saved, replayed without generators, and sampled without a trainer."""
+"""Dumps of the shared run: saved, replayed without generators, and sampled without a trainer."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TIMES = ("time", "perf/", "sync/", "group/generate_s", "group/score_s", "buffer/
 
 
 def rows(run: Finished) -> list[dict[str, float]]:
-    """Return the metrics of the steps that do not depend on time."""
+    """Return the time-independent metrics of the steps."""
     return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in run.steps]
 
 
@@ -48,7 +48,7 @@ def test_generation_without_a_trainer_saves_the_first_batch_of_training(plain_ru
     assert {version for row in saved for version in row["versions"]} == {-1, 0}
 
 
-def test_example_of_the_page_reads_the_dump(
+def test_documented_example_reads_the_dump(
     plain_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pandas")

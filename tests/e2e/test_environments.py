@@ -30,7 +30,7 @@ def trained_groups(run: Finished) -> list[dict[str, Any]]:
     return [group for group in run.rollouts() if group["index"] < run.steps[-1]["count/prompts"]]
 
 
-def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: Start, tmp_path: Path) -> None:
+def test_policy_calls_a_tool_and_trains_on_its_sampled_tokens(start_run: Start, tmp_path: Path) -> None:
     run = start_run(
         "tools",
         f"data.environment={{function: '{OWN_TOOL}:Abacus', max_turns: 3}}",
@@ -82,7 +82,7 @@ def test_policy_calls_a_tool_and_is_trained_on_the_tokens_it_sampled(start_run: 
 
 
 def check_against_transformers(run: Finished, rollouts: Sequence[Rollout]) -> None:
-    """Compare the log-probabilities of the first batch, in whole conversations, with those of the starting model."""
+    """Compare the log-probabilities of the first batch, over entire conversations, with those of the initial model."""
     base = prepare_starting_model(load_config(run.run_dir / "config.yaml")).base
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for segment in (segment for rollout in rollouts for segment in rollout.segments):
@@ -97,7 +97,7 @@ def check_against_transformers(run: Finished, rollouts: Sequence[Rollout]) -> No
     assert rollouts
 
 
-def test_failures_of_environments_are_retried_counted_and_never_trained_on(
+def test_environment_failures_are_retried_counted_and_never_trained_on(
     start_run: Start, plain_run: Finished, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"

@@ -21,7 +21,7 @@ TIMES = ("time/", "perf/", "sync/", "group/generate_s", "group/score_s")
 
 
 class Watched(GRPO):
-    """A run that notes the metrics of each optimizer step."""
+    """A run that records the metrics of each optimizer step."""
 
     def __init__(self, config: Config, **options: Any) -> None:
         super().__init__(config, **options)
@@ -35,7 +35,7 @@ class Watched(GRPO):
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
-    """Return the metrics of the steps that do not depend on time."""
+    """Return the time-independent metrics of the steps."""
     found = [row for row in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in row]
     return [{key: value for key, value in row.items() if key != "time" and not key.startswith(TIMES)} for row in found]
 

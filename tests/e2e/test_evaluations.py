@@ -1,4 +1,4 @@
-"""Evaluation sets in whole runs: in the background of asynchronous training, the best policy, an early end, and by command."""
+"""Evaluation sets in complete runs: background evaluations, the best policy, early stopping, and `titanrl evaluate`."""
 
 import json
 import os
@@ -17,7 +17,7 @@ EVERY_STEP = ("evaluation.every_steps=1", "evaluation.num_prompts=16")
 
 
 def own_set(folder: Path) -> str:
-    """Write questions of a set, and return the sets of a run."""
+    """Write the questions of a set, and return the override that defines the sets of a run."""
     questions = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(12)]
     (folder / "doubles.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     doubles = {"num_prompts": 12, "split": "all", "every_steps": 0, "max_new_tokens": 12}
@@ -61,9 +61,7 @@ def test_asynchronous_run_evaluates_each_version_in_the_background(
     assert (run.run_dir / "checkpoints" / "best" / "config.json").is_file()
 
 
-def test_run_that_ends_early_is_finished_and_its_model_evaluates_alike(
-    start_run: Start, plain_run: Finished, tmp_path: Path
-) -> None:
+def test_early_stopped_run_exports_a_model_with_the_same_score(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     stop = ("evaluation.best_metric=eval/chain_sum/mean", "evaluation.patience=2", "evaluation.min_improvement=0.9")
     overrides = (*plain_run.as_start, "num_steps=6", *EVERY_STEP, own_set(tmp_path), *stop)
     run = start_run("early", *overrides).finish()
@@ -81,7 +79,7 @@ def test_run_that_ends_early_is_finished_and_its_model_evaluates_alike(
 
 
 def check_command_repeats_the_run(run: Finished) -> None:
-    """Evaluate the exported model of a run by command, and compare with the run's own last evaluation."""
+    """Evaluate the exported model of a run with the command, and compare with the run's last evaluation."""
     command = [
         sys.executable,
         "-m",

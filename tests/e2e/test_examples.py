@@ -1,4 +1,4 @@
-"""The measured results of the examples and of the distillation, in full length."""
+"""The measured results of the examples and of the distillation, at full length."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def output_of(*arguments: str, folder: Path) -> str:
-    """Run a command to its end, and return its output."""
+    """Run a command to completion, and return its output."""
     places = (f"output_dir={folder}", f"cache_dir={folder}/cache", "logging.console=plain")
     done = subprocess.run([sys.executable, *arguments, *places], cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,7 +33,7 @@ def heldout(output: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def teacher(folder: Path) -> Path:
-    """The model that REINFORCE has trained."""
+    """Model trained by the REINFORCE example."""
     before, after = heldout(output_of("examples/reinforce/reinforce.py", folder=folder))
     assert before < 0.25
     assert after >= 0.85

@@ -1,6 +1,6 @@
-"""Every kind of fault of every kind of process in every phase of a run; many faults one after another in the same run.
+"""Every kind of fault of every kind of process in every phase; one run takes many faults in succession.
 
-The result is written to the file that the variable `FAULT_MATRIX` names. `FAULT_CELLS` selects cells by a part of their name.
+The result is written to the file in the environment variable `FAULT_MATRIX`. `FAULT_CELLS` selects cells by a substring.
 """
 
 import json
@@ -43,22 +43,22 @@ COMMON = (
 SETTINGS = {"sync": (), "async": ("max_staleness=1",)}
 ENVIRONMENT = "data.environment={function: fault_reward.environment:Task, num_processes: 2, step_timeout_s: 5}"
 HIT_LIMIT_S, OUTCOME_LIMIT_S, PROGRESS_LIMIT_S = 60.0, 120.0, 120.0
-"""Longest waits for a fault to happen, for its outcome, and for the next step."""
+"""Time limits in seconds for a fault to happen, for its outcome, and for the next step."""
 WITHIN = {"forward/backward": 0.03, "evaluation": 0.1, "rollout": 0.01}
-"""Seconds between the begin of a phase and a fault that need not happen on the thread of an endpoint."""
+"""Seconds from the start of a phase to a fault that need not happen on the thread of an endpoint."""
 ENDS = ("kill -9", "segfault", "os._exit")
-"""Faults that end a process."""
+"""Faults that terminate a process."""
 
 GOES_ON_S = 8.0
-"""Seconds after a fault from which a step shows that it has ended nothing."""
+"""Seconds after a fault; a step after them shows that the fault terminated nothing."""
 TAIL_BYTES = 1 << 17
-"""Bytes at the end of `metrics.jsonl` that have the last step."""
+"""Number of bytes at the end of `metrics.jsonl` that contain the last step."""
 NOTICES = ("fault", "stall", "scorer_error", "respawn", "restart", "end")
-"""Events that show that a run has noticed a fault."""
+"""Events that show that a run has detected a fault."""
 
 
 def wait_for(found: Callable[[], Any], limit_s: float) -> Any:
-    """Look until there is something; return None after the limit."""
+    """Poll until a result is available; return None after the limit."""
     limit = time.monotonic() + limit_s
     while not (result := found()) and time.monotonic() < limit:
         time.sleep(0.02)
@@ -66,10 +66,10 @@ def wait_for(found: Callable[[], Any], limit_s: float) -> Any:
 
 
 class Matrix:
-    """A run that is hit again and again, and continued where it ended."""
+    """A run that is hit repeatedly, and resumed whenever it ends."""
 
     def __init__(self, start_run: Start, name: str, folder: Path, settings: tuple[str, ...]) -> None:
-        """Copy the code of the faults into a folder; start with `start`."""
+        """Copy the fault-injection code into a folder; `start` starts the run."""
         self._start_run, self._name, self._settings = start_run, name, settings
         self.folder = folder / name
         shutil.copytree(INJECTION, self.folder)
@@ -88,16 +88,16 @@ class Matrix:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory."""
+        """Run directory."""
         return self.command.run_dir
 
     @property
     def has_ended(self) -> bool:
-        """True if the command has ended."""
+        """True if the command has exited."""
         return self.command.process.poll() is not None
 
     def progress(self) -> float:
-        """Return the time of the last step that was recorded."""
+        """Return the time of the last recorded step."""
         file = self.run_dir / "metrics.jsonl"
         if not file.exists():
             return 0.0
@@ -107,12 +107,12 @@ class Matrix:
         return max((row["time"] for row in rows if row is not None and "reward/mean" in row), default=0.0)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events since the last fault was ordered, and perhaps earlier ones."""
+        """Return the events since the last fault was requested, possibly with earlier ones."""
         self._seen += self._new.read()
         return self._seen
 
     def wait_for_progress(self, since: float) -> bool:
-        """Wait for a step after a time; return False if there is none."""
+        """Wait for a step after a given time; return False if none is recorded."""
         wait_for(lambda: self.has_ended or self.progress() > since, PROGRESS_LIMIT_S)
         return self.progress() > since
 
@@ -170,7 +170,7 @@ class Matrix:
         return json.loads(file.read_text()) if file.exists() else None
 
     def _outcome(self, cell: Cell, hit_at: float, part: str, victim: Victim | None, siblings: set[int]) -> dict[str, Any]:
-        """Wait until the part works again, or the run has ended; then wait for the next step."""
+        """Wait until the part has recovered or the run has ended; then wait for the next step."""
 
         def recovered() -> float | None:
             times = [event["time"] for event in self.events() if is_recovery(event, part, hit_at)]
@@ -200,7 +200,7 @@ class Matrix:
         return {"outcome": outcome, "noticed_s": noticed_s, "recovered_s": recovered_s, "text": text}
 
     def _environment_outcome(self, hit_at: float) -> dict[str, Any]:
-        """Wait for the step whose metrics count the failed episode, which started again."""
+        """Wait for the step whose metrics count the failed and restarted episode."""
 
         def counted() -> dict[str, Any] | None:
             rows = read_metrics(self.run_dir / "metrics.jsonl")
@@ -214,12 +214,12 @@ class Matrix:
         return {"outcome": "retried", "noticed_s": None, "recovered_s": row["time"] - hit_at, "text": ""}
 
     def _goes_on(self, hit_at: float) -> bool:
-        """Return True if steps are taken long after a fault that ended nothing, and no stall was noticed."""
+        """Return True if the run continues long after a fault that terminated nothing, without a detected stall."""
         acts = any(event["kind"] in ("stall", "fault") and event["time"] >= hit_at for event in self.events())
         return not acts and self.progress() > hit_at + GOES_ON_S
 
     def _ended(self, hit_at: float, noticed_s: float | None) -> dict[str, Any]:
-        """Return the outcome of a run that has ended, and resume it."""
+        """Return the outcome of a run that ended, and resume it."""
         ended, finished = time.time(), self.command.finish()
         text = (finished.output.splitlines() or [""])[-1]
         outcome = "ended by name" if finished.code == 1 and text.startswith("error: ") else f"exit code {finished.code}"
@@ -227,7 +227,7 @@ class Matrix:
         return {"outcome": outcome, "noticed_s": noticed_s, "recovered_s": ended - hit_at, "text": text}
 
     def rerun(self) -> None:
-        """Resume the run after its end; wait until its deadlines are learned."""
+        """Resume the ended run, and wait until it has learned its deadlines."""
         since = time.time()
         self.start(resume=True)
         for _ in range(WARM_UP + 1):
@@ -235,13 +235,13 @@ class Matrix:
             since = self.progress()
 
     def finish(self) -> Finished:
-        """End the run with a checkpoint."""
+        """Stop the run with a checkpoint."""
         self.command.process.send_signal(signal.SIGINT)
         return self.command.finish()
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
-    """Return a line as an object; None if it is only a part of one."""
+    """Return the object on a line; None if the line is incomplete."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -250,13 +250,13 @@ def _decode(line: bytes) -> dict[str, Any] | None:
 
 
 def num_failures(row: Mapping[str, Any]) -> float:
-    """Return the episodes of a step whose environment failed."""
+    """Return the number of episodes of a step whose environment failed."""
     failed = row.get("episode/environment_error_frac", 0.0) + row.get("episode/timeout_frac", 0.0)
     return float(failed * row.get("episode/count", 0.0))
 
 
 def write_rows(rows: list[dict[str, Any]]) -> None:
-    """Add cells to the file of the matrix, in place of earlier ones."""
+    """Write cells to the file of the matrix, replacing earlier results."""
     if "FAULT_MATRIX" not in os.environ:
         return
     file = Path(os.environ["FAULT_MATRIX"])
@@ -274,7 +274,7 @@ def selected(wanted: list[Cell]) -> list[Cell]:
 
 
 def surprises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the outcomes that should not be."""
+    """Return the unexpected outcomes."""
     expected = {
         "generator": {"replaced"},
         "rollout": {"replaced"},
@@ -298,9 +298,7 @@ def surprises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("mode", list(SETTINGS))
-def test_faults_in_every_phase_cost_seconds_and_no_sample(
-    start_run: Start, plain_run: Finished, tmp_path: Path, mode: str
-) -> None:
+def test_faults_in_every_phase_lose_no_sample(start_run: Start, plain_run: Finished, tmp_path: Path, mode: str) -> None:
     if not (wanted := [cell for cell in selected(cells(mode)) if cell.part != "environment"]):
         pytest.skip("no such cells")
     matrix = Matrix(start_run, f"faults-{mode}", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS[mode]))
@@ -322,7 +320,7 @@ def test_faults_in_every_phase_cost_seconds_and_no_sample(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_faults_of_environments_cost_an_episode(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+def test_environment_fault_costs_only_its_episode(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     if not (wanted := [cell for cell in selected(cells("async")) if cell.part == "environment"]):
         pytest.skip("no such cells")
     matrix = Matrix(start_run, "faults-environment", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS["async"], ENVIRONMENT))
@@ -342,7 +340,7 @@ def test_faults_of_environments_cost_an_episode(start_run: Start, plain_run: Fin
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_faults_at_the_start_end_the_run_by_name(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
+def test_faults_at_start_end_the_run_and_are_named(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     rows = []
     for number, cell in enumerate(selected(cells("async", at_start=True))):
         matrix = Matrix(start_run, f"start-{number}", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS["async"]))

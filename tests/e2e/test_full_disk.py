@@ -1,4 +1,4 @@
-"""Runs whose directory becomes full, read-only or vanishes: one last line with path and cause, and whole checkpoints stay."""
+"""Runs whose directory becomes full or read-only, or vanishes: one last line names path and cause; checkpoints stay intact."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ import titanrl
 class FullCheckpoint(titanrl.Hook):
     def after_checkpoint(self, run, folder):
         if folder.name == "step-1":
-            full = run.run_dir / "full"  # a folder of the run's own would be deleted before the checkpoint is written
+            full = run.run_dir / "full"  # a real folder would be deleted before the checkpoint is written
             full.mkdir()
             (full / "__0_0.distcp").symlink_to("/dev/full")
             (folder.parent / "step-2").symlink_to(full)
@@ -47,7 +47,7 @@ class Deleted(titanrl.Hook):
 
 
 def fine_tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `titanrl sft` with a tiny model of random weights, three steps and a checkpoint after each."""
+    """Run `titanrl sft` on a tiny random model, with three steps and a checkpoint after each."""
     (folder / "breaking.py").write_text(HOOKS)
     small = (
         "model.recipe.num_layers=1",
@@ -89,14 +89,14 @@ def test_full_disk_at_a_checkpoint_keeps_the_one_before(tmp_path: Path) -> None:
         pytest.param("FullExport", "checkpoints/final", "StorageError: cannot export the model", marks=pytest.mark.slow),
     ],
 )
-def test_lost_directory_or_full_disk_is_the_last_line(hook: str, file: str, cause: str, tmp_path: Path) -> None:
+def test_last_line_names_lost_directory_or_full_disk(hook: str, file: str, cause: str, tmp_path: Path) -> None:
     last = last_line(fine_tune(tmp_path, f"hooks=[{tmp_path}/breaking.py:{hook}]"))
     assert last.startswith(f"error: {cause}")
     assert str(tmp_path / "runs" / "sft_quickstart" / file) in last
 
 
-def test_run_directory_that_cannot_be_made_is_the_last_line(tmp_path: Path) -> None:
-    # root may write anywhere, except where the kernel itself refuses.
+def test_last_line_names_run_directory_that_cannot_be_created(tmp_path: Path) -> None:
+    # Root may write anywhere, except where the kernel refuses.
     finished = fine_tune(tmp_path, "output_dir=/proc/runs")
     assert finished.returncode == (1 if os.geteuid() == 0 else 2)
     assert "Traceback" not in finished.stdout + finished.stderr

@@ -1,4 +1,4 @@
-"""The wheel in an empty environment outside the repository: the documented commands, with packages from the registries."""
+"""The wheel in a new environment outside the repository: the documented commands, with packages from the registries."""
 
 import venv
 from pathlib import Path
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Environment:
-    """An environment that had only pip before the commands of docs/installation.md."""
+    """Environment with only pip, in which the commands of docs/installation.md were run."""
     scratch = tmp_path_factory.mktemp("installation")
     sdist = build("sdist", copy_repository(scratch / "repository"), scratch)
     wheel = build("wheel", unpack(sdist, scratch), scratch)
@@ -39,7 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Envir
     return environment
 
 
-def test_installed_configs_are_those_of_the_wheel(environment: Environment, folder: Path) -> None:
+def test_installed_configs_match_the_wheel(environment: Environment, folder: Path) -> None:
     listed = environment.run("titanrl", "configs", cwd=folder)
     assert "\nquickstart " in listed.stdout
     where = environment.run("python", "-c", "import titanrl; print(titanrl.__file__)", cwd=folder)

@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments, some of them inside a checkpoint, and resumed until they end."""
+"""Runs that are killed at random moments, some during a checkpoint, and resumed until they finish."""
 
 import hashlib
 import random
@@ -30,7 +30,7 @@ VARYING = ("time", "time/", "perf/", "sync/", "buffer/", "group/generate_s_mean"
 
 
 def kill(command: Command, rng: random.Random, *, in_checkpoint: bool) -> None:
-    """Kill the controller at a random moment after a checkpoint is whole, or while the next one is being written."""
+    """Kill the controller at a random moment after a checkpoint is complete, or while the next one is being written."""
     checkpoints = command.run_dir / "checkpoints"
     deadline = time.monotonic() + 180
     known = set(checkpoints.glob("step-*/commit.json"))

@@ -1,4 +1,4 @@
-"""Runs that a launcher starts: two processes on this machine. `tests/cluster/test_launcher.py` has hosts of their own."""
+"""Runs under a launcher, with two processes on this machine. `tests/cluster/test_launcher.py` uses separate hosts."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from titanrl.metrics.run_directory import read_lines, read_metrics
 
 LAUNCHER = ("hosts.kind=launcher", "hosts.trusted_network=true", "device=cpu")
 PLATFORM = "platform"
-"""Launcher that only sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that the exit codes are those of the commands."""
+"""Launcher that only sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that exit codes come from the commands."""
 
 
 class Launched:
@@ -101,7 +101,7 @@ def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float, float]]:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_launched_run_equals_one_machine(launch: Launch, plain_run: Finished, launcher: str) -> None:
+def test_launched_run_matches_one_machine(launch: Launch, plain_run: Finished, launcher: str) -> None:
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         pytest.skip("needs mpirun (apt-get install openmpi-bin)")
     run = launch(f"by_{launcher}", launcher)
@@ -119,7 +119,7 @@ def test_missing_model_ends_both_processes_with_2(launch: Launch, tmp_path: Path
 @pytest.mark.parametrize(
     ("ranks", "number", "code"), [((0,), signal.SIGINT, 130), ((1,), signal.SIGTERM, 143), ((1, 0), 15, 143)]
 )
-def test_signal_to_any_process_closes_the_run_in_order(launch: Launch, ranks: tuple[int, ...], number: int, code: int) -> None:
+def test_signal_to_any_process_shuts_down_cleanly(launch: Launch, ranks: tuple[int, ...], number: int, code: int) -> None:
     run = launch(f"signal_{number}_{len(ranks)}", PLATFORM, "num_steps=5000", "checkpoint.on_interrupt=true")
     run.wait_for("step 1", lambda: len(run.steps()) > 0)
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Metrics of a real run, against their documentation."""
+"""Metrics of a real run, compared with their documentation."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_speed_metrics_of_a_run_are_plausible(plain_run: Finished) -> None:
         assert 0.0 <= row["perf/trainer_idle_frac"] < 1.0
         assert 0.0 <= row["perf/generator_idle_frac"] < 1.0
         assert row["perf/gen_tokens_per_s"] > 0.0
-        # At least the sampled tokens of a step pass through the trainer while it is busy.
+        # The trainer processes at least the sampled tokens of a step while it is busy.
         assert row["perf/train_tokens_per_s"] * row["time/step_s"] > row["tokens/response_len_mean"]
 
 

@@ -1,4 +1,4 @@
-"""An asynchronous run of two tasks with unequal latencies, one of them with a curriculum, and its resumption."""
+"""An asynchronous run of two tasks with unequal latencies, one with a curriculum, before and after a resume."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_trained_groups_keep_the_ratio_over_two_attempts(resumed: Finished) -> N
     assert last["task/sums/groups_total"] == totals["sums"]
     assert last["task/slow/groups_total"] == totals["slow"]
     assert totals["sums"] + totals["slow"] == 80
-    # What is in flight or finished at the end may lie between the ratio of the turns and that of the trained groups.
+    # Groups in flight or finished at the end may account for the difference between the ratios of turns and of trained groups.
     assert abs(totals["sums"] - 60) <= 6
     assert last["task/sums/share"] == totals["sums"] / 80
 
@@ -68,7 +68,7 @@ def test_curriculum_moves_and_continues_after_a_resume(resumed: Finished) -> Non
     assert moves[10] >= moves[9], "the level is that of the checkpoint"
 
 
-def test_checkpoint_has_the_choice_of_prompts(resumed: Finished) -> None:
+def test_checkpoint_contains_the_prompt_selection(resumed: Finished) -> None:
     assert (resumed.run_dir / "checkpoints/step-10/groups/prompts.pkl").exists()
 
 

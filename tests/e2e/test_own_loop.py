@@ -1,4 +1,4 @@
-"""A run whose caller trains and samples between two steps."""
+"""Runs whose caller trains and samples between two steps."""
 
 import asyncio
 import json
@@ -15,9 +15,7 @@ class BodyFailed(Exception):
     """Raised by the body of a run."""
 
 
-def test_ages_stay_within_the_bound_when_the_caller_trains_and_publishes_in_between(
-    plain_run: Finished, tmp_path: Path
-) -> None:
+def test_ages_stay_bounded_when_the_caller_publishes_between_steps(plain_run: Finished, tmp_path: Path) -> None:
     places = (f"output_dir={tmp_path}", "warm_start=null", f"model.path={plain_run.run_dir}/checkpoints/final")
     intervals = ("max_staleness=1", "algorithm.updates_per_publish=2", "algorithm.proximal=interval_start")
     config = load_config(

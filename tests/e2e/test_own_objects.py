@@ -1,4 +1,4 @@
-"""One run with a loss, an advantage, a group filter, a tracker and a hook of the user, all named by files."""
+"""A run with a custom loss, advantage, group filter, tracker and hook, all named by file."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ class Steer(titanrl.Hook):
 
 
 def finished_run(plain_run: Finished, folder: Path) -> Finished:
-    """Run the example with other steering, and a loss whose threshold no token is below, from a folder of its own."""
+    """Run the example in a separate folder, with another hook and a loss threshold that every token reaches."""
     for file in ("own_loss.py", "own_loss.yaml"):
         shutil.copy(REPO / "examples" / "own_loss" / file, folder)
     (folder / "steer.py").write_text(STEER)
@@ -61,7 +61,7 @@ def finished_run(plain_run: Finished, folder: Path) -> Finished:
             os.killpg(command.process.pid, signal.SIGKILL)
 
 
-def test_own_objects_train_as_the_built_in_ones_and_steer_the_run(plain_run: Finished, tmp_path: Path) -> None:
+def test_custom_objects_match_built_in_ones_and_steer_the_run(plain_run: Finished, tmp_path: Path) -> None:
     own = finished_run(plain_run, tmp_path)
     # The hook raised after the last checkpoint.
     assert own.code == 1, own.output

@@ -63,7 +63,7 @@ def test_exported_policy_of_two_ranks_equals_the_generators(
                 assert step.values["mismatch/logprob_abs_max"] < 1e-4, "both normalize over the tokens that truncation left"
                 assert 1.0 < step.values["tokens/support_size_mean"] < 20.0
                 assert step.values["staleness/max"] == 0
-            # The reference is the policy as it was at the start, or the average of all versions.
+            # The reference is the initial policy, or the average of all versions.
             assert [step.values["policy/kl_ref"] > 0 for step in metrics] == [False, True]
             exported = await run.export()
             prompts = make_stream(config.data, load_tokenizer(exported), config.seed).heldout(24)

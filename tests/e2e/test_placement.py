@@ -1,4 +1,4 @@
-"""Runs on several emulated hosts: every role on its host, the curve of one machine, and weights once per host."""
+"""Runs on several emulated hosts: each role on its host, the same curve as on one machine, weights once per host."""
 
 import os
 
@@ -7,17 +7,17 @@ import pytest
 from tests.e2e.conftest import Command, Finished, Start
 
 SAME = ("trainer.parallelism.dp_shard=2", "rollout.num_workers=2", "num_steps=12")
-"""Changes of every run of the first test."""
+"""Overrides of every run of the first test."""
 
 
 def curve(run: Finished) -> list[tuple[float, ...]]:
-    """Return the figures of each step that depend on every token and every weight."""
+    """Return the metrics of each step that depend on every token and every weight."""
     assert run.code == 0, run.output
     return [(row["reward/mean"], row["loss/policy"], row["grad/norm"], row["mismatch/logprob_abs_max"]) for row in run.steps]
 
 
 def host_of(command: Command, role: str, rank: int = 0) -> str:
-    """Return mesh and number of the emulated host that started a process; empty for the controller's."""
+    """Return mesh and index of the emulated host that started a process; empty for the controller's host."""
     (parent,) = [
         process for process in command.process_of(role, rank).parents() if "host_process" in " ".join(process.cmdline())
     ]
@@ -30,7 +30,7 @@ def received(run: Finished) -> list[float]:
 
 
 @pytest.mark.slow
-def test_curve_is_that_of_one_machine_on_every_placement(start_run: Start, plain_run: Finished) -> None:
+def test_every_placement_reproduces_the_curve_of_one_machine(start_run: Start, plain_run: Finished) -> None:
     one = start_run("one-machine", *plain_run.as_start, *SAME).finish()
     assert set(received(one)) == {0.0}
     hosts = ("hosts={kind: process, trainer_hosts: 2}", "placement.store=trainers", "placement.cpus.rollout=split")

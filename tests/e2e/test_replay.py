@@ -1,4 +1,4 @@
-"""Runs that train on groups again: their metrics, several storage shards, spilled groups, and a resume."""
+"""Runs with replay: their metrics, several storage shards, spilled groups, and a resume."""
 
 import signal
 
@@ -9,7 +9,7 @@ CURVE = ("reward/mean", "loss/policy", "grad/norm", "policy/ratio_max", "replay/
 CURVE += ("tokens/support_size_mean",)
 
 
-def test_replay_is_the_same_with_more_shards_with_files_and_after_a_kill(start_run: Start, plain_run: Finished) -> None:
+def test_replay_is_unaffected_by_shards_spilling_and_kills(start_run: Start, plain_run: Finished) -> None:
     plain = start_run("replay", *plain_run.as_start, *REPLAY).finish()
     assert plain.code == 0, plain.output
     assert [row["replay/groups"] for row in plain.steps[:1]] == [0]
@@ -23,7 +23,7 @@ def test_replay_is_the_same_with_more_shards_with_files_and_after_a_kill(start_r
     assert all(row["buffer/spilled_bytes"] == 0 for row in plain.steps)
     assert all(1.0 < row["tokens/support_size_mean"] < 20.0 for row in plain.steps), "the checkpoint keeps supports"
 
-    # Four workers with a shard each, which hold almost everything in files; then two workers.
+    # First four workers, whose shards keep almost everything in files; then two workers.
     many = ("rollout.num_workers=4", "replay.shard_memory_bytes=2000")
     command = start_run("replay_many", *plain_run.as_start, *REPLAY, *many)
     command.wait_for_step(3)

@@ -1,4 +1,4 @@
-"""Generator replicas that differ: a slow one, one that drains, and one of whose ranks dies."""
+"""Generator replicas: a slow one, one that drains, and one with a rank that dies."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ SLOW = (
 
 
 class Watched(GRPO):
-    """A run that notes the prompts of its batches."""
+    """A run that records the prompts of its batches."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -49,7 +49,7 @@ class Watched(GRPO):
 
 @asynccontextmanager
 async def slowed(process: psutil.Process) -> AsyncIterator[None]:
-    """Let a process run only part of the time."""
+    """Let a process run only for a part of the time."""
 
     async def throttle() -> None:
         while True:
@@ -67,7 +67,7 @@ async def slowed(process: psutil.Process) -> AsyncIterator[None]:
 
 
 class LatePulls:
-    """Makes the second replica pull each version only after the slots trained on before are free."""
+    """Delays each pull of the second replica until the slots of the previous batch are free."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_pulled = [0, 0]
@@ -83,7 +83,7 @@ class LatePulls:
             return received
 
         async def noted_release(client: BufferClient, handles: Table, priorities: object) -> None:
-            # The next version may already have been pulled, too.
+            # The next version may also have been pulled already.
             assert self.num_pulled[0] >= self.num_released + 2, "slots were freed before any replica had pulled"
             assert priorities is None, "the run does not replay"
             await release(client, handles)
@@ -100,7 +100,7 @@ class LatePulls:
 
 
 def overtakers(batches: list[list[int]]) -> dict[int, int]:
-    """Return, for each group, how many younger groups were in an earlier batch; groups in no batch yet count, too."""
+    """Return, for each group, how many younger groups were in an earlier batch; includes groups that are in no batch yet."""
     taken: list[int] = []
     counts = {}
     for batch in batches:
@@ -142,7 +142,7 @@ def test_slow_replica_delays_no_slot_and_no_batch_beyond_the_window(
 
 
 class TracedRequests:
-    """The seconds in which at least one request to compute was pending at the trainer, seen from the controller."""
+    """Measures how long at least one compute request to the trainer was pending, as seen from the controller."""
 
     COMPUTE = ("trainer.forward_backward", "trainer.optim_step")
 

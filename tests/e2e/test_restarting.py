@@ -1,4 +1,4 @@
-"""Runs whose processes are killed: parts are replaced, or the run continues from its last checkpoint; nothing else changes."""
+"""Runs whose processes are killed: they are replaced, or the run continues from its last checkpoint, with the same results."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def restarts(run: Finished) -> list[tuple[str, int, int]]:
 
 
 def check_same(run: Finished, plain: Finished) -> None:
-    """Check that a run has ended like one without faults, bit for bit."""
+    """Check that a run ended bit for bit like one without faults."""
     assert run.code == 0, run.output
     assert curve(run) == curve(plain)
     assert run.evaluations() == plain.evaluations()
@@ -45,7 +45,7 @@ def test_killed_trainer_and_store_change_nothing(start_run: Start, plain_run: Fi
 
 
 def test_all_processes_are_forks_of_templates(plain_run: Finished) -> None:
-    """A package that starts a thread when it is imported, or a module that imports Monarch, would end that silently."""
+    """A package that starts a thread on import, or a module that imports Monarch, would silently disable forking."""
     logs = {file.stem: file.read_text() for file in (plain_run.run_dir / "logs").glob("template_*.log")}
     assert logs.keys() == {"template_generator", "template_rollout", "template_store", "template_trainer"}
     assert not [name for name, text in logs.items() if "no forks" in text or "Traceback" in text]
@@ -60,7 +60,7 @@ IMPORTED_ONCE = {
     "vllm",
     "vllm.v1.worker.cpu_worker",
 }
-"""Modules that take long to import, and that only templates import."""
+"""Modules that are slow to import; only templates import them."""
 
 
 def imported_by_forks(run: Finished, log: str) -> set[str]:
@@ -88,7 +88,7 @@ def test_killed_generator_and_workers_change_nothing(start_run: Start, plain_run
 
 
 def test_generator_that_dies_with_the_trainer_changes_nothing(start_run: Start, plain_run: Finished) -> None:
-    """It is replaced beside the restart, or started again by it, whichever death is noticed first."""
+    """It is replaced in parallel to the restart or restarted with it, depending on which death is detected first."""
     run = start_run("both", KILLER, KILL="generator_0:after_step:3 trainer:after_step:3").finish()
     check_same(run, plain_run)
     assert len(restarts(run)) >= 1
@@ -113,7 +113,7 @@ def test_batch_whose_tokens_are_lost_is_sampled_again(start_run: Start, plain_ru
         (1, "host-trainers-0:before_step:3", [], 1),
     ],
 )
-def test_death_of_a_host_is_survived(
+def test_run_survives_the_death_of_a_host(
     start_run: Start, plain_run: Finished, num_hosts: int, kill: str, replacements: list[str], num_restarts: int
 ) -> None:
     hosts = f"hosts={{kind: process, generator_hosts: {num_hosts}}}"
@@ -145,7 +145,7 @@ def fine_tune(folder: Path, *overrides: str, kill: str) -> Finished:
 
 
 @pytest.mark.slow
-def test_run_whose_trainer_keeps_dying_ends_and_says_so(tmp_path: Path) -> None:
+def test_run_with_repeatedly_dying_trainer_ends_with_the_reason(tmp_path: Path) -> None:
     kills = "trainer:after_step:1 trainer:after_step:2"
     run = fine_tune(tmp_path, "faults.max_respawns=1", "checkpoint.every_steps=1", kill=kills)
     assert run.code == 1
@@ -195,7 +195,7 @@ def test_asynchronous_run_trains_on_every_prompt_once(start_run: Start, plain_ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saves", [False, True])
-def test_interrupt_of_a_restart_closes_in_order(start_run: Start, plain_run: Finished, saves: bool) -> None:
+def test_interrupt_during_restart_shuts_down_cleanly(start_run: Start, plain_run: Finished, saves: bool) -> None:
     overrides: tuple[Any, ...] = ("num_steps=100000", f"checkpoint.on_interrupt={str(saves).lower()}")
     command = start_run(f"restart-interrupted-{saves}", *overrides)
     command.wait_for_step(3)

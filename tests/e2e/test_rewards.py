@@ -1,4 +1,4 @@
-"""Runs with rewards and prompts of the user: named in a configuration, and as objects in Python. They are the examples."""
+"""Runs of the examples with custom rewards and prompts, named in a configuration or passed as Python objects."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def rare(completions, entry, finish_reasons):
 
 @pytest.fixture
 def judge_url() -> Iterator[str]:
-    """URL of the stand-in for a judge, a process of its own."""
+    """URL of the rule-based judge, which runs in a separate process."""
     with subprocess.Popen([sys.executable, str(JUDGE / "rule_judge.py"), "0"], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         yield server.stdout.readline().split()[-1]
@@ -67,7 +67,7 @@ def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
         f"data.rewards={json.dumps(rewards)}",
         "algorithm.advantage=gdpo",
         "algorithm.mask_truncated=true",
-        "rollout.max_new_tokens=9",  # cuts some completions
+        "rollout.max_new_tokens=9",  # truncates some completions
         "num_steps=2",
         "evaluation.num_prompts=8",
         "logging.rollouts_per_step=8",
@@ -99,7 +99,7 @@ def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
 
 
 def assert_advantages_are_gdpo(finished: Finished, weights: Mapping[str, float]) -> None:
-    """Compute the advantages again from the recorded parts of every group."""
+    """Recompute the advantages from the recorded parts of every group, and compare."""
     recorded = [json.loads(line) for line in (finished.run_dir / "advantages.jsonl").read_text().splitlines()]
     parts_of = {
         group["index"]: [completion["reward_parts"] for completion in group["completions"]] for group in finished.rollouts()
@@ -118,7 +118,7 @@ def assert_advantages_are_gdpo(finished: Finished, weights: Mapping[str, float])
 
 
 def assert_truncated_completions_are_not_trained_on(finished: Finished) -> None:
-    """Count the tokens to train on again, from the recorded completions."""
+    """Recount the trained tokens from the recorded completions, and compare."""
     trained, num_truncated = 0, 0
     advantages_of = {
         row["index"]: row["advantages"]
@@ -147,7 +147,7 @@ def test_example_trains_with_functions_from_python(plain_run: Finished, tmp_path
     assert 0.0 < finished.steps[0]["reward/brief"] < 1.0
 
 
-def test_wrong_signature_ends_the_command_with_the_expected_one(tmp_path: Path) -> None:
+def test_wrong_signature_error_shows_the_expected_signature(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
     (tmp_path / "run.yaml").write_text("name: a\nnum_steps: 1\ndata:\n  rewards:\n    short: {function: mine.py:score}\n")
     command = [sys.executable, "-m", "titanrl.grpo", "--config", "run.yaml"]

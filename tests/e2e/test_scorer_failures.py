@@ -1,4 +1,4 @@
-"""Runs whose reward raises, always or sometimes."""
+"""Runs whose reward always or sometimes raises."""
 
 import json
 from pathlib import Path

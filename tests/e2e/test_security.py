@@ -1,4 +1,4 @@
-"""A running run, seen by other users of the machine and by a second controller."""
+"""Access to a running run by other users of the machine and by a second controller."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Processes of a run that are stopped: the run ends and names them, and closing takes no longer for it."""
+"""Runs with a stopped or hanging process: the run ends, names the process, and shuts down without delay."""
 
 import signal
 import time
@@ -38,7 +38,7 @@ def test_stopped_process_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_interrupt_closes_in_order_although_a_process_is_stopped(start_run: Start, plain_run: Finished) -> None:
+def test_interrupt_shuts_down_cleanly_with_a_stopped_process(start_run: Start, plain_run: Finished) -> None:
     command = start_run("interrupted-stopped", "num_steps=100000")
     command.wait_for_step(1)
     command.process_of("generator_0").suspend()

@@ -1,4 +1,4 @@
-"""A reward of tokens."""
+"""A reward that returns token rewards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The command `python -m tests.fuzz --minutes 5`: hostile inputs until the time is up; exit 1 if one broke something."""
+"""Fuzz TitanRL for some minutes: `python -m tests.fuzz --minutes 5`. Exits with 1 if an input broke something."""
 
 import argparse
 import shutil
@@ -16,13 +16,13 @@ from types import FrameType
 from tests.fuzz.targets import TARGETS
 
 LIMIT_S = 20
-"""Longest time that one input may take."""
+"""Time limit of one input in seconds."""
 SHARE_OF_COMMANDS = 0.4
-"""Share of the time for real processes."""
+"""Largest share of the time that `commands`, which starts real processes, may take."""
 
 
 class TooSlow(BaseException):
-    """An input took longer than the limit; no code under test catches this."""
+    """An input exceeded the time limit. A BaseException, so that no code under test catches it."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Tally:
 
 
 def attempt(target: str, seed: str, parent: Path, tally: Tally) -> str | None:
-    """Try one input; return the traceback of a failure."""
+    """Try one input; return the traceback if it fails, else None."""
     folder = parent / "case"
     folder.mkdir()
     started = time.monotonic()
@@ -53,19 +53,19 @@ def attempt(target: str, seed: str, parent: Path, tally: Tally) -> str | None:
 
 
 def stop_slow(number: int, frame: FrameType | None) -> None:
-    """End an input that takes too long."""
+    """Interrupt an input that takes too long."""
     raise TooSlow(f"longer than {LIMIT_S} s")
 
 
 def main() -> int:
-    """Attack all targets, print the figures and every failure."""
+    """Fuzz all targets; print every failure and the totals."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz", description="Feed hostile inputs to everything that reads files."
+        prog="python -m tests.fuzz", description="Feed hostile inputs to all code that reads files."
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="time to spend")
     parser.add_argument("--seed", default="0", help="seed of the inputs")
-    parser.add_argument("--only", choices=TARGETS, help="one target")
-    parser.add_argument("--case", help="repeat one failure: the target and seed that it printed, as TARGET:SEED")
+    parser.add_argument("--only", choices=TARGETS, help="fuzz only this target")
+    parser.add_argument("--case", help="repeat one failure, given as the printed TARGET:SEED")
     arguments = parser.parse_args()
     signal.signal(signal.SIGALRM, stop_slow)
     tallies = {name: Tally() for name in TARGETS if arguments.only in (None, name)}

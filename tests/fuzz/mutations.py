@@ -1,4 +1,4 @@
-"""Hostile values, texts and bytes."""
+"""Generate hostile values, strings and bytes."""
 
 import json
 from collections.abc import Callable
@@ -104,7 +104,7 @@ WORDS = (
 
 
 def scalar(rng: Random) -> str:
-    """Return a value of YAML."""
+    """Return a hostile YAML value."""
     match rng.randrange(6):
         case 0 | 1:
             return rng.choice(NUMBERS)
@@ -120,7 +120,7 @@ def scalar(rng: Random) -> str:
 
 
 def changed_bytes(rng: Random, data: bytes) -> bytes:
-    """Return bytes with one change: cut, flipped, zeroed, repeated, removed or inserted."""
+    """Return the data with one mutation, such as a truncation, a flipped bit, an insertion or another encoding."""
     changes: tuple[Callable[[], bytes], ...] = (
         lambda: data[: rng.randrange(len(data) + 1)],
         lambda: b"",
@@ -140,7 +140,7 @@ def changed_bytes(rng: Random, data: bytes) -> bytes:
 
 
 def flipped(rng: Random, data: bytes) -> bytes:
-    """Return bytes with one flipped bit."""
+    """Return the data with one flipped bit."""
     if not data:
         return b"x"
     changed = bytearray(data)
@@ -149,13 +149,13 @@ def flipped(rng: Random, data: bytes) -> bytes:
 
 
 def spliced(rng: Random, data: bytes, piece: bytes) -> bytes:
-    """Return bytes in which a piece replaces a few others."""
+    """Return the data with a few bytes replaced by `piece`."""
     start = rng.randrange(len(data) + 1)
     return data[:start] + piece + data[start + rng.randrange(10) :]
 
 
 def json_value(rng: Random, depth: int = 0) -> str:
-    """Return the text of a JSON value, some of which Python cannot read."""
+    """Return a JSON value as text; Python cannot parse some of them."""
     match rng.randrange(9 if depth < 4 else 7):
         case 0:
             return rng.choice(("null", "true", "false", "NaN", "-Infinity", "1e999", "-0", "9" * 5000, "1.5", "3"))

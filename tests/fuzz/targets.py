@@ -1,6 +1,6 @@
-"""Targets of the attack: each makes one hostile input, lets TitanRL read it, and returns the exit code that follows from it.
+"""Fuzzing targets. Each creates one hostile input, lets TitanRL read it, and returns the resulting exit code.
 
-Whatever else it raises is a failure. `Failed` is raised if the reply is wrong although nothing was raised.
+Any exception is a failure. A target raises `Failed` if TitanRL's reply is wrong although it raised nothing.
 """
 
 import io
@@ -43,20 +43,20 @@ class Failed(AssertionError):
 
 
 def overrides(rng: Random, folder: Path) -> int:
-    """Check a shipped configuration with hostile overrides."""
+    """Load a built-in configuration with hostile overrides."""
     runnable = ("quickstart", "sft_quickstart") * 5  # others need accelerators
     return checked(lambda: load_config(rng.choice((*runnable, *shipped_configs())), hostile_overrides(rng)))
 
 
 def files(rng: Random, folder: Path) -> int:
-    """Check a damaged configuration file."""
+    """Load a damaged configuration file."""
     path = folder / "run.yaml"
     path.write_bytes(damaged_config(rng))
     return checked(lambda: load_config(path))
 
 
 def jsonl(rng: Random, folder: Path) -> int:
-    """Read hostile prompts, or hostile examples of a fine-tuning."""
+    """Read hostile prompts or hostile fine-tuning examples."""
     path = folder / "data.jsonl"
     path.write_bytes(hostile_lines(rng, ("prompt", "answer") if (is_rl := rng.random() < 0.5) else ("prompt", "completion")))
     try:
@@ -75,11 +75,11 @@ def jsonl(rng: Random, folder: Path) -> int:
 
 
 def checkpoints(rng: Random, folder: Path) -> int:
-    """Resume from a damaged run directory; a checkpoint that is taken must have the bytes that were written."""
+    """Resume from a damaged run directory; a checkpoint that is accepted must have the original bytes."""
     run_dir = folder / "run"
     shutil.copytree(whole_run(folder), run_dir)
     for _ in range(rng.choice((1, 1, 2, 4, 10))):
-        with suppress(OSError):  # such as a name that is taken
+        with suppress(OSError):  # such as an existing name
             damage(rng, rng.choice([path for path in sorted(run_dir.rglob("*")) if path != run_dir / "checkpoints"]))
     try:
         found = resumable(run_dir)
@@ -91,21 +91,21 @@ def checkpoints(rng: Random, folder: Path) -> int:
             raise Failed("no last lines")
     step = f"checkpoints/step-{found.state.step}"
     if bytes_below(run_dir / step) != bytes_below(whole_run(folder) / step):
-        raise Failed(f"{step} was taken, but its files have changed")
+        raise Failed(f"{step} was accepted, but its files have changed")
     try:
         with RunDirectory(run_dir, resume_step=found.state.step, resume_index=found.state.next_index, warn=str) as directory:
             directory.log(StepMetrics(step=found.state.step + 1, version=1, values={}))
-    except OSError as error:  # such as a folder in the place of a file
+    except OSError as error:  # such as a folder in place of a file
         return 1 if str(run_dir) in str(error) else refused("")
     set_aside(run_dir / "checkpoints", found.state.step)
     steps = [row["step"] for row in read_metrics(directory.metrics)]
     if max(steps) != found.state.step + 1 or any(row["index"] >= found.state.next_index for row in rows_of(directory.rollouts)):
-        raise Failed("lines of later steps are left")
+        raise Failed("lines of later steps remain")
     return 0
 
 
 def commands(rng: Random, folder: Path) -> int:
-    """Run the real command on hostile arguments, files, prompts or checkpoints; nothing is started."""
+    """Run the real command on hostile arguments, files, prompts or checkpoints; it must not start a run."""
     match rng.randrange(4):
         case 0:
             return command(
@@ -198,7 +198,7 @@ def _whole_run(parent: Path) -> Path:
 
 
 def whole_run(folder: Path) -> Path:
-    """Return a run directory with three checkpoints, made once beside the folder of a case."""
+    """Return a run directory with three checkpoints, created once next to the folder of a case."""
     return _whole_run(folder.parent)
 
 
@@ -243,14 +243,14 @@ def checked(load: Callable[[], Config]) -> int:
 
 
 def refused(text: str) -> int:
-    """Check an error message."""
+    """Check an error message, and return exit code 2."""
     if not text or "Traceback" in text or len(text) > 50_000:
         raise Failed(f"no usable message: {text[:300]!r}, {len(text)} characters")
     return 2
 
 
 def command(*arguments: str) -> int:
-    """Run the command; return its exit code."""
+    """Run the command, check its output, and return its exit code."""
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(
         [sys.executable, "-m", "titanrl.cli", *(argument[:100_000] for argument in arguments)],

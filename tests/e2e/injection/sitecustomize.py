@@ -1,7 +1,7 @@
-"""Faults in the processes of a run, for tests. Python imports this module first where its folder is on `PYTHONPATH`.
+"""Inject faults into the processes of a run. Python imports this module at startup if its folder is on `PYTHONPATH`.
 
-`command.json` in the folder of `fault_reward` asks for one fault at the start of an endpoint: the first process that reaches
-the endpoint takes the file, writes `hit.json`, and misbehaves, or sends a signal to another process.
+`command.json` in the folder of `fault_reward` requests one fault at the start of an endpoint. The first process that reaches
+the endpoint takes the file, writes `hit.json`, and causes the fault in itself or sends a signal to another process.
 """
 
 import functools
@@ -14,7 +14,7 @@ MODULE = "titanrl.actors"
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the module of all endpoints, and adds the faults to it."""
+    """Import hook that adds fault injection to the module of all endpoints."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != MODULE:
@@ -34,7 +34,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def with_faults(replying: Any) -> Any:
-    """Wrap the decorator of all endpoints."""
+    """Wrap the endpoint decorator so that each call first checks for a requested fault."""
     from fault_reward import at
 
     def decorate(method: Any) -> Any:

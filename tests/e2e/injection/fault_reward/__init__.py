@@ -1,4 +1,4 @@
-"""Faults on command, and a reward that has them in a scoring process. See `sitecustomize`."""
+"""Inject faults on command, also in a scoring process by a reward function. See `sitecustomize`."""
 
 import ctypes
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-"""Folder of the commands. A scoring process may read it, because this package is in it."""
+"""Folder of the commands. A scoring process may read it, because it contains this package."""
 COMMAND, HIT = FOLDER / "command.json", FOLDER / "hit.json"
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 done: set[int] = set()
@@ -25,8 +25,8 @@ class HasLock(Exception):
         self.lock = threading.Lock()
 
 
-def misbehave(fault: str) -> None:
-    """Do it in this process, on this thread."""
+def cause(fault: str) -> None:
+    """Cause the fault in this process, on this thread."""
     match fault:
         case "segfault":
             ctypes.string_at(0)
@@ -44,7 +44,7 @@ def misbehave(fault: str) -> None:
 
 
 def at(point: str) -> None:
-    """Misbehave if that was commanded for this point."""
+    """Cause a fault if one was requested for this point."""
     try:
         command = json.loads(COMMAND.read_text())
         if command["point"] != point:
@@ -60,24 +60,24 @@ def at(point: str) -> None:
 
 
 def strike(command: Mapping[str, Any], victim: int) -> None:
-    """Record the time, then misbehave or hit the victim."""
+    """Record the time, then cause the fault in this process or send the signal to the victim."""
     hit = FOLDER / "hit.tmp"
     log = os.readlink("/proc/self/fd/1")  # named after the role of this process
     hit.write_text(json.dumps({"id": command["id"], "time": time.time(), "pid": victim, "log": log}))
     hit.rename(HIT)
     if victim == os.getpid():
-        misbehave(command["fault"])
+        cause(command["fault"])
     else:
         os.kill(victim, SIGNALS[command["fault"]])
 
 
 def score(completion: str, entry: Mapping[str, Any]) -> float:
-    """Misbehave once if that was commanded for this scoring process, which can only read."""
+    """Cause a fault once if it was requested for this scoring process, which can only read the command."""
     try:
         command = json.loads(COMMAND.read_text())
     except FileNotFoundError:
         return 0.0
     if command["point"] == "reward" and command["pid"] == os.getpid() and command["id"] not in done:
         done.add(command["id"])
-        misbehave(command["fault"])
+        cause(command["fault"])
     return 0.0

@@ -1,4 +1,4 @@
-"""An environment of one turn that misbehaves on command, in a process of its own."""
+"""A single-turn environment that causes faults on command, in a separate process."""
 
 from fault_reward import at
 from titanrl.environments import Done, Message
@@ -9,6 +9,6 @@ class Task(SingleTurn):
     """Asks the question, and ends with the answer."""
 
     async def step(self, message: Message) -> Done:
-        """Misbehave if that was commanded, or end the episode."""
+        """Cause a fault if one was requested, or end the episode."""
         at("environment.step")
         return await super().step(message)
