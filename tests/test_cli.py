@@ -121,7 +121,9 @@ def test_copy_never_overwrites_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as ended:
         cli.main(["configs", "quickstart", "--to", str(target)])
     assert ended.value.code == 2
-    assert f"--to: the file cannot be created: File exists (got {target}). Name a new file." in capsys.readouterr().err
+    assert (
+        f"--to: the file cannot be created: File exists (got {target}). Give the path of a new file." in capsys.readouterr().err
+    )
     assert target.read_text() == "name: mine\n"
 
 

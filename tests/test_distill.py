@@ -100,7 +100,7 @@ def test_keys_without_effect_are_refused(override: str, rule: str) -> None:
 
 def test_teacher_needs_an_accelerator_of_its_own() -> None:
     options = ["device=cuda", "hosts.devices_per_host=2", "distill.teacher.tp=2"]
-    with pytest.raises(ConfigError, match="teacher rank on it, which is 4") as raised:
+    with pytest.raises(ConfigError, match="teacher rank, which is 4") as raised:
         load_config("distill_quickstart", options)
     assert "distill.teacher.tp=2" in str(raised.value)
 

@@ -90,7 +90,7 @@ def test_unusable_object_is_refused_before_the_start(objects: dict[str, Any], pr
 
 
 def test_rules_over_several_sections_hold_for_objects() -> None:
-    with pytest.raises(ConfigError, match=r"rule: warm_start requires the task chain_sum of reasoning_gym"):
+    with pytest.raises(ConfigError, match=r"rule: warm_start has demonstrations only for the reasoning_gym task chain_sum"):
         GRPO(load_config(QUICKSTART), prompts=squares)
 
 

@@ -84,7 +84,7 @@ def test_placement_on_accelerators_compares_with_the_memory_of_a_device() -> Non
     assert trainer[:4] == ["this machine", "cuda 0-3", "trainer rank", "4"]
     assert generator[:5] == ["this machine", "cuda 4-7", "generator rank", "4", "8.2 GB + KV cache"]
     assert trainer[-1] == generator[-1] == "24.0 GB"
-    assert "and a device has 24.0 GB" in text
+    assert "but a device has 24.0 GB" in text
 
 
 def test_placement_on_slurm_counts_processes_per_host() -> None:

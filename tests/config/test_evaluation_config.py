@@ -49,17 +49,27 @@ def test_engine_has_room_for_the_longest_set() -> None:
     ("text", "key", "rule", "fix"),
     [
         ("a b: {}", "evaluation.sets.a b", "must consist of letters", "rename it"),
-        ("hard: {num_samples: 4}", "evaluation.sets.hard.temperature=0", "are all equal", "set temperature to 1"),
+        ("hard: {num_samples: 4}", "evaluation.sets.hard.temperature=0", "are all equal", "set temperature, for example to 1"),
         ("hard: {pass_k: [2]}", "evaluation.sets.hard.pass_k=[2]", "at least k samples", "set num_samples to at least 2"),
-        ("hard: {split: all}", 'evaluation.sets.hard.split="all"', "include those that are trained on", "set split to heldout"),
-        ("chain_sum: {}", "evaluation.sets.chain_sum", "the default set has the name of the task", "rename the set"),
+        (
+            "hard: {split: all}",
+            'evaluation.sets.hard.split="all"',
+            "prompts of the run that are trained on",
+            "set split to heldout",
+        ),
+        ("chain_sum: {}", "evaluation.sets.chain_sum", "this name is taken by the default set", "rename the set"),
         (
             "hard: {num_prompt: 4}",
             "evaluation.sets.hard.num_prompt",
             "no such key in evaluation.sets.hard",
             "Keys of evaluation.sets.hard: every_steps",
         ),
-        ("hard: {max_new_tokens: 600}", "evaluation.sets.hard.max_new_tokens=600", "the model's 512 positions", "lower it"),
+        (
+            "hard: {max_new_tokens: 600}",
+            "evaluation.sets.hard.max_new_tokens=600",
+            "the model has only 512 positions",
+            "lower evaluation.sets.hard.max_new_tokens",
+        ),
     ],
 )
 def test_wrong_set_is_an_error(tmp_path: Path, text: str, key: str, rule: str, fix: str) -> None:
@@ -71,9 +81,9 @@ def test_wrong_set_is_an_error(tmp_path: Path, text: str, key: str, rule: str, f
 
 def test_fine_tuning_and_distillation_restrict_the_sets(tmp_path: Path) -> None:
     found = complaint(tmp_path, f"{BASE}    hard: {{}}\nsft: {{path: a.jsonl}}\n")
-    assert "evaluates the loss on held-out examples" in found
+    assert "evaluates only the loss on held-out examples" in found
     text = "name: a\nnum_steps: 3\nevaluation: {num_prompts: 0}\ndistill: {teacher: {path: big}}\n"
-    assert "evaluates the teacher on the default set" in complaint(tmp_path, text)
+    assert "needs the default set, on which it evaluates the teacher" in complaint(tmp_path, text)
 
 
 def asynchronous(**changes: object) -> Config:
@@ -100,7 +110,7 @@ def test_generator_of_its_own_evaluates_between_the_ends_of_asynchronous_runs(ch
 def test_evaluator_has_a_device_of_its_own(tmp_path: Path) -> None:
     text = "name: a\nnum_steps: 30\ndevice: cuda\nmax_staleness: 1\nhosts: {devices_per_host: 2}\n"
     found = complaint(tmp_path, text)
-    assert "one accelerator per trainer rank, generator rank and evaluator rank on it, which is 3" in found
+    assert "one accelerator per trainer rank, generator rank and evaluator rank, which is 3" in found
     assert "set evaluation.background to false" in found
     assert asynchronous(device="cuda", hosts={"devices_per_host": 3}).num_evaluator_ranks == 1
 
@@ -109,9 +119,9 @@ def test_evaluator_has_a_device_of_its_own(tmp_path: Path) -> None:
     ("text", "rule", "fix"),
     [
         ("best_metric: eval/hard/mean", "must be a metric of an evaluation set", "choose one of eval/chain_sum/mean"),
-        ("best_metric: eval/chain_sum/response_len_mean", "of which a higher value is better", "choose one of"),
-        ("patience: 3", "without a metric no policy is better", "set best_metric"),
-        ("min_improvement: 0.1", "without a metric no policy is better", "set best_metric"),
+        ("best_metric: eval/chain_sum/response_len_mean", "that can be maximized", "choose one of"),
+        ("patience: 3", "patience requires best_metric", "set best_metric"),
+        ("min_improvement: 0.1", "min_improvement requires best_metric", "set best_metric"),
     ],
 )
 def test_wrong_choice_of_the_best_policy_is_an_error(tmp_path: Path, text: str, rule: str, fix: str) -> None:
@@ -125,4 +135,4 @@ def test_best_policy_needs_evaluations_of_published_versions(tmp_path: Path) -> 
         "name: a\nnum_steps: 4\nalgorithm: {updates_per_publish: 2}\n"
         "evaluation: {every_steps: 3, best_metric: eval/chain_sum/mean}\n"
     )
-    assert "updates_per_publish must divide every_steps of this set" in complaint(tmp_path, text)
+    assert "every_steps must be a multiple of updates_per_publish" in complaint(tmp_path, text)

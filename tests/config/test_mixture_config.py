@@ -73,19 +73,23 @@ def test_weights_of_rewards_are_those_of_the_task() -> None:
 @pytest.mark.parametrize(
     ("mixture", "override", "text"),
     [
-        ("{a: {temperature: 0.5}}", "seed=0", "trainer computes the log-probabilities of all tasks"),
+        ("{a: {temperature: 0.5}}", "seed=0", "all tasks share this key"),
         ("{a: {weight: 0}}", "seed=0", "data.mixture.a.weight=0"),
         ("{a/b: {}}", "seed=0", "the name of a task must consist of letters"),
         ("{a: {pass_k: 2}}", "seed=0", "pass_k is required when advantage is pass_at_k, and allowed only then"),
         ("{a: {advantage: pass_at_k, pass_k: 9}}", "seed=0", "group_size must be at least pass_k"),
         ("{a: {max_new_tokens: 5000}}", "seed=0", "data.mixture.a.max_new_tokens=5000"),
-        ("{a: {}, b: {}}", "evaluation.sets={c: {num_samples: 1}}", "a set must say whose prompts it has"),
-        ("{a: {}, b: {}}", "evaluation.sets={c: {task: d}}", "must be a task of the run"),
-        ("{a: {}, b: {}}", "evaluation.sets={a: {task: b}}", "the default set has the name of the task"),
-        ("{a: {}}", "evaluation.sets={c: {task: a, data: {}}}", "either its own or those of a task"),
-        ("{a: {}}", "evaluation.sets={c: {data: {curriculum: {levels: 2}}}}", "an evaluation set has no levels"),
-        ("{a: {curriculum: {levels: 2}}}", "distill={teacher: {path: x}}", "which a curriculum follows"),
-        ("{a: {}}", "sft={path: x.jsonl}", "fine-tuning has examples of one file"),
+        ("{a: {}, b: {}}", "evaluation.sets={c: {num_samples: 1}}", "a set must select one of them"),
+        ("{a: {}, b: {}}", "evaluation.sets={c: {task: d}}", "must be a task of data.mixture"),
+        ("{a: {}, b: {}}", "evaluation.sets={a: {task: b}}", "this name is taken by the default set"),
+        ("{a: {}}", "evaluation.sets={c: {task: a, data: {}}}", "uses the prompts either of task or of data"),
+        (
+            "{a: {}}",
+            "evaluation.sets={c: {data: {curriculum: {levels: 2}}}}",
+            "an evaluation set does not support a curriculum",
+        ),
+        ("{a: {curriculum: {levels: 2}}}", "distill={teacher: {path: x}}", "do not support a curriculum"),
+        ("{a: {}}", "sft={path: x.jsonl}", "supervised fine-tuning does not support a mixture"),
     ],
 )
 def test_wrong_mixtures_are_errors(tmp_path: Path, mixture: str, override: str, text: str) -> None:

@@ -110,24 +110,27 @@ def test_cores_of_a_role_are_shown_and_counted_on_each_host() -> None:
     [
         (
             ("placement.replicas_per_host=[3,1,1]", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=4"),
-            "  rule: needs one number for each of the 2 hosts\n  fix:  write 2 numbers, or null",
+            "  rule: needs one number for each of the 2 hosts, but has 3\n  fix:  write 2 numbers, or null",
         ),
         (
             ("placement.workers_per_host=[3,1]", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=2"),
             "placement.workers_per_host=[3, 1], rollout.num_workers=1 (default)\n"
-            "  rule: the numbers must add up to 1, and add up to 4\n"
+            "  rule: the numbers must add up to 1, but add up to 4\n"
             "  fix:  correct them, or set rollout.num_workers to 4",
         ),
         (
             ("placement.generator=trainers", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=2"),
-            "  rule: generators on trainer hosts cannot have more hosts than the trainer\n"
+            "  rule: with placement.generator: trainers, generator_hosts must not exceed trainer_hosts\n"
             "  fix:  set hosts.generator_hosts to 1, or placement.generator to generators",
         ),
         (
             ("hosts={kind: process, generator_hosts: 2}", "generator.replicas=3"),
             "  fix:  set hosts.generator_hosts to 1, or placement.replicas_per_host",
         ),
-        (("weights.transport=arena", "hosts.kind=process"), "an arena is shared memory of one host, and process starts each"),
+        (
+            ("weights.transport=arena", "hosts.kind=process"),
+            "arena is shared memory of one host, so it requires hosts.kind: local",
+        ),
         (
             ("placement.workers_per_host=[1,1]", "placement.rollout=controller", "rollout.num_workers=2"),
             "  rule: needs one number for each of the 1 hosts",

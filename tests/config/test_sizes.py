@@ -188,7 +188,7 @@ def test_shared_device_requires_a_memory_limit() -> None:
 
 def test_too_few_accelerators_only_warn_if_the_device_is_unknown() -> None:
     (text,) = misfits(device="auto", hosts={"devices_per_host": 1})
-    assert text.endswith("; on a CPU this does not matter.")
+    assert text.endswith("; ignore this on CPU.")
     assert misfits(device="cpu", hosts={"devices_per_host": 1}) == []
 
 
@@ -278,7 +278,7 @@ def test_generation_alone_needs_no_trainer_rank() -> None:
     values = {"name": "sides", "num_steps": 1, "device": "cpu", "hosts": {"devices_per_host": 1}}
     config, alone = (Config.model_validate({**values, "train": train}) for train in (True, False))
     assert (config.num_trainer_ranks, alone.num_trainer_ranks) == (1, 0)
-    assert "a host must have one accelerator per trainer rank and generator rank" in str(next(config.device_shortage()))
+    assert "a host needs one accelerator per trainer rank and generator rank" in str(next(config.device_shortage()))
     assert list(alone.device_shortage()) == []
     assert derive(alone).processes == {"controller": 1, "generator": 1, "rollout": 1, "buffer": 1, "sandbox": 8}
     replayed = config.model_copy(update={"rollout": RolloutConfig(replay=Path("dump"))})

@@ -157,17 +157,17 @@ def test_sampler_by_import_path_gets_levels_seed_and_options(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({}, "one key must say which levels there are"),
-        ({"levels": 2, "task_configs": ({}, {})}, "one key must say which levels there are"),
-        ({"edges": (1.0,)}, "edges are values of a field"),
-        ({"field": "a", "task_configs": ({}, {})}, "either from a field or from task_configs"),
+        ({}, "must define the levels"),
+        ({"levels": 2, "task_configs": ({}, {})}, "must define the levels"),
+        ({"edges": (1.0,)}, "edges requires field"),
+        ({"field": "a", "task_configs": ({}, {})}, "field and task_configs are different ways"),
         ({"field": "a", "edges": (2.0, 1.0)}, "must be ascending"),
-        ({"field": "a", "values": ("x", "x")}, "a value must belong to one level"),
-        ({"task_configs": ({},)}, "a curriculum needs two levels"),
+        ({"field": "a", "values": ("x", "x")}, "values must not contain duplicates"),
+        ({"task_configs": ({},)}, "a curriculum needs at least two levels"),
         ({"levels": 2, "raise_at": 0.5, "lower_at": 0.5}, "lower_at must be below raise_at"),
-        ({"levels": 2, "start_level": 2}, "there are 2 levels, counted from 0"),
-        ({"levels": 2, "options": {"a": 1}}, "options are the arguments of a sampler of your own"),
-        ({"levels": 2, "sampler": "a.py:b", "window": 3}, "these keys belong to the sampler success_rate"),
+        ({"levels": 2, "start_level": 2}, "must be one of the 2 levels, counted from 0"),
+        ({"levels": 2, "options": {"a": 1}}, "options are the arguments of a custom sampler"),
+        ({"levels": 2, "sampler": "a.py:b", "window": 3}, "only the sampler success_rate uses these keys"),
     ],
 )
 def test_wrong_curricula_are_errors(section: dict[str, Any], text: str) -> None:
@@ -179,7 +179,7 @@ def test_wrong_curricula_are_errors(section: dict[str, Any], text: str) -> None:
     ("data", "text"),
     [
         ({"curriculum": CurriculumConfig(field="a", levels=2)}, "generated on demand"),
-        ({"source": "a.py:b", "curriculum": CurriculumConfig(levels=2)}, "only a reasoning-gym task has levels of its own"),
+        ({"source": "a.py:b", "curriculum": CurriculumConfig(levels=2)}, "only reasoning-gym tasks define levels"),
     ],
 )
 def test_levels_that_the_source_does_not_have_are_errors(data: dict[str, Any], text: str) -> None:

@@ -1,4 +1,4 @@
-"""Error messages for mistakes in a configuration: place, key, value, rule and fix."""
+"""Error messages for mistakes in a configuration: location, key, value, rule and fix."""
 
 import difflib
 import re
@@ -26,12 +26,12 @@ def explain(error: ValidationError, source: Source) -> Iterator[str]:
 
 
 def explain_rule(broken: BrokenRule, source: Source | None = None, section: Location = ()) -> str:
-    """Format a broken rule. The message starts with the place of the first key that was written; other keys name their place.
+    """Format a broken rule. The message starts with the location of the first key that was set; other keys add their own.
 
     Args:
         broken: Rule and values.
-        source: Source of the configuration; without it the message names no lines.
-        section: Location of the section that the keys are relative to.
+        source: Source of the configuration. Without it, the message contains no line numbers.
+        section: Path of the section that the keys are relative to.
     """
     paths = {(*section, *map(_part, key.split("."))): value for key, value in broken.values.items()}
     if source is None:
@@ -44,12 +44,12 @@ def explain_rule(broken: BrokenRule, source: Source | None = None, section: Loca
 
 
 def _part(name: str) -> str | int:
-    """Return a part of a dotted key; a number is a place in a list."""
+    """Return a component of a dotted key. A number is an index into a list."""
     return int(name) if re.fullmatch("[0-9]{1,9}", name) else name
 
 
 def _unwritten(path: Location, source: Source) -> str:
-    """Return the origin of a value that was not written."""
+    """Return the origin of a value that the user did not set."""
     return "default" if source.where((*path[:-1], "preset")) is None else "preset or default"
 
 
@@ -63,9 +63,11 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
         return _explain_unknown_key(path, value, source)
     if details["type"] == "missing" and isinstance(path[-1], str):
         meaning = (node_at(path) or {}).get("description", "")
-        return message(source.nearest(path), f"{dotted(path)} is not given", "required", f"add `{path[-1]}: ...`. {meaning}")
-    if path[-1] == "[key]":  # pydantic's location of a key in a free-form mapping
-        what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be text"
+        return message(
+            source.nearest(path), f"{dotted(path)} is missing", "this key is required", f"add `{path[-1]}: ...`. {meaning}"
+        )
+    if path[-1] == "[key]":  # where pydantic reports a key of a free-form mapping
+        what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be strings"
         return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
     if details["type"] == "missing":  # a list that is too short is reported as a whole
         path = path[:-1]
@@ -85,7 +87,7 @@ def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
 def _fix(path: Location, value: Any, node: Node) -> str:
     section = section_at(path)
     if section is not None:
-        return f"put its keys under it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
+        return f"write its keys below it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
     choices = [choice for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
     if choices:
         guesses = difflib.get_close_matches(inline(value).strip('"'), list(map(str, choices)), n=1)
