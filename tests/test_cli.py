@@ -104,7 +104,7 @@ def test_configs_are_listed_with_their_description(capsys: pytest.CaptureFixture
     cli.main(["configs"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(list((ROOT / "configs").glob("*.yaml")))
-    assert "quickstart            A tiny Qwen3 model learns to write out its steps in sums, on a CPU within minutes." in lines
+    assert "quickstart            A tiny Qwen3 model learns to write out the steps of sums, on a CPU within minutes." in lines
 
 
 def test_config_is_printed_as_it_is_shipped(capsys: pytest.CaptureFixture[str]) -> None:
