@@ -1,4 +1,4 @@
-"""Error messages of values that cannot be used together."""
+"""Error messages for values that cannot be combined."""
 
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def test_truncated_sampling_is_allowed_with_importance_ratios(tmp_path: Path, lo
 
 
 @pytest.mark.parametrize("wrong", ["top_p=0", "top_p=1.1", "top_k=-1", "top_k=1.5", "min_p=-0.1", "min_p=1"])
-def test_limits_of_sampling_have_ranges(tmp_path: Path, wrong: str) -> None:
+def test_truncated_sampling_keys_have_ranges(tmp_path: Path, wrong: str) -> None:
     text = complaint(tmp_path, GOOD, f"rollout.{wrong}")
     key, _, value = wrong.partition("=")
     assert f"rollout.{key}" in text
@@ -161,7 +161,7 @@ def test_later_epochs_require_a_ratio_or_a_correction(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_only_training_has_epochs(tmp_path: Path) -> None:
+def test_only_rl_training_supports_epochs(tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD + "trainer: {epochs: 2}\nsft: {path: examples.jsonl}\n")
     assert "titanrl sft does not use this key" in text
     assert "remove trainer.epochs" in text
@@ -245,7 +245,7 @@ def test_impossible_trainers_and_generators(tmp_path: Path, text: str, keys: str
     assert fix in error
 
 
-def test_demonstrated_calls_of_tools_need_an_environment(tmp_path: Path) -> None:
+def test_demonstrated_tool_calls_require_an_environment(tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD, "warm_start.tool_calls=true")
     assert "rule: tool calls require an environment that runs them" in text
     assert "fix:  set data.environment.function to calculator or to a custom tool" in text

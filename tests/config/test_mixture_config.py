@@ -1,4 +1,4 @@
-"""The section `data.mixture`: defaults, settings of each task, and the rules that tasks break."""
+"""The section `data.mixture`: defaults, settings per task, and rules."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def complaint(folder: Path, text: str, *overrides: str) -> str:
     return str(raised.value)
 
 
-def test_tasks_take_the_keys_of_data_as_defaults(tmp_path: Path) -> None:
+def test_tasks_inherit_the_keys_of_data(tmp_path: Path) -> None:
     config = loaded(tmp_path, TWO)
     sums, words = config.data.mixture["sums"], config.data.mixture["words"]
     assert list(config.data.tasks) == ["sums", "words"]
@@ -45,7 +45,7 @@ def test_data_without_a_mixture_is_its_only_task() -> None:
     assert config.evaluation_sets["leg_counting"].task == "leg_counting"
 
 
-def test_task_has_sampling_and_advantage_of_its_own(tmp_path: Path) -> None:
+def test_task_overrides_sampling_and_advantage(tmp_path: Path) -> None:
     config = loaded(
         tmp_path,
         START + "data: {mixture: {a: {group_size: 4, max_new_tokens: 50, advantage: pass_at_k, pass_k: 3}, b: {}}}\n",
@@ -61,7 +61,7 @@ def test_task_has_sampling_and_advantage_of_its_own(tmp_path: Path) -> None:
     assert [(subset.name, subset.task, subset.max_new_tokens) for subset in sets.values()] == [("a", "a", 50), ("b", "b", 26)]
 
 
-def test_weights_of_rewards_are_those_of_the_task() -> None:
+def test_reward_weights_are_set_per_task() -> None:
     mixture = {
         "a": TaskConfig(rewards={"r": {"function": "exact", "weight": 2.0}}),
         "b": TaskConfig(rewards={"r": {"function": "exact", "weight": 5.0}}),
@@ -96,7 +96,7 @@ def test_wrong_mixtures_are_errors(tmp_path: Path, mixture: str, override: str, 
     assert text in complaint(tmp_path, f"{START}data: {{mixture: {mixture}}}\n", override)
 
 
-def test_objects_of_python_for_one_task_of_several_are_refused(tmp_path: Path) -> None:
+def test_python_objects_are_rejected_with_several_tasks(tmp_path: Path) -> None:
     config = loaded(tmp_path, TWO)
     with pytest.raises(ConfigError, match="an object of Python could belong to any task"):
         with_objects(config, {"rewards": lambda completion, entry: 0.0})
@@ -104,7 +104,7 @@ def test_objects_of_python_for_one_task_of_several_are_refused(tmp_path: Path) -
         with_objects(Config(name="a", num_steps=1), {"sampler": object})
 
 
-def test_objects_of_tasks_are_found_by_their_keys(tmp_path: Path) -> None:
+def test_custom_objects_of_tasks_are_found_by_key(tmp_path: Path) -> None:
     own = "data.mixture.words.rewards={r: 'a.py:c'}", "data.mixture.sums.advantage=a.py:d"
     curriculum = "data.mixture.sums.curriculum={levels: 2, sampler: 'a.py:e'}"
     plugins = plugins_of(loaded(tmp_path, TWO, *own, curriculum), {})

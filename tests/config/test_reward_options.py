@@ -1,4 +1,4 @@
-"""Options of the built-in rewards: what is valid, and the messages for what is not."""
+"""Options of the built-in rewards, and errors for invalid options."""
 
 from pathlib import Path
 
@@ -87,18 +87,18 @@ def test_message_names_option_rule_and_fix(tmp_path: Path, reward: str, message:
         (f"{{function: judge, options: {{{JUDGE}, key_variable: 'sk-1 2'}}}}", "must match pattern"),
     ],
 )
-def test_wrong_option_is_refused(tmp_path: Path, reward: str, rule: str) -> None:
+def test_invalid_option_is_rejected(tmp_path: Path, reward: str, rule: str) -> None:
     (message,) = complaints(tmp_path, reward)
     assert f"  rule: {rule}" in message
 
 
-def test_url_with_credentials_is_refused_without_showing_them(tmp_path: Path) -> None:
+def test_url_with_credentials_is_rejected_without_printing_them(tmp_path: Path) -> None:
     (message,) = complaints(tmp_path, "{function: judge, options: {url: 'http://me:secret@host/v1', model: m}}")
     assert "rule: url must not contain credentials" in message
     assert "secret" not in message
 
 
-def test_penalty_must_begin_within_the_length_of_completions(tmp_path: Path) -> None:
+def test_overlong_penalty_must_fit_the_completion_length(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("name: a\nnum_steps: 3\n")
     rewards = "data.rewards={r: {function: overlong, options: {cache_tokens: 27}}}"
     broken = list(broken_rules(load_config(tmp_path / "run.yaml", [rewards])))

@@ -1,4 +1,4 @@
-"""The section `sft`: its rules, and what a run without generators needs."""
+"""The section `sft`: its rules, and the sizes of a run without generators."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def test_impossible_values_are_errors(tmp_path: Path, override: str, rule: str) 
     assert rule in complaint(tmp_path, SFT, override)
 
 
-def test_keys_of_chat_and_of_skipped_steps_are_allowed() -> None:
+def test_keys_that_sft_uses_are_allowed() -> None:
     assert make_config(rollout={"max_new_tokens": 99}, algorithm={"max_skipped_steps": 1}).program == "sft"
     assert make_config(trainer={"row_tokens": 16}).max_sequence_tokens == 16
 

@@ -1,4 +1,4 @@
-"""Error messages of wrong configurations: place, key and value, rule, and fix."""
+"""Error messages for invalid configurations: location, key and value, rule, and fix."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_key_in_the_wrong_section(tmp_path: Path) -> None:
         ("warm_start.lr", "warm_start.learning_rate"),
     ],
 )
-def test_unknown_key_suggests_the_likeliest_key_of_any_section(tmp_path: Path, unknown: str, suggested: str) -> None:
+def test_unknown_key_suggests_the_most_similar_key_of_any_section(tmp_path: Path, unknown: str, suggested: str) -> None:
     assert f"fix:  did you mean {suggested}? " in complaint(tmp_path, GOOD, f"{unknown}=1")
 
 
@@ -62,7 +62,7 @@ def test_every_integer_has_an_upper_bound() -> None:
 
 
 @pytest.mark.parametrize("key", ["rollout.num_workers", "generator.replicas", "sandbox.num_processes", "max_staleness"])
-def test_absurd_count_is_rejected_with_its_upper_bound(tmp_path: Path, key: str) -> None:
+def test_huge_count_is_rejected_with_its_upper_bound(tmp_path: Path, key: str) -> None:
     assert "and <= 10,000\n" in complaint(tmp_path, GOOD, f"{key}=1000000000000")
 
 
@@ -77,7 +77,7 @@ def test_absurd_count_is_rejected_with_its_upper_bound(tmp_path: Path, key: str)
         ),
     ],
 )
-def test_counts_with_an_absurd_product_are_rejected(tmp_path: Path, overrides: tuple[str, ...], rule: str) -> None:
+def test_counts_with_a_huge_product_are_rejected(tmp_path: Path, overrides: tuple[str, ...], rule: str) -> None:
     assert rule in complaint(tmp_path, GOOD, *overrides)
 
 
@@ -165,7 +165,7 @@ def test_file_that_is_not_utf8(tmp_path: Path) -> None:
         ('"\\ud800"', "must be YAML: the character U+D800 is not supported"),
     ],
 )
-def test_value_that_cannot_be_converted_names_its_place(value: str, rule: str, tmp_path: Path) -> None:
+def test_unconvertible_value_is_an_error_with_its_location(value: str, rule: str, tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD + f"data:\n  task: {value}\n")
     assert text.startswith("configs/run.yaml:4: ")
     assert f"\n  rule: {rule}\n" in text

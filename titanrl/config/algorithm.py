@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, model_
 from titanrl.config.choices import LearningRateDecay, Proximal, Reduction
 from titanrl.config.errors import BrokenRule
 from titanrl.config.objective import ALGORITHM_PRESETS, CorrectionConfig, KLConfig, with_preset
-from titanrl.config.registry import ADVANTAGES, LOSSES, OWN_ADVANTAGE, AdvantageTraits, LossTraits
+from titanrl.config.registry import ADVANTAGES, CUSTOM_ADVANTAGE, LOSSES, AdvantageTraits, LossTraits
 from titanrl.config.section import Count, Decay, Fraction, OrImportPath, Section, Share, StepsOrZero, Tokens
 
 LOSS_KEYS = ("clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperatures")
@@ -123,7 +123,7 @@ class AlgorithmConfig(Section):
     @property
     def advantage_traits(self) -> AdvantageTraits:
         """Properties of the advantage estimator."""
-        return ADVANTAGES[self.advantage].traits if self.advantage in ADVANTAGES else OWN_ADVANTAGE
+        return ADVANTAGES[self.advantage].traits if self.advantage in ADVANTAGES else CUSTOM_ADVANTAGE
 
     @property
     def ratio_starts_at_sampler(self) -> bool:

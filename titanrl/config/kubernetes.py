@@ -13,7 +13,7 @@ from titanrl.config.section import Seconds, Section
 Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(m|[kKMGTP]i?)?$")]
 """Amount of a resource in Kubernetes notation: "8", "500m", "64Gi"."""
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9][-.a-z0-9]*$", max_length=253)]
-_OWN_FIELDS = ("containers", "volumes", "nodeSelector", "tolerations", "restartPolicy")
+_RESERVED_FIELDS = ("containers", "volumes", "nodeSelector", "tolerations", "restartPolicy")
 """Pod fields that other keys or the run itself set."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -104,7 +104,7 @@ class KubernetesConfig(Section):
                     rule="each mount_path must be a unique absolute path without .., other than /dev/shm",
                     fix="correct mount_path",
                 )
-        for field in _OWN_FIELDS:
+        for field in _RESERVED_FIELDS:
             if field in self.pod_spec:
                 yield BrokenRule(
                     values={"pod_spec": field},

@@ -80,7 +80,7 @@ ADVANTAGES: Mapping[str, BuiltIn[AdvantageTraits]] = {
 }
 """Values of `algorithm.advantage`."""
 
-OWN_ADVANTAGE = AdvantageTraits(keeps_equal_rewards=True)
+CUSTOM_ADVANTAGE = AdvantageTraits(keeps_equal_rewards=True)
 """Traits of a custom advantage estimator, which may depend on more than rewards."""
 
 TRACKERS: Mapping[str, str] = {

@@ -11,7 +11,20 @@ from titanrl.config.section import Processes, Seconds, Section
 
 _TIME_LIMIT = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}")
 """Time limits that sbatch accepts: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on."""
-_OWN = ("--nodes", "-N", "--job-name", "-J", "--ntasks-per-node", "--ntasks", "-n", "--output", "-o", "--wrap", "--array", "-a")
+_RESERVED = (
+    "--nodes",
+    "-N",
+    "--job-name",
+    "-J",
+    "--ntasks-per-node",
+    "--ntasks",
+    "-n",
+    "--output",
+    "-o",
+    "--wrap",
+    "--array",
+    "-a",
+)
 """Options of sbatch that the run itself sets."""
 
 
@@ -56,7 +69,7 @@ class SlurmConfig(Section):
                 yield BrokenRule(
                     values={"options": option}, rule="each item must be one option of sbatch", fix='write it as "--name=value"'
                 )
-            elif option.partition("=")[0].split()[0] in _OWN:
+            elif option.partition("=")[0].split()[0] in _RESERVED:
                 yield BrokenRule(
                     values={"options": option},
                     rule="the run sets this option itself",
