@@ -183,7 +183,7 @@ def test_unconvertible_value_is_an_error_with_its_location(value: str, rule: str
         (f"cache_dir={'a/' * 2000}", "a path must not be longer than 3,000 bytes, but has 3,999"),
         (f"name={'a' * 201}", "must be a string matching"),
         (".".join(["a"] * 3000) + "=1", "must have the form key.path=value, with no empty name in the path"),
-        ("a" * 100_000 + "=1", "no such key in the top level"),
+        ("a" * 100_000 + "=1", "no such key at the top level"),
         ("data.rewards={\u00b2: exact}", "a reward's name must consist of letters, digits and _"),
     ],
 )

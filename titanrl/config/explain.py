@@ -36,9 +36,11 @@ def explain_rule(broken: BrokenRule, source: Source | None = None, section: Loca
     paths = {(*section, *map(_part, key.split("."))): value for key, value in broken.values.items()}
     if source is None:
         return message("config", ", ".join(_written(path, value) for path, value in paths.items()), broken.rule, broken.fix)
-    places = {path: source.where(path) for path in paths}
-    main = next((path for path, place in places.items() if place is not None), next(iter(paths)))
-    also = {path: f" ({place or _unwritten(path, source)})" for path, place in places.items() if path != main or place is None}
+    locations = {path: source.where(path) for path in paths}
+    main = next((path for path, where in locations.items() if where is not None), next(iter(paths)))
+    also = {
+        path: f" ({where or _unwritten(path, source)})" for path, where in locations.items() if path != main or where is None
+    }
     what = ", ".join(_written(path, value) + also.get(path, "") for path, value in paths.items())
     return message(source.nearest(main), what, broken.rule, broken.fix)
 
@@ -78,10 +80,11 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
 def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
     section = section_at(path[:-1])
     keys = ", ".join(section.keys) if section else ""
-    name = dotted(path[:-1]) or "the top level"
+    name = dotted(path[:-1])
+    where, of = (f"in {name}", f"of {name}") if name else ("at the top level", "at the top level")
     guess = nearest_key(path)
     hint = f"did you mean {guess}? " if guess else "remove it. "
-    return message(source.nearest(path), _written(path, value), f"no such key in {name}", f"{hint}Keys of {name}: {keys}")
+    return message(source.nearest(path), _written(path, value), f"no such key {where}", f"{hint}Keys {of}: {keys}")
 
 
 def _fix(path: Location, value: Any, node: Node) -> str:

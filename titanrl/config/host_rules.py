@@ -78,7 +78,7 @@ def device_shortage(
         evaluators: Number of ranks of the background evaluation generator.
         trains: False if no trainer runs.
     """
-    ranks, further = parallelism.world_size if trains else 0, teachers + evaluators
+    ranks, others = parallelism.world_size if trains else 0, teachers + evaluators
     roles = "trainer rank, generator rank and teacher rank" if teachers else "trainer rank and generator rank"
     roles = "trainer rank, generator rank and evaluator rank" if evaluators else roles if generators else "trainer rank"
     roles = roles if trains else "generator rank"
@@ -86,13 +86,13 @@ def device_shortage(
     advice += ", or set evaluation.background to false" if evaluators else ""
     if hosts.across_machines:
         counts = placement.replicas_per_host or (generator.replicas // hosts.generator_hosts,)
-        on_trainer, on_generator = ranks // hosts.trainer_hosts, (max(counts) * generator.tp if generators else 0) + further
+        on_trainer, on_generator = ranks // hosts.trainer_hosts, (max(counts) * generator.tp if generators else 0) + others
         is_sum = placement.generator == "trainers" and not hosts.share_devices
         needed = on_trainer + on_generator if is_sum else max(on_trainer, on_generator)
     elif hosts.share_devices:
-        needed = max(ranks, generators + further)
+        needed = max(ranks, generators + others)
     else:  # emulated hosts (`process`) also share the accelerators of one machine
-        needed = ranks + generators + further
+        needed = ranks + generators + others
         advice += ", or share devices with hosts.share_devices: true"
     if needed > hosts.devices_per_host:
         yield BrokenRule(

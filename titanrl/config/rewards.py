@@ -186,9 +186,9 @@ def broken_by_options(function: str, options: Mapping[str, Any]) -> Iterator[Bro
                 meaning = section.model_fields[str(details["loc"][0])].description
                 yield BrokenRule(values={"options": dict(options)}, rule=f"{key} is required", fix=f"add it. {meaning}")
             else:
-                rule = re.sub(r"^\w+ should ", "must ", details["msg"])
+                condition = re.sub(r"^\w+ should ", "must ", details["msg"])
                 meaning = section.model_fields[str(details["loc"][0])].description
-                yield BrokenRule(values={key: details["input"]}, rule=rule, fix=f"correct it. {meaning}")
+                yield BrokenRule(values={key: details["input"]}, rule=condition, fix=f"correct it. {meaning}")
 
 
 def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:

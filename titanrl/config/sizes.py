@@ -162,7 +162,7 @@ def notes(config: Config) -> Iterator[str]:
     if algorithm.reduction == "sum":
         tokens = rollout.groups_per_step * rollout.group_size * rollout.max_new_tokens
         yield (
-            "algorithm.reduction=sum: the gradient is larger than with token_mean by the number of sampled tokens, up to "
+            "algorithm.reduction=sum: the gradient is that of token_mean, multiplied by the number of sampled tokens, up to "
             f"{tokens:,}. AdamW cancels this factor except for eps={algorithm.eps:g}, but "
             f"max_grad_norm={algorithm.max_grad_norm:g} clips more gradients."
         )

@@ -60,7 +60,7 @@ class Source:
     def nearest(self, path: Sequence[str | int]) -> str:
         """Return the location of the value at `path`, or of the innermost enclosing section that was set."""
         written = (self.where(path[:length]) for length in range(len(path), 0, -1))
-        return next((place for place in written if place is not None), f"{self.path}:{line_of(self.node, ())}")
+        return next((location for location in written if location is not None), f"{self.path}:{line_of(self.node, ())}")
 
 
 def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
