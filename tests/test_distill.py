@@ -90,7 +90,7 @@ def test_each_command_refuses_the_configuration_of_another() -> None:
         ("algorithm.kl={coef: 0.1}", "remove algorithm.kl"),
         ("rollout.top_p=0.9", "remove rollout.top_p"),
         ("distill.discount=1.0", "must be a number"),
-        ("distill.teacher={tp: 2}", "distill.teacher.path is not given"),
+        ("distill.teacher={tp: 2}", "distill.teacher.path is missing"),
     ],
 )
 def test_keys_without_effect_are_refused(override: str, rule: str) -> None:

@@ -105,7 +105,7 @@ class EvaluationConfig(Section):
     """In asynchronous training, run evaluations between the first and the last step in the background, on a separate generator
     with `generator.tp` ranks. `false` pauses training and evaluates on the rollout generators."""
     best_metric: str | None = None
-    """Metric of an evaluation set, such as `eval/chain_sum/mean`. The policy with its highest value is exported to
+    """Metric of an evaluation set, such as "eval/chain_sum/mean". The policy with its highest value is exported to
     `checkpoints/best`."""
     min_improvement: Annotated[float, Field(ge=0.0)] = 0.0
     """Minimum increase of `best_metric` for a policy to count as better."""
