@@ -102,7 +102,7 @@ def test_configs_lists_names_with_descriptions(capsys: pytest.CaptureFixture[str
     cli.main(["configs"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(list((ROOT / "configs").glob("*.yaml")))
-    assert "quickstart            A tiny Qwen3 model learns to write out its steps in sums, on a CPU within minutes." in lines
+    assert "quickstart            A tiny Qwen3 model learns to write out the steps of sums, on a CPU within minutes." in lines
 
 
 def test_configs_prints_shipped_file_verbatim(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,9 @@ def test_copy_never_overwrites_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as ended:
         cli.main(["configs", "quickstart", "--to", str(target)])
     assert ended.value.code == 2
-    assert f"--to: the file cannot be created: File exists (got {target}). Name a new file." in capsys.readouterr().err
+    assert (
+        f"--to: the file cannot be created: File exists (got {target}). Give the path of a new file." in capsys.readouterr().err
+    )
     assert target.read_text() == "name: mine\n"
 
 

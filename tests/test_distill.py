@@ -90,7 +90,7 @@ def test_each_command_rejects_configurations_of_others() -> None:
         ("algorithm.kl={coef: 0.1}", "remove algorithm.kl"),
         ("rollout.top_p=0.9", "remove rollout.top_p"),
         ("distill.discount=1.0", "must be a number"),
-        ("distill.teacher={tp: 2}", "distill.teacher.path is not given"),
+        ("distill.teacher={tp: 2}", "distill.teacher.path is missing"),
     ],
 )
 def test_keys_without_effect_are_rejected(override: str, rule: str) -> None:
@@ -100,7 +100,7 @@ def test_keys_without_effect_are_rejected(override: str, rule: str) -> None:
 
 def test_teacher_needs_separate_accelerator() -> None:
     options = ["device=cuda", "hosts.devices_per_host=2", "distill.teacher.tp=2"]
-    with pytest.raises(ConfigError, match="teacher rank on it, which is 4") as raised:
+    with pytest.raises(ConfigError, match="teacher rank, which is 4") as raised:
         load_config("distill_quickstart", options)
     assert "distill.teacher.tp=2" in str(raised.value)
 

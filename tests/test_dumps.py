@@ -195,10 +195,10 @@ def test_missing_and_damaged_rollouts_are_reported_with_path(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"rollout": {"save": "a", "replay": "b"}}, "a replay samples nothing that could be saved"),
-        ({"train": False, "rollout": {"replay": "b"}}, "nothing is left to run"),
-        ({"train": False, "replay": {"fraction": 0.5}}, "nothing is trained"),
-        ({"rollout": {"save": "a"}, "sft": {"path": "examples.jsonl"}}, "titanrl sft has no groups of rollouts"),
+        ({"rollout": {"save": "a", "replay": "b"}}, "the replay of a dump samples no rollouts to save"),
+        ({"train": False, "rollout": {"replay": "b"}}, "neither a trainer nor generators"),
+        ({"train": False, "replay": {"fraction": 0.5}}, "replay requires training"),
+        ({"rollout": {"save": "a"}, "sft": {"path": "examples.jsonl"}}, "titanrl sft does not support this key"),
     ],
 )
 def test_conflicting_keys_are_rejected(values: dict[str, object], problem: str) -> None:

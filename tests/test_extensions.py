@@ -88,7 +88,7 @@ def test_unusable_object_is_rejected_before_start(objects: dict[str, Any], probl
 
 
 def test_cross_section_rules_apply_to_objects() -> None:
-    with pytest.raises(ConfigError, match=r"rule: warm_start requires the task chain_sum of reasoning_gym"):
+    with pytest.raises(ConfigError, match=r"rule: warm_start has demonstrations only for the reasoning_gym task chain_sum"):
         GRPO(load_config(QUICKSTART), prompts=squares)
 
 

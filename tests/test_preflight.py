@@ -34,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("scratch")
         ("data.task=chainsum", "reasoning-gym has no such task", "did you mean chain_sum?"),
         ("data.task_config={min_term: 3}", "unexpected keyword argument 'min_term'", "correct data.task_config"),
         ("data.task_config={min_terms: 9}", "max_terms must be >= min_terms", "correct data.task_config"),
-        ("data.task_config={seed: 1}", "the run sets this option", "remove it, and set seed"),
-        ("data.task_config={min_terms: true}", "the task takes int", "write a value of this type"),
+        ("data.task_config={seed: 1}", "TitanRL sets this option", "remove it, and set seed"),
+        ("data.task_config={min_terms: true}", "the task expects int", "write a value of this type"),
         ("data.max_prompt_tokens=4", "longer than data.max_prompt_tokens", "raise data.max_prompt_tokens"),
         ("data.system_prompt=Add.", "the tokenizer has no chat template", "remove it"),
     ],
@@ -57,11 +57,11 @@ def test_task_with_too_few_heldout_questions_is_reported() -> None:
     [
         ('{"question": "1 + 2 =", "answer": "3"}', "prompt is missing"),
         ('{"prompt": "1 + 2 =", "answer": 3}', "answer must be a string, got 3"),
-        ('{"prompt": "1 + 2 = \\ud800", "answer": "3"}', "must be Unicode text, but has the lone surrogate U+D800"),
+        ('{"prompt": "1 + 2 = \\ud800", "answer": "3"}', "must be valid Unicode, but contains the lone surrogate U+D800"),
         ("[" * 10_000 + "]" * 10_000, "must not be nested deeper than 100 levels"),
-        ('{"prompt": "1 + 2 =", "answer": ' + "9" * 5000 + "}", "must be JSON, but is not (Exceeds the limit"),
+        ('{"prompt": "1 + 2 =", "answer": ' + "9" * 5000 + "}", "must be valid JSON (Exceeds the limit"),
         ('{"prompt": ["' + "x" * 100_000 + '"], "answer": "3"}', "messages[0] must be an object, got str"),
-        ("{not json}", "must be JSON"),
+        ("{not json}", "must be valid JSON"),
     ],
 )
 def test_invalid_jsonl_is_reported_with_line(line: str, rule: str) -> None:
@@ -150,12 +150,12 @@ def test_reward_that_crashes_or_hangs_is_reported(module: str, rule: str, monkey
     ("module", "rule"),
     [
         ("def PROMPTS(seed): return {}", "must return a list of prompts, got dict"),
-        ("def PROMPTS(seed): return 1 / 0", "it raised ZeroDivisionError: division by zero"),
+        ("def PROMPTS(seed): return 1 / 0", "the function raised ZeroDivisionError: division by zero"),
         ("PROMPTS = [{'prompt': 'a', 'answer': '1'}, 'b']", "item 1: must be a mapping with prompt and answer, got str"),
         ("PROMPTS = [{'prompt': 'a', 'answer': 1}]", "item 0: answer must be a string, got 1"),
         ("PROMPTS = [{'answer': '1'}]", "item 0: prompt is missing"),
         ("PROMPTS = [{'prompt': 'a'}]", "item 0: answer is missing"),
-        ("PROMPTS = [{'prompt': 'a', 'answer': '1', 'call': lambda: 0}]", "item 0: cannot be sent to a reward: "),
+        ("PROMPTS = [{'prompt': 'a', 'answer': '1', 'call': lambda: 0}]", "item 0: must be picklable, to be sent to rewards: "),
         ("PROMPTS = [{'prompt': '1 + 1 =', 'answer': '2'}] * 3", "has 0 held-out prompts"),
     ],
 )
@@ -168,7 +168,7 @@ def test_unusable_prompts_are_rejected(module: str, rule: str) -> None:
     ("module", "options", "problem"),
     [
         ("PROMPTS = 3", "{}", "data.source: not callable (got "),
-        ("PROMPTS = []", "{largest: 3}", "data.options: only a function takes options (got {'largest': 3})"),
+        ("PROMPTS = []", "{largest: 3}", "data.options: a list of prompts does not take options (got {'largest': 3})"),
         ("def PROMPTS(): return []", "{}", "data.source: wrong signature: too many positional arguments (got "),
         ("def PROMPTS(seed, largest): ...", "{}", "data.source: wrong signature: missing a required argument: 'largest'"),
         (

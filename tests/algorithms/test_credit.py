@@ -119,10 +119,10 @@ def test_turns_keep_the_weights_of_their_rollouts(reduction: Reduction, weights:
     [
         ({"credit": "turn", "advantage": "gdpo"}, "gdpo compares whole completions"),
         ({"credit": "turn", "advantage": "pass_at_k", "pass_k": 2}, "pass_at_k compares whole completions"),
-        ({"credit": "turn", "advantage": "mine.py:f"}, "decides by what it returns"),
+        ({"credit": "turn", "advantage": "mine.py:f"}, "selects the unit of credit by what it returns"),
         ({"credit": "token", "advantage": "gdpo"}, "gdpo compares whole completions"),
-        ({"credit": "token", "advantage": "mine.py:f"}, "decides by what it returns"),
-        ({"turn_discount": 0.5}, "only the returns of turns are discounted by it"),
+        ({"credit": "token", "advantage": "mine.py:f"}, "selects the unit of credit by what it returns"),
+        ({"turn_discount": 0.5}, "turn_discount has an effect only with credit: turn"),
         ({"turn_discount": 0.5, "credit": "token"}, "Set credit to turn, or remove turn_discount"),
         ({"token_discount": 0.5, "credit": "turn"}, "Set credit to token, or remove token_discount"),
     ],

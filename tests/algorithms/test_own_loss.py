@@ -191,12 +191,12 @@ UNDECLARED, RATIO, NO_RATIO = LossTraits(), LossTraits(ratio="proximal"), LossTr
 @pytest.mark.parametrize(
     ("keys", "traits", "problem"),
     [
-        ({"max_staleness": 1}, UNDECLARED, "it does not say. Decorate the loss with titanrl.policy_loss"),
-        ({"max_staleness": 1}, NO_RATIO, "must contain the ratio to the sampling policy, or a correction"),
+        ({"max_staleness": 1}, UNDECLARED, "this loss declares none. Decorate the loss with titanrl.policy_loss"),
+        ({"max_staleness": 1}, NO_RATIO, "a loss with the ratio to the sampling policy, or a correction"),
         ({"max_staleness": 1}, RATIO, None),
         ({"rollout": {"top_p": 0.9}}, UNDECLARED, None),
         ({"rollout": {"top_p": 0.9}}, RATIO, None),
-        ({"algorithm": {"correction": {"preset": "token_tis"}}}, UNDECLARED, "it does not say"),
+        ({"algorithm": {"correction": {"preset": "token_tis"}}}, UNDECLARED, "this loss declares none"),
         ({"algorithm": {"correction": {"preset": "token_tis"}}}, NO_RATIO, None),
         ({"algorithm": {"correction": {"preset": "token_tis"}}}, RATIO, "would apply it twice"),
         ({"algorithm": {"correction": {"preset": "token_tis"}, "proximal": "step_start"}}, RATIO, None),

@@ -1,4 +1,4 @@
-"""Error messages of values that cannot be used together."""
+"""Error messages for values that cannot be combined."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from titanrl.config import ConfigError, load_config
 def test_rows_shorter_than_a_sequence_are_rejected(tmp_path: Path) -> None:
     assert complaint(tmp_path, GOOD + "trainer: {row_tokens: 64}\n") == (
         "configs/run.yaml:3: trainer.row_tokens=64, data.max_prompt_tokens=64 (default), rollout.max_new_tokens=26 (default)\n"
-        "  rule: a row must hold the longest prompt and completion\n"
+        "  rule: row_tokens must cover the longest prompt plus completion\n"
         "  fix:  set trainer.row_tokens to at least 90, or trainer.overlong to truncate or skip"
     )
     assert complaint(tmp_path, GOOD, "rollout.max_new_tokens=1000").startswith(
@@ -22,7 +22,7 @@ def test_rows_shorter_than_a_sequence_are_rejected(tmp_path: Path) -> None:
 def test_warm_start_requires_a_task_with_demonstrations(tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD + "warm_start: {}\ndata: {task: gsm_symbolic}\n")
     assert 'data.task="gsm_symbolic"' in text
-    assert "fix:  remove warm_start, or set data.task to chain_sum" in text
+    assert "fix:  remove warm_start, or set data.source to reasoning_gym and data.task to chain_sum" in text
 
 
 @pytest.mark.parametrize(
@@ -36,29 +36,33 @@ def test_warm_start_requires_a_task_with_demonstrations(tmp_path: Path) -> None:
         ("{loss: 'a.b:c', loss_options: {clip_low: 0.1}}", "loss_options.clip_low=0.1", "set algorithm.clip_low instead"),
         ("{loss: pppo}", 'loss="pppo"', "did you mean ppo?"),
         ("{advantage: 'own.py'}", 'advantage="own.py"', "choose one of them"),
-        ("{correction: {preset: token_tis}}", 'correction.weight="token" (preset or default)', "set proximal to step_start"),
+        (
+            "{correction: {preset: token_tis}}",
+            'correction.weight="token" (preset or default)',
+            "set algorithm.proximal to step_start",
+        ),
         (
             "{loss: dro, proximal: step_start, correction: {weight: sequence}}",
             'correction.weight="sequence", algorithm.loss="dro"',
-            "set correction.weight to none; rejection is still allowed",
+            "set algorithm.correction.weight to none; its rejection bounds are allowed",
         ),
         ("{kl: {coef: 0.1, estimator: k1}}", 'kl.estimator="k1"', "set estimator to k3_straight_through"),
         ("{kl: {coef: 0.1, place: reward}}", 'kl.place="reward"', "set estimator to k1"),
         (
             "{kl: {coef: 0.1, reference: ema}}",
             'ema_decay=null (default), algorithm.kl.reference="ema"',
-            "set ema_decay, for example to 0.99",
+            "set algorithm.ema_decay, for example to 0.99",
         ),
         (
             "{correction: {veto_prox_over_behavior: [0.1, high]}}",
             'correction.veto_prox_over_behavior[1]="high"',
-            "with any ratio outside these bounds",
+            "in which any token's ratio is outside these bounds",
         ),
         ("{correction: {denominator: post}}", 'correction.denominator="post"', "set a bound"),
         (
             "{reduction: prompt_mean, correction: {preset: geometric_rejection, denominator: post}}",
             'correction.denominator="post", algorithm.reduction="prompt_mean"',
-            "set correction.denominator to pre",
+            "set algorithm.correction.denominator to pre",
         ),
         ("{correction: {batch_normalize: true}}", "correction.batch_normalize=true", "set weight to token or sequence"),
         (
@@ -92,7 +96,7 @@ def test_truncated_sampling_is_allowed_with_importance_ratios(tmp_path: Path, lo
 
 
 @pytest.mark.parametrize("wrong", ["top_p=0", "top_p=1.1", "top_k=-1", "top_k=1.5", "min_p=-0.1", "min_p=1"])
-def test_limits_of_sampling_have_ranges(tmp_path: Path, wrong: str) -> None:
+def test_truncated_sampling_keys_have_ranges(tmp_path: Path, wrong: str) -> None:
     text = complaint(tmp_path, GOOD, f"rollout.{wrong}")
     key, _, value = wrong.partition("=")
     assert f"rollout.{key}" in text
@@ -103,7 +107,8 @@ def test_limits_of_sampling_have_ranges(tmp_path: Path, wrong: str) -> None:
 def test_raw_log_probabilities_are_rejected(tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD + "generator: {vllm: {logprobs_mode: raw_logprobs}}\n")
     assert (
-        'generator.vllm.logprobs_mode="raw_logprobs"\n  rule: log-probabilities must include temperature and truncation' in text
+        'generator.vllm.logprobs_mode="raw_logprobs"\n'
+        "  rule: the generator must return log-probabilities after temperature and truncation" in text
     )
 
 
@@ -119,7 +124,7 @@ def test_more_ranks_than_accelerators(tmp_path: Path) -> None:
     assert load_config_text(tmp_path, one_device + "device: cpu\n")
     text = complaint(tmp_path, one_device + "device: cuda\n")
     assert "run.yaml:4: hosts.devices_per_host=1, generator.replicas=1 (default)\n" in text
-    assert "which is 2\n  fix:  set hosts.devices_per_host to 2 if the host has as many" in text
+    assert "which is 2\n  fix:  set hosts.devices_per_host to 2 if the host has that many" in text
     assert load_config_text(tmp_path, one_device + "  share_devices: true\ndevice: cuda\n")
     slurm = (
         GOOD
@@ -132,10 +137,10 @@ def test_more_ranks_than_accelerators(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "rule", "fix"),
     [
-        ("rollout.window=0.5", "synchronous training consumes groups in order", "set max_staleness to 1"),
+        ("rollout.window=0.5", "a reordering window requires asynchronous training", "set max_staleness to 1"),
         ("algorithm.updates_per_publish=2", "updates_per_publish must divide num_steps", "set num_steps to 4"),
-        ("trainer.minibatches_per_batch=9", "each mini-batch needs at least one group", "to at most 8"),
-        ("replay={max_uses: 3, alpha: 1}", "have no effect without replayed groups", "set replay.fraction"),
+        ("trainer.minibatches_per_batch=9", "minibatches_per_batch must not exceed groups_per_step", "to at most 8"),
+        ("replay={max_uses: 3, alpha: 1}", "have no effect while fraction is 0", "set replay.fraction"),
         ("replay.fraction=0.01", "these values give 0", "raise replay.fraction"),
         ("replay={fraction: 0.9, capacity: 3}", "these values give 72", "set replay.capacity to at least 72"),
     ],
@@ -149,16 +154,16 @@ def test_conflicting_numbers(tmp_path: Path, override: str, rule: str, fix: str)
 def test_later_epochs_require_a_ratio_or_a_correction(tmp_path: Path) -> None:
     epochs = "trainer: {epochs: 2}\n"
     text = complaint(tmp_path, GOOD + epochs + "algorithm: {loss: reinforce}\n")
-    assert "later epochs train on tokens of an earlier policy, and the loss has no ratio to it" in text
+    assert "later epochs train on tokens of an earlier policy, which requires an importance ratio or a correction" in text
     for allowed in ("loss: reinforce, correction: {weight: token}", "loss: ppo, proximal: step_start", "loss: dro"):
         path = tmp_path / "allowed.yaml"
         path.write_text(GOOD + epochs + f"algorithm: {{{allowed}}}\n")
         load_config(path)
 
 
-def test_only_training_has_epochs(tmp_path: Path) -> None:
+def test_only_rl_training_supports_epochs(tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD + "trainer: {epochs: 2}\nsft: {path: examples.jsonl}\n")
-    assert "titanrl sft has no such key" in text
+    assert "titanrl sft does not use this key" in text
     assert "remove trainer.epochs" in text
 
 
@@ -166,11 +171,11 @@ def test_only_training_has_epochs(tmp_path: Path) -> None:
 def test_replay_requires_a_ratio_to_the_sampler_or_a_correction(tmp_path: Path, loss: str) -> None:
     replay = "replay: {fraction: 0.5}\n"
     text = complaint(tmp_path, GOOD + replay + f"algorithm: {{loss: {loss}}}\n")
-    assert "with replayed tokens the loss must contain the ratio to the sampling policy" in text
+    assert "replay requires importance sampling: a loss with the ratio to the sampling policy" in text
     path = tmp_path / "corrected.yaml"
     path.write_text(GOOD + replay + f"algorithm: {{loss: {loss}, correction: {{weight: token}}}}\n")
     assert load_config(path).replay.num_replayed(8) == 8
-    with pytest.raises(ConfigError, match=r"is older when it is replayed(.|\n)*set replay\.max_age to at least 4"):
+    with pytest.raises(ConfigError, match=r"is older than a new one(.|\n)*set replay\.max_age to at least 4"):
         load_config(path, ["max_staleness=3", "replay.max_age=3"])
 
 
@@ -180,13 +185,13 @@ def test_replay_requires_a_ratio_to_the_sampler_or_a_correction(tmp_path: Path, 
         (
             "trainer: {compile: true, activation_checkpointing: full, parallelism: {tp: 2}}",
             "trainer.compile=true, trainer.parallelism.tp=2, trainer.activation_checkpointing",
-            "cannot compile activation checkpointing under tensor parallelism",
+            "cannot compile activation checkpointing with tensor parallelism",
             "set trainer.compile to false",
         ),
         (
             "device: npu\ntrainer: {float8: rowwise}",
             "trainer.float8",
-            "supports float8 on CUDA",
+            "supports float8 only on CUDA",
             "set trainer.float8 to null",
         ),
         (
@@ -199,36 +204,36 @@ def test_replay_requires_a_ratio_to_the_sampler_or_a_correction(tmp_path: Path, 
         (
             "model: {recipe: {intermediate_size: 385}}\ntrainer: {parallelism: {tp: 2}}",
             "trainer.parallelism.tp=2",
-            "tp must divide the width of the feed-forward block",
+            "intermediate_size must be a multiple of the tensor-parallel degree",
             "set model.recipe.intermediate_size to 386",
         ),
         ("trainer: {lora: {targets: []}}", "trainer.lora.targets", "must", "attention"),
-        ("trainer: {lora: {rank: 0}}", "trainer.lora.rank=0", "must be an integer >= 1", "Rank of each adapter"),
+        ("trainer: {lora: {rank: 0}}", "trainer.lora.rank=0", "must be an integer >= 1", "Rank of the adapters"),
         ("trainer: {float8: blockwise}", "trainer.float8", "must be one of", "tensorwise"),
         ("trainer: {deterministic: true}", "trainer.deterministic", "must be one of", "error"),
         (
             "model: {family: 'my.module:family', recipe: {family: llama}}",
             "model.recipe.family=",
-            "only one key may select the family",
+            "both select the model family",
             "remove one of them",
         ),
-        ("generator: {tp: 4}", "generator.tp=4", "tp must divide the number of key-value heads", "set generator.tp to 2"),
+        ("generator: {tp: 4}", "generator.tp=4", "num_kv_heads must be a multiple of", "set generator.tp to 2"),
         (
             "model: {recipe: {intermediate_size: 385}}\ngenerator: {tp: 2}",
             "generator.tp=2",
-            "tp must divide the width of the feed-forward block",
+            "intermediate_size must be a multiple of the tensor-parallel degree",
             "set model.recipe.intermediate_size to 386",
         ),
         (
             "generator: {vllm: {tensor_parallel_size: 2}}",
             "generator.vllm.tensor_parallel_size=2",
-            "TitanRL starts the processes of an engine",
-            "remove vllm.tensor_parallel_size, and set generator.tp",
+            "TitanRL sets this argument",
+            "remove generator.vllm.tensor_parallel_size, and set generator.tp",
         ),
         (
             "device: cuda\ngenerator: {replicas: 2, tp: 2}\nhosts: {devices_per_host: 4}",
             "generator.tp=2",
-            "a host must have one accelerator per trainer rank and generator rank on it, which is 5",
+            "a host needs one accelerator per trainer rank and generator rank, which is 5",
             "set hosts.devices_per_host to 5",
         ),
     ],
@@ -240,10 +245,10 @@ def test_impossible_trainers_and_generators(tmp_path: Path, text: str, keys: str
     assert fix in error
 
 
-def test_demonstrated_calls_of_tools_need_an_environment(tmp_path: Path) -> None:
+def test_demonstrated_tool_calls_require_an_environment(tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD, "warm_start.tool_calls=true")
-    assert "rule: only an environment runs calls of tools" in text
-    assert "fix:  set data.environment.function to calculator or to a tool of your own" in text
+    assert "rule: tool calls require an environment that runs them" in text
+    assert "fix:  set data.environment.function to calculator or to a custom tool" in text
     own = load_config(tmp_path / "run.yaml", ["warm_start.tool_calls=true", "data.environment.function=tools_of_mine:Abacus"])
     assert own.warm_start is not None
     assert own.warm_start.tool_calls

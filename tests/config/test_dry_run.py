@@ -46,7 +46,7 @@ def test_changed_keys_include_presets_and_optional_sections() -> None:
 
 
 def placement(text: str) -> list[list[str]]:
-    """Rows of the placement table, columns separated by two spaces or more."""
+    """Return the rows of the placement table. Columns are separated by two or more spaces."""
     table = text.partition("# Hosts and devices\n")[2].partition("\n\n")[0].splitlines()[1:]
     return [[cell for cell in line.split("  ") if cell] for line in table]
 
@@ -84,7 +84,7 @@ def test_placement_on_accelerators_compares_with_the_memory_of_a_device() -> Non
     assert trainer[:4] == ["this machine", "cuda 0-3", "trainer rank", "4"]
     assert generator[:5] == ["this machine", "cuda 4-7", "generator rank", "4", "8.2 GB + KV cache"]
     assert trainer[-1] == generator[-1] == "24.0 GB"
-    assert "and a device has 24.0 GB" in text
+    assert "but a device has 24.0 GB" in text
 
 
 def test_placement_on_slurm_counts_processes_per_host() -> None:
@@ -101,7 +101,7 @@ def test_placement_on_slurm_counts_processes_per_host() -> None:
 
 
 @pytest.mark.parametrize(("terminal", "framed"), [(True, True), (False, False)])
-def test_tables_have_lines_on_a_terminal_only(terminal: bool, framed: bool) -> None:
+def test_tables_have_frames_only_on_a_terminal(terminal: bool, framed: bool) -> None:
     assert ("\u2500" in dry_run_text(make_config(), terminal=terminal)) == framed
 
 

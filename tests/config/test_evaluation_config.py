@@ -1,4 +1,4 @@
-"""The section `evaluation`: its rules, and the sets that follow from it."""
+"""The section `evaluation`: its rules, and the resolved evaluation sets."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def config_of(**evaluation: object) -> Config:
     return Config.model_validate({"name": "a", "num_steps": 3, "evaluation": evaluation})
 
 
-def test_keys_of_the_section_are_the_default_set() -> None:
+def test_section_defines_the_default_set() -> None:
     (subset,) = config_of(every_steps=5, num_prompts=7).evaluation_sets.values()
     assert (subset.name, subset.key) == ("chain_sum", "evaluation")
     assert (subset.every_steps, subset.num_prompts, subset.num_samples, subset.temperature) == (5, 7, 1, 0.0)
@@ -22,7 +22,7 @@ def test_keys_of_the_section_are_the_default_set() -> None:
     assert config_of(num_prompts=0).evaluation_sets == {}
 
 
-def test_set_takes_what_it_lacks_from_the_run() -> None:
+def test_set_inherits_missing_values_from_the_run() -> None:
     own = {"source": "jsonl", "path": Path("test.jsonl"), "max_prompt_tokens": 100}
     sets = config_of(
         every_steps=5,
@@ -39,7 +39,7 @@ def test_set_takes_what_it_lacks_from_the_run() -> None:
     assert (sets["other"].has_own_data, sets["other"].max_tokens) == (True, 150)
 
 
-def test_engine_has_room_for_the_longest_set() -> None:
+def test_max_sampled_tokens_covers_the_longest_set() -> None:
     long = {"data": {"max_prompt_tokens": 100}, "max_new_tokens": 200}
     assert config_of(sets={"long": long}).max_sampled_tokens == 300
     assert config_of().max_sampled_tokens == 64 + 26
@@ -49,17 +49,27 @@ def test_engine_has_room_for_the_longest_set() -> None:
     ("text", "key", "rule", "fix"),
     [
         ("a b: {}", "evaluation.sets.a b", "must consist of letters", "rename it"),
-        ("hard: {num_samples: 4}", "evaluation.sets.hard.temperature=0", "are all equal", "set temperature to 1"),
+        ("hard: {num_samples: 4}", "evaluation.sets.hard.temperature=0", "are all equal", "set temperature, for example to 1"),
         ("hard: {pass_k: [2]}", "evaluation.sets.hard.pass_k=[2]", "at least k samples", "set num_samples to at least 2"),
-        ("hard: {split: all}", 'evaluation.sets.hard.split="all"', "include those that are trained on", "set split to heldout"),
-        ("chain_sum: {}", "evaluation.sets.chain_sum", "the default set has the name of the task", "rename the set"),
+        (
+            "hard: {split: all}",
+            'evaluation.sets.hard.split="all"',
+            "prompts of the run that are trained on",
+            "set split to heldout",
+        ),
+        ("chain_sum: {}", "evaluation.sets.chain_sum", "this name is taken by the default set", "rename the set"),
         (
             "hard: {num_prompt: 4}",
             "evaluation.sets.hard.num_prompt",
             "no such key in evaluation.sets.hard",
             "Keys of evaluation.sets.hard: every_steps",
         ),
-        ("hard: {max_new_tokens: 600}", "evaluation.sets.hard.max_new_tokens=600", "the model's 512 positions", "lower it"),
+        (
+            "hard: {max_new_tokens: 600}",
+            "evaluation.sets.hard.max_new_tokens=600",
+            "the model has only 512 positions",
+            "lower evaluation.sets.hard.max_new_tokens",
+        ),
     ],
 )
 def test_wrong_set_is_an_error(tmp_path: Path, text: str, key: str, rule: str, fix: str) -> None:
@@ -71,9 +81,9 @@ def test_wrong_set_is_an_error(tmp_path: Path, text: str, key: str, rule: str, f
 
 def test_fine_tuning_and_distillation_restrict_the_sets(tmp_path: Path) -> None:
     found = complaint(tmp_path, f"{BASE}    hard: {{}}\nsft: {{path: a.jsonl}}\n")
-    assert "evaluates the loss on held-out examples" in found
+    assert "evaluates only the loss on held-out examples" in found
     text = "name: a\nnum_steps: 3\nevaluation: {num_prompts: 0}\ndistill: {teacher: {path: big}}\n"
-    assert "evaluates the teacher on the default set" in complaint(tmp_path, text)
+    assert "needs the default set, on which it evaluates the teacher" in complaint(tmp_path, text)
 
 
 def asynchronous(**changes: object) -> Config:
@@ -93,14 +103,14 @@ def asynchronous(**changes: object) -> Config:
         ({"evaluation": {"every_steps": 0, "sets": {"hard": {"every_steps": 5}}}}, 1),
     ],
 )
-def test_generator_of_its_own_evaluates_between_the_ends_of_asynchronous_runs(changes: dict[str, object], ranks: int) -> None:
+def test_background_evaluator_only_runs_between_first_and_last_step(changes: dict[str, object], ranks: int) -> None:
     assert asynchronous(**changes).num_evaluator_ranks == ranks
 
 
-def test_evaluator_has_a_device_of_its_own(tmp_path: Path) -> None:
+def test_background_evaluator_needs_a_separate_device(tmp_path: Path) -> None:
     text = "name: a\nnum_steps: 30\ndevice: cuda\nmax_staleness: 1\nhosts: {devices_per_host: 2}\n"
     found = complaint(tmp_path, text)
-    assert "one accelerator per trainer rank, generator rank and evaluator rank on it, which is 3" in found
+    assert "one accelerator per trainer rank, generator rank and evaluator rank, which is 3" in found
     assert "set evaluation.background to false" in found
     assert asynchronous(device="cuda", hosts={"devices_per_host": 3}).num_evaluator_ranks == 1
 
@@ -109,20 +119,20 @@ def test_evaluator_has_a_device_of_its_own(tmp_path: Path) -> None:
     ("text", "rule", "fix"),
     [
         ("best_metric: eval/hard/mean", "must be a metric of an evaluation set", "choose one of eval/chain_sum/mean"),
-        ("best_metric: eval/chain_sum/response_len_mean", "of which a higher value is better", "choose one of"),
-        ("patience: 3", "without a metric no policy is better", "set best_metric"),
-        ("min_improvement: 0.1", "without a metric no policy is better", "set best_metric"),
+        ("best_metric: eval/chain_sum/response_len_mean", "that can be maximized", "choose one of"),
+        ("patience: 3", "patience requires best_metric", "set best_metric"),
+        ("min_improvement: 0.1", "min_improvement requires best_metric", "set best_metric"),
     ],
 )
-def test_wrong_choice_of_the_best_policy_is_an_error(tmp_path: Path, text: str, rule: str, fix: str) -> None:
+def test_invalid_best_metric_is_an_error(tmp_path: Path, text: str, rule: str, fix: str) -> None:
     found = complaint(tmp_path, f"name: a\nnum_steps: 3\nevaluation: {{{text}}}\n")
     assert rule in found
     assert fix.lower() in found.lower()
 
 
-def test_best_policy_needs_evaluations_of_published_versions(tmp_path: Path) -> None:
+def test_best_metric_requires_evaluations_of_published_versions(tmp_path: Path) -> None:
     text = (
         "name: a\nnum_steps: 4\nalgorithm: {updates_per_publish: 2}\n"
         "evaluation: {every_steps: 3, best_metric: eval/chain_sum/mean}\n"
     )
-    assert "updates_per_publish must divide every_steps of this set" in complaint(tmp_path, text)
+    assert "every_steps must be a multiple of updates_per_publish" in complaint(tmp_path, text)

@@ -1,4 +1,4 @@
-"""The section `data.mixture`: defaults, settings of each task, and the rules that tasks break."""
+"""The section `data.mixture`: defaults, settings per task, and rules."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def complaint(folder: Path, text: str, *overrides: str) -> str:
     return str(raised.value)
 
 
-def test_tasks_take_the_keys_of_data_as_defaults(tmp_path: Path) -> None:
+def test_tasks_inherit_the_keys_of_data(tmp_path: Path) -> None:
     config = loaded(tmp_path, TWO)
     sums, words = config.data.mixture["sums"], config.data.mixture["words"]
     assert list(config.data.tasks) == ["sums", "words"]
@@ -45,7 +45,7 @@ def test_data_without_a_mixture_is_its_only_task() -> None:
     assert config.evaluation_sets["leg_counting"].task == "leg_counting"
 
 
-def test_task_has_sampling_and_advantage_of_its_own(tmp_path: Path) -> None:
+def test_task_overrides_sampling_and_advantage(tmp_path: Path) -> None:
     config = loaded(
         tmp_path,
         START + "data: {mixture: {a: {group_size: 4, max_new_tokens: 50, advantage: pass_at_k, pass_k: 3}, b: {}}}\n",
@@ -61,7 +61,7 @@ def test_task_has_sampling_and_advantage_of_its_own(tmp_path: Path) -> None:
     assert [(subset.name, subset.task, subset.max_new_tokens) for subset in sets.values()] == [("a", "a", 50), ("b", "b", 26)]
 
 
-def test_weights_of_rewards_are_those_of_the_task() -> None:
+def test_reward_weights_are_set_per_task() -> None:
     mixture = {
         "a": TaskConfig(rewards={"r": {"function": "exact", "weight": 2.0}}),
         "b": TaskConfig(rewards={"r": {"function": "exact", "weight": 5.0}}),
@@ -73,26 +73,30 @@ def test_weights_of_rewards_are_those_of_the_task() -> None:
 @pytest.mark.parametrize(
     ("mixture", "override", "text"),
     [
-        ("{a: {temperature: 0.5}}", "seed=0", "trainer computes the log-probabilities of all tasks"),
+        ("{a: {temperature: 0.5}}", "seed=0", "all tasks share this key"),
         ("{a: {weight: 0}}", "seed=0", "data.mixture.a.weight=0"),
         ("{a/b: {}}", "seed=0", "the name of a task must consist of letters"),
         ("{a: {pass_k: 2}}", "seed=0", "pass_k is required when advantage is pass_at_k, and allowed only then"),
         ("{a: {advantage: pass_at_k, pass_k: 9}}", "seed=0", "group_size must be at least pass_k"),
         ("{a: {max_new_tokens: 5000}}", "seed=0", "data.mixture.a.max_new_tokens=5000"),
-        ("{a: {}, b: {}}", "evaluation.sets={c: {num_samples: 1}}", "a set must say whose prompts it has"),
-        ("{a: {}, b: {}}", "evaluation.sets={c: {task: d}}", "must be a task of the run"),
-        ("{a: {}, b: {}}", "evaluation.sets={a: {task: b}}", "the default set has the name of the task"),
-        ("{a: {}}", "evaluation.sets={c: {task: a, data: {}}}", "either its own or those of a task"),
-        ("{a: {}}", "evaluation.sets={c: {data: {curriculum: {levels: 2}}}}", "an evaluation set has no levels"),
-        ("{a: {curriculum: {levels: 2}}}", "distill={teacher: {path: x}}", "which a curriculum follows"),
-        ("{a: {}}", "sft={path: x.jsonl}", "fine-tuning has examples of one file"),
+        ("{a: {}, b: {}}", "evaluation.sets={c: {num_samples: 1}}", "a set must select one of them"),
+        ("{a: {}, b: {}}", "evaluation.sets={c: {task: d}}", "must be a task of data.mixture"),
+        ("{a: {}, b: {}}", "evaluation.sets={a: {task: b}}", "this name is taken by the default set"),
+        ("{a: {}}", "evaluation.sets={c: {task: a, data: {}}}", "uses the prompts either of task or of data"),
+        (
+            "{a: {}}",
+            "evaluation.sets={c: {data: {curriculum: {levels: 2}}}}",
+            "an evaluation set does not support a curriculum",
+        ),
+        ("{a: {curriculum: {levels: 2}}}", "distill={teacher: {path: x}}", "do not support a curriculum"),
+        ("{a: {}}", "sft={path: x.jsonl}", "supervised fine-tuning does not support a mixture"),
     ],
 )
 def test_wrong_mixtures_are_errors(tmp_path: Path, mixture: str, override: str, text: str) -> None:
     assert text in complaint(tmp_path, f"{START}data: {{mixture: {mixture}}}\n", override)
 
 
-def test_objects_of_python_for_one_task_of_several_are_refused(tmp_path: Path) -> None:
+def test_python_objects_are_rejected_with_several_tasks(tmp_path: Path) -> None:
     config = loaded(tmp_path, TWO)
     with pytest.raises(ConfigError, match="a Python object could belong to any task"):
         with_objects(config, {"rewards": lambda completion, entry: 0.0})
@@ -100,7 +104,7 @@ def test_objects_of_python_for_one_task_of_several_are_refused(tmp_path: Path) -
         with_objects(Config(name="a", num_steps=1), {"sampler": object})
 
 
-def test_objects_of_tasks_are_found_by_their_keys(tmp_path: Path) -> None:
+def test_custom_objects_of_tasks_are_found_by_key(tmp_path: Path) -> None:
     own = "data.mixture.words.rewards={r: 'a.py:c'}", "data.mixture.sums.advantage=a.py:d"
     curriculum = "data.mixture.sums.curriculum={levels: 2, sampler: 'a.py:e'}"
     plugins = plugins_of(loaded(tmp_path, TWO, *own, curriculum), {})

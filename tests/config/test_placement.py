@@ -1,4 +1,4 @@
-"""Hosts of each role: derived places, the rows of the dry run, and messages of wrong placements."""
+"""Placement of each role on hosts, the rows of the dry run, and errors for invalid placements."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def rows(config: Config, **options: Any) -> set[tuple[str, ...]]:
     return found
 
 
-def test_default_puts_workers_beside_generators_and_metadata_with_the_controller() -> None:
+def test_default_runs_workers_on_generator_hosts_and_store_with_controller() -> None:
     config = spread_out()
     assert host_counts(config) == {"trainers": 2, "generators": 2}
     assert [replica_place(config, replica) for replica in range(4)] == [("generators", host) for host in (0, 1, 0, 1)]
@@ -63,7 +63,7 @@ def test_default_puts_workers_beside_generators_and_metadata_with_the_controller
     }
 
 
-def test_one_machine_has_every_role_whatever_the_placement_says() -> None:
+def test_local_run_ignores_placement() -> None:
     config = make_config(placement={"generator": "trainers", "rollout": "trainers", "store": "generators"})
     assert {host for host, _, _ in rows(config)} == {"this machine"}
 
@@ -85,7 +85,7 @@ def test_replicas_and_workers_per_host_make_blocks() -> None:
     }
 
 
-def test_generators_on_trainer_hosts_need_no_hosts_and_use_the_devices_behind() -> None:
+def test_generators_on_trainer_hosts_use_the_remaining_devices() -> None:
     config = spread_out(placement={"generator": "trainers"}, hosts={**SLURM, "devices_per_host": 4}, device="cuda")
     assert host_counts(config) == {"trainers": 2}
     assert replica_place(config, 1) == worker_place(config, 1) == ("trainers", 1)
@@ -96,7 +96,7 @@ def test_generators_on_trainer_hosts_need_no_hosts_and_use_the_devices_behind() 
     assert [generator_device(shared, replica) for replica in range(4)] == [0, 0, 1, 1]
 
 
-def test_cores_of_a_role_are_shown_and_counted_on_each_host() -> None:
+def test_cpu_cores_are_assigned_on_each_host() -> None:
     config = spread_out(placement={"cpus": {"rollout": "split", "trainer": "0-3"}})
     text = dry_run_text(config)
     assert "cpu cores 0-3" in text
@@ -110,24 +110,27 @@ def test_cores_of_a_role_are_shown_and_counted_on_each_host() -> None:
     [
         (
             ("placement.replicas_per_host=[3,1,1]", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=4"),
-            "  rule: needs one number for each of the 2 hosts\n  fix:  write 2 numbers, or null",
+            "  rule: needs one number for each of the 2 hosts, but has 3\n  fix:  write 2 numbers, or null",
         ),
         (
             ("placement.workers_per_host=[3,1]", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=2"),
             "placement.workers_per_host=[3, 1], rollout.num_workers=1 (default)\n"
-            "  rule: the numbers must add up to 1, and add up to 4\n"
+            "  rule: the numbers must add up to 1, but add up to 4\n"
             "  fix:  correct them, or set rollout.num_workers to 4",
         ),
         (
             ("placement.generator=trainers", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=2"),
-            "  rule: generators on trainer hosts cannot have more hosts than the trainer\n"
+            "  rule: with placement.generator: trainers, generator_hosts must not exceed trainer_hosts\n"
             "  fix:  set hosts.generator_hosts to 1, or placement.generator to generators",
         ),
         (
             ("hosts={kind: process, generator_hosts: 2}", "generator.replicas=3"),
             "  fix:  set hosts.generator_hosts to 1, or placement.replicas_per_host",
         ),
-        (("weights.transport=arena", "hosts.kind=process"), "an arena is shared memory of one host, and process starts each"),
+        (
+            ("weights.transport=arena", "hosts.kind=process"),
+            "arena is shared memory of one host, so it requires hosts.kind: local",
+        ),
         (
             ("placement.workers_per_host=[1,1]", "placement.rollout=controller", "rollout.num_workers=2"),
             "  rule: needs one number for each of the 1 hosts",
@@ -137,7 +140,7 @@ def test_cores_of_a_role_are_shown_and_counted_on_each_host() -> None:
         (("placement.interface=eth0/24",), "placement.interface"),
     ],
 )
-def test_wrong_placements_are_named_with_a_fix(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_invalid_placement_is_an_error_with_a_fix(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
     assert message in complaint(tmp_path, GOOD, *overrides)
 
 

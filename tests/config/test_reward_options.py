@@ -1,4 +1,4 @@
-"""Options of the built-in rewards: what is valid, and the messages for what is not."""
+"""Options of the built-in rewards, and errors for invalid options."""
 
 from pathlib import Path
 
@@ -27,8 +27,7 @@ def complaints(folder: Path, reward: str, *more: str) -> tuple[str, ...]:
             "{function: regex}",
             "configs/run.yaml:5: data.rewards.r.options={} (default)\n"
             "  rule: options.pattern is required\n"
-            "  fix:  add it. Regular expression of Python's `re`. Flags are part of it: in `(?s)...` a dot also matches a "
-            "line break.",
+            "  fix:  add it. Regular expression in the syntax of Python's `re`, with inline flags such as `(?s)`.",
         ),
         (
             "{function: overlong, options: {cache_tokens: 4, length: 3}}",
@@ -39,25 +38,25 @@ def complaints(folder: Path, reward: str, *more: str) -> tuple[str, ...]:
         (
             "{function: overlong, options: {cache_tokens: 0}}",
             "configs/run.yaml:5: data.rewards.r.options.cache_tokens=0\n"
-            "  rule: input should be greater than or equal to 1\n"
-            "  fix:  correct it",
+            "  rule: must be greater than or equal to 1\n"
+            "  fix:  correct it. Number of tokens before `max_tokens` over which the penalty grows (L_cache).",
         ),
         (
             "{function: overlong, options: {cache_tokens: 30, max_tokens: 20}}",
             "configs/run.yaml:5: data.rewards.r.options.cache_tokens=30\n"
-            "  rule: the penalty must begin within max_tokens, which is 20\n"
+            "  rule: cache_tokens must not exceed max_tokens, which is 20\n"
             "  fix:  set cache_tokens to at most 20",
         ),
         (
             "{function: exact, options: {a: 1}}",
             'configs/run.yaml:5: data.rewards.r.options={"a": 1}, data.rewards.r.function="exact" (configs/run.yaml:5)\n'
             "  rule: only the built-in rewards math_verify, regex, overlong, repetition, judge have options\n"
-            "  fix:  remove options; bind the arguments of a function of your own with functools.partial",
+            "  fix:  remove options; for a custom function, bind arguments with functools.partial",
         ),
         (
             f"{{function: judge, trusted: true, options: {{{JUDGE}}}}}",
             'configs/run.yaml:5: data.rewards.r.trusted=true, data.rewards.r.function="judge" (configs/run.yaml:5)\n'
-            "  rule: the judge runs outside the sandbox anyway\n"
+            "  rule: the judge always runs outside the sandbox\n"
             "  fix:  remove trusted",
         ),
     ],
@@ -70,38 +69,41 @@ def test_message_names_option_rule_and_fix(tmp_path: Path, reward: str, message:
     ("reward", "rule"),
     [
         ("{function: regex, options: {pattern: '(a'}}", "must be a regular expression (missing ), unterminated subpattern"),
-        ("{function: regex, options: {pattern: a, match: some}}", "input should be 'full' or 'anywhere'"),
-        ("{function: repetition, options: {unit: line}}", "input should be 'word' or 'character'"),
-        ("{function: math_verify, options: {timeout_s: 0.5}}", "input should be a valid integer"),
+        ("{function: regex, options: {pattern: a, match: some}}", "must be 'full' or 'anywhere'"),
+        ("{function: repetition, options: {unit: line}}", "must be 'word' or 'character'"),
+        ("{function: math_verify, options: {timeout_s: 0.5}}", "must be a valid integer"),
         ("{function: judge, options: {model: m}}", "options.url is required"),
-        ("{function: judge, options: {url: localhost, model: m}}", "string should match pattern"),
-        ("{function: judge, options: {url: 'http://[', model: m}}", "must be a URL with a host"),
-        (f"{{function: judge, options: {{{JUDGE}, prompt: 'Grade {{completion'}}}}", "a prompt must have paired braces"),
-        (f"{{function: judge, options: {{{JUDGE}, prompt: '{{completion}} {{text}}'}}}}", "a prompt has no field {text}"),
-        (f"{{function: judge, options: {{{JUDGE}, prompt: 'Grade it.'}}}}", "a prompt must contain {completion}"),
+        ("{function: judge, options: {url: localhost, model: m}}", "must match pattern"),
+        ("{function: judge, options: {url: 'http://[', model: m}}", "url must contain a host"),
+        (f"{{function: judge, options: {{{JUDGE}, prompt: 'Grade {{completion'}}}}", "prompt must have paired braces"),
+        (
+            f"{{function: judge, options: {{{JUDGE}, prompt: '{{completion}} {{text}}'}}}}",
+            "prompt contains the unknown placeholder {text}",
+        ),
+        (f"{{function: judge, options: {{{JUDGE}, prompt: 'Grade it.'}}}}", "prompt must contain {completion}"),
         (f"{{function: judge, options: {{{JUDGE}, score_pattern: '('}}}}", "must be a regular expression"),
         (f"{{function: judge, options: {{{JUDGE}, min_score: 10}}}}", "min_score must be below max_score"),
         (f"{{function: judge, options: {{{JUDGE}, request: {{stream: true}}}}}}", "the judge sets this field itself"),
-        (f"{{function: judge, options: {{{JUDGE}, key_variable: 'sk-1 2'}}}}", "string should match pattern"),
+        (f"{{function: judge, options: {{{JUDGE}, key_variable: 'sk-1 2'}}}}", "must match pattern"),
     ],
 )
-def test_wrong_option_is_refused(tmp_path: Path, reward: str, rule: str) -> None:
+def test_invalid_option_is_rejected(tmp_path: Path, reward: str, rule: str) -> None:
     (message,) = complaints(tmp_path, reward)
     assert f"  rule: {rule}" in message
 
 
-def test_url_with_credentials_is_refused_without_showing_them(tmp_path: Path) -> None:
+def test_url_with_credentials_is_rejected_without_printing_them(tmp_path: Path) -> None:
     (message,) = complaints(tmp_path, "{function: judge, options: {url: 'http://me:secret@host/v1', model: m}}")
-    assert "rule: a URL must not contain credentials" in message
+    assert "rule: url must not contain credentials" in message
     assert "secret" not in message
 
 
-def test_penalty_must_begin_within_the_length_of_completions(tmp_path: Path) -> None:
+def test_overlong_penalty_must_fit_the_completion_length(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("name: a\nnum_steps: 3\n")
     rewards = "data.rewards={r: {function: overlong, options: {cache_tokens: 27}}}"
     broken = list(broken_rules(load_config(tmp_path / "run.yaml", [rewards])))
     assert [str(rule) for rule in broken] == [
-        "data.rewards.r.options.cache_tokens=27: the penalty must begin within max_tokens, which is 26. "
+        "data.rewards.r.options.cache_tokens=27: cache_tokens must not exceed max_tokens, which is 26. "
         "Set cache_tokens to at most 26."
     ]
     assert list(broken_rules(load_config(tmp_path / "run.yaml", [rewards, "rollout.max_new_tokens=27"]))) == []

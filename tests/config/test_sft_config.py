@@ -1,4 +1,4 @@
-"""The section `sft`: its rules, and what a run without generators needs."""
+"""The section `sft`: its rules, and the sizes of a run without generators."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,12 @@ def make_config(**sections: Any) -> Config:
         ("rollout: {group_size: 4}", "rollout.group_size=4", "does not use this key", "remove rollout.group_size"),
         ("algorithm: {learning_rate: 1e-4}", "algorithm.learning_rate=0.0001", "does not use", "set sft.learning_rate instead"),
         ("generator: {tp: 2}", "generator.tp=2", "does not use this key", "remove generator.tp"),
-        ("distill: {teacher: {path: big}}", "sft=", "a configuration is for one subcommand", "remove one of the sections"),
+        (
+            "distill: {teacher: {path: big}}",
+            "sft=",
+            "sft and distill select different subcommands",
+            "remove one of the two sections",
+        ),
     ],
 )
 def test_keys_without_effect_are_errors(tmp_path: Path, text: str, keys: str, rule: str, fix: str) -> None:
@@ -36,8 +41,11 @@ def test_keys_without_effect_are_errors(tmp_path: Path, text: str, keys: str, ru
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("sft.max_example_tokens=300", "a row must hold the longest example"),
-        ("sft={path: a.jsonl, validation_path: b.jsonl, heldout_fraction: 0.1}", "but not from both"),
+        ("sft.max_example_tokens=300", "row_tokens must be at least max_example_tokens"),
+        (
+            "sft={path: a.jsonl, validation_path: b.jsonl, heldout_fraction: 0.1}",
+            "come either from validation_path or from path",
+        ),
         ("sft.heldout_fraction=1.0", "must be a number >= 0 and < 1"),
         ("sft.train_on=user", "must be one of assistant, last, all"),
         ("sft={batch_size: 3}", "required"),
@@ -47,7 +55,7 @@ def test_impossible_values_are_errors(tmp_path: Path, override: str, rule: str) 
     assert rule in complaint(tmp_path, SFT, override)
 
 
-def test_keys_of_chat_and_of_skipped_steps_are_allowed() -> None:
+def test_keys_that_sft_uses_are_allowed() -> None:
     assert make_config(rollout={"max_new_tokens": 99}, algorithm={"max_skipped_steps": 1}).program == "sft"
     assert make_config(trainer={"row_tokens": 16}).max_sequence_tokens == 16
 
@@ -67,4 +75,4 @@ def test_one_accelerator_is_enough_for_one_rank(tmp_path: Path) -> None:
     found = complaint(
         tmp_path, f"{SFT}device: cuda\nhosts: {{devices_per_host: 1}}\ntrainer: {{parallelism: {{dp_shard: 2}}}}\n"
     )
-    assert "a host must have one accelerator per trainer rank on it, which is 2" in found
+    assert "a host needs one accelerator per trainer rank, which is 2" in found

@@ -156,7 +156,7 @@ def test_small_batch_limits_the_activations() -> None:
     assert large.trainer.activations == 16 * 320 * (3 * 4 * 704 + 2 * 112) * 4
 
 
-def test_export_decides_the_peak_of_a_large_model_on_a_cpu() -> None:
+def test_export_sets_the_peak_memory_of_a_large_model_on_cpu() -> None:
     memory = derive(
         make_config(model={"path": "nowhere/Qwen3-0.6B"}, trainer={"row_tokens": 128, "rows_per_microbatch": 1})
     ).memory
@@ -188,11 +188,11 @@ def test_shared_device_requires_a_memory_limit() -> None:
 
 def test_too_few_accelerators_only_warn_if_the_device_is_unknown() -> None:
     (text,) = misfits(device="auto", hosts={"devices_per_host": 1})
-    assert text.endswith("; on a CPU this does not matter.")
+    assert text.endswith("; ignore this on CPU.")
     assert misfits(device="cpu", hosts={"devices_per_host": 1}) == []
 
 
-def test_cache_bytes_of_a_token() -> None:
+def test_kv_cache_bytes_per_token() -> None:
     sizes = {"hidden_size": 8, "num_layers": 3, "num_heads": 4, "intermediate_size": 8, "num_kv_heads": 2, "head_dim": 5}
     shape = ModelShape(**sizes, vocab_size=16, max_positions=64)
     assert shape.kv_token_bytes("bfloat16") == 2 * 3 * 2 * 5 * 2
@@ -253,7 +253,7 @@ def test_gathered_bytes_depend_on_resharding() -> None:
     assert gathered(dp_shard=8) < 8_190_735_360
 
 
-def test_last_gradients_count_where_fsdp_reduces_them() -> None:
+def test_unreduced_gradients_count_only_with_fsdp() -> None:
     def trainer(name: str, **trainer: Any) -> TrainerMemory:
         memory = derive(make_config(model={"path": f"nowhere/{name}"}, trainer=trainer)).memory
         assert memory is not None
@@ -274,11 +274,11 @@ def test_last_gradients_count_where_fsdp_reduces_them() -> None:
     assert untied.total == untied.state + untied.gathered + max(untied.activations, untied.unreduced)
 
 
-def test_generation_alone_needs_no_trainer_rank() -> None:
+def test_run_without_training_needs_no_trainer_rank() -> None:
     values = {"name": "sides", "num_steps": 1, "device": "cpu", "hosts": {"devices_per_host": 1}}
     config, alone = (Config.model_validate({**values, "train": train}) for train in (True, False))
     assert (config.num_trainer_ranks, alone.num_trainer_ranks) == (1, 0)
-    assert "a host must have one accelerator per trainer rank and generator rank" in str(next(config.device_shortage()))
+    assert "a host needs one accelerator per trainer rank and generator rank" in str(next(config.device_shortage()))
     assert list(alone.device_shortage()) == []
     assert derive(alone).processes == {"controller": 1, "generator": 1, "rollout": 1, "buffer": 1, "sandbox": 8}
     replayed = config.model_copy(update={"rollout": RolloutConfig(replay=Path("dump"))})

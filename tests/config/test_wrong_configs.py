@@ -1,4 +1,4 @@
-"""Error messages of wrong configurations: place, key and value, rule, and fix."""
+"""Error messages for invalid configurations: location, key and value, rule, and fix."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_key_in_the_wrong_section(tmp_path: Path) -> None:
         ("warm_start.lr", "warm_start.learning_rate"),
     ],
 )
-def test_unknown_key_suggests_the_likeliest_key_of_any_section(tmp_path: Path, unknown: str, suggested: str) -> None:
+def test_unknown_key_suggests_the_most_similar_key_of_any_section(tmp_path: Path, unknown: str, suggested: str) -> None:
     assert f"fix:  did you mean {suggested}? " in complaint(tmp_path, GOOD, f"{unknown}=1")
 
 
@@ -62,7 +62,7 @@ def test_every_integer_has_an_upper_bound() -> None:
 
 
 @pytest.mark.parametrize("key", ["rollout.num_workers", "generator.replicas", "sandbox.num_processes", "max_staleness"])
-def test_absurd_count_is_rejected_with_its_upper_bound(tmp_path: Path, key: str) -> None:
+def test_huge_count_is_rejected_with_its_upper_bound(tmp_path: Path, key: str) -> None:
     assert "and <= 10,000\n" in complaint(tmp_path, GOOD, f"{key}=1000000000000")
 
 
@@ -73,11 +73,11 @@ def test_absurd_count_is_rejected_with_its_upper_bound(tmp_path: Path, key: str)
         (("max_staleness=9999", "rollout.groups_per_step=1000"), "these values need 10,000,000 slots with 80,000,000"),
         (
             ("max_staleness=9999", "rollout.groups_per_step=1", "rollout.group_size=100000"),
-            "must not need more than 1,000,000 slots and 10,000,000 completions, and these values need 10,000 slots",
+            "is limited to 1,000,000 slots and 10,000,000 completions, but these values need 10,000 slots",
         ),
     ],
 )
-def test_counts_with_an_absurd_product_are_rejected(tmp_path: Path, overrides: tuple[str, ...], rule: str) -> None:
+def test_counts_with_a_huge_product_are_rejected(tmp_path: Path, overrides: tuple[str, ...], rule: str) -> None:
     assert rule in complaint(tmp_path, GOOD, *overrides)
 
 
@@ -85,22 +85,23 @@ def test_wrong_type(tmp_path: Path) -> None:
     assert complaint(tmp_path, 'name: a\nnum_steps: "5"\n') == (
         'configs/run.yaml:2: num_steps="5"\n'
         "  rule: must be an integer >= 1 and <= 100,000,000\n"
-        "  fix:  remove the quotes. Number of steps, each on one batch."
+        "  fix:  remove the quotes. Number of training steps. Each step trains on one batch of "
+        "`rollout.groups_per_step` groups."
     )
     assert complaint(tmp_path, GOOD, "rollout.group_size=abc") == (
         'override rollout.group_size=abc: rollout.group_size="abc"\n'
         "  rule: must be an integer >= 2 and <= 1,000,000\n"
-        "  fix:  the default is 8. Number of completions per prompt. Advantages compare the completions of a group, so it "
-        "needs at least two."
+        "  fix:  the default is 8. Number of completions per prompt. Advantages compare the completions of a group, so "
+        "at least two are needed."
     )
-    assert "name=5\n  rule: must be text" in complaint(tmp_path, "name: 5\nnum_steps: 3\n")
+    assert "name=5\n  rule: must be a string" in complaint(tmp_path, "name: 5\nnum_steps: 3\n")
     assert "seed=true\n  rule: must be an integer >= 0" in complaint(tmp_path, GOOD + "seed: true\n")
     assert "dynamic_sampling=1\n  rule: must be true or false" in complaint(tmp_path, GOOD + "rollout: {dynamic_sampling: 1}\n")
-    assert "sandbox=5\n  rule: must be a section\n  fix:  put its keys under it" in complaint(tmp_path, GOOD + "sandbox: 5\n")
+    assert "sandbox=5\n  rule: must be a section\n  fix:  write its keys below it" in complaint(tmp_path, GOOD + "sandbox: 5\n")
     assert "algorithm.betas=[0.9]\n  rule: must be a list of 2 numbers" in complaint(
         tmp_path, GOOD + "algorithm: {betas: [0.9]}\n"
     )
-    assert "generator.vllm has the key 1\n  rule: its keys must be text" in complaint(
+    assert "generator.vllm has the key 1\n  rule: its keys must be strings" in complaint(
         tmp_path, GOOD + "generator: {vllm: {1: 2}}\n"
     )
 
@@ -128,7 +129,7 @@ def test_invalid_yaml(tmp_path: Path) -> None:
     assert complaint(tmp_path, GOOD + "rollout: [1\n") == (
         "configs/run.yaml:3: rollout: [1\n"
         "  rule: must be YAML: expected ',' or ']', but got '<stream end>'\n"
-        "  fix:  correct the syntax; text that holds ': ' or ' #' needs quotes"
+        "  fix:  correct the syntax; strings that contain ': ' or ' #' need quotes"
     )
     assert "duplicate key num_steps, first defined at line 2\n  fix:  keep one of them" in complaint(
         tmp_path, GOOD + "num_steps: 4\n"
@@ -141,7 +142,7 @@ def test_invalid_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("", "is empty"), ("# nothing\n", "is empty"), ("- 1\n", "holds [1]"), ("abc\n", 'holds "abc"')]
+    ("text", "found"), [("", "is empty"), ("# nothing\n", "is empty"), ("- 1\n", "contains [1]"), ("abc\n", 'contains "abc"')]
 )
 def test_file_without_a_mapping(tmp_path: Path, text: str, found: str) -> None:
     assert f"run.yaml:1: configuration file\n  rule: must be a mapping of keys, but it {found}" in complaint(tmp_path, text)
@@ -150,7 +151,7 @@ def test_file_without_a_mapping(tmp_path: Path, text: str, found: str) -> None:
 def test_file_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"name: \xff\n")
-    with pytest.raises(ConfigError, match="must be readable UTF-8"):
+    with pytest.raises(ConfigError, match="must be a readable UTF-8 file"):
         load_config(path)
 
 
@@ -164,7 +165,7 @@ def test_file_that_is_not_utf8(tmp_path: Path) -> None:
         ('"\\ud800"', "must be YAML: the character U+D800 is not supported"),
     ],
 )
-def test_value_that_cannot_be_converted_names_its_place(value: str, rule: str, tmp_path: Path) -> None:
+def test_unconvertible_value_is_an_error_with_its_location(value: str, rule: str, tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD + f"data:\n  task: {value}\n")
     assert text.startswith("configs/run.yaml:4: ")
     assert f"\n  rule: {rule}\n" in text
@@ -177,12 +178,12 @@ def test_value_that_cannot_be_converted_names_its_place(value: str, rule: str, t
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        (f"output_dir={'a' * 300}", "a name in a path must not have more than 255 bytes"),
-        ("model.path=" + "\u00e9" * 130 + "/x", "a name in a path must not have more than 255 bytes"),
-        (f"cache_dir={'a/' * 2000}", "a path must not have more than 3,000 bytes, but has 3,999"),
-        (f"name={'a' * 201}", "must be text matching"),
-        (".".join(["a"] * 3000) + "=1", "must be key.path=value, with a name between the dots"),
-        ("a" * 100_000 + "=1", "no such key in the top level"),
+        (f"output_dir={'a' * 300}", "a file or directory name must not be longer than 255 bytes"),
+        ("model.path=" + "\u00e9" * 130 + "/x", "a file or directory name must not be longer than 255 bytes"),
+        (f"cache_dir={'a/' * 2000}", "a path must not be longer than 3,000 bytes, but has 3,999"),
+        (f"name={'a' * 201}", "must be a string matching"),
+        (".".join(["a"] * 3000) + "=1", "must have the form key.path=value, with no empty name in the path"),
+        ("a" * 100_000 + "=1", "no such key at the top level"),
         ("data.rewards={\u00b2: exact}", "a reward's name must consist of letters, digits and _"),
     ],
 )
@@ -197,14 +198,14 @@ def test_configuration_with_an_overlong_name_or_size_is_rejected(tmp_path: Path)
         load_config("a" * 300)
     path = tmp_path / "run.yaml"
     path.write_text(GOOD + "# long\n" * 200_000)
-    with pytest.raises(ConfigError, match=r"must not have more than 1,000,000 bytes, but has 1,400,021"):
+    with pytest.raises(ConfigError, match=r"must not be larger than 1,000,000 bytes, but has 1,400,021"):
         load_config(path)
 
 
 def test_impossible_parallelism(tmp_path: Path) -> None:
     assert complaint(tmp_path, GOOD + "trainer:\n  row_tokens: 255\n  parallelism:\n    tp: 3\n") == (
         "configs/run.yaml:6: trainer.parallelism.tp=3, model.recipe.num_kv_heads=2 (default)\n"
-        "  rule: tp must divide the number of key-value heads\n"
+        "  rule: num_kv_heads must be a multiple of the tensor-parallel degree\n"
         "  fix:  set trainer.parallelism.tp to 2"
     )
     text = complaint(tmp_path, GOOD + "trainer:\n  parallelism: {dp_shard: 3}\nhosts: {kind: slurm}\n", "hosts.trainer_hosts=2")
@@ -224,7 +225,7 @@ def test_unknown_choice(tmp_path: Path) -> None:
 def test_malformed_override(tmp_path: Path, override: str) -> None:
     assert complaint(tmp_path, GOOD, override) == (
         f'override {override}: "{override}"\n'
-        "  rule: must be key.path=value, with a name between the dots\n"
+        "  rule: must have the form key.path=value, with no empty name in the path\n"
         "  fix:  write it like rollout.group_size=16"
     )
 
@@ -237,9 +238,10 @@ def test_override_with_invalid_yaml(tmp_path: Path) -> None:
 
 def test_missing_key(tmp_path: Path) -> None:
     assert complaint(tmp_path, "\nname: a\n") == (
-        "configs/run.yaml:2: num_steps is not given\n"
-        "  rule: required\n"
-        "  fix:  add `num_steps: ...`. Number of steps, each on one batch."
+        "configs/run.yaml:2: num_steps is missing\n"
+        "  rule: this key is required\n"
+        "  fix:  add `num_steps: ...`. Number of training steps. Each step trains on one batch of "
+        "`rollout.groups_per_step` groups."
     )
 
 

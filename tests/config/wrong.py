@@ -1,4 +1,4 @@
-"""Load a configuration with a mistake."""
+"""Helper that loads an invalid configuration and returns the error."""
 
 from pathlib import Path
 

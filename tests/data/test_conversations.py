@@ -1,4 +1,4 @@
-"""Masks of conversations: exactly what the model would have generated, after exactly the prompt that it would have got."""
+"""Masks of conversations cover exactly what the model would generate, after exactly the prompt that it would receive."""
 
 import json
 from itertools import groupby
@@ -29,7 +29,7 @@ def conversation(*contents: str) -> list[dict[str, str]]:
 
 
 def trained(tokenizer: Tokenizer, messages: list[dict[str, str]], train_on: TrainOn) -> list[str]:
-    """Return the text of each run of trained tokens."""
+    """Return the text of each contiguous run of trained tokens."""
     example = render_conversation(tokenizer, messages, train_on)
     runs = groupby(zip(example.token_ids.tolist(), example.mask.tolist(), strict=True), key=lambda pair: pair[1])
     return ["".join(tokenizer.token_text(token) for token, _ in run) for is_trained, run in runs if is_trained]
@@ -68,7 +68,7 @@ def test_each_reply_follows_the_prompt_of_its_generation(chat: Tokenizer, conten
     assert example.mask.tolist() == expected
 
 
-def test_template_that_changes_earlier_messages_is_refused_unless_only_the_last_reply_is_trained(tmp_path: Path) -> None:
+def test_template_that_changes_earlier_messages_requires_train_on_last(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, FORGETTING + REPLY)
     messages = conversation("1+2", "1,2;3", "4+5", "4,5;9")
     with pytest.raises(BadLine, match=r"does not extend the conversation verbatim at messages\[1\]") as refused:
@@ -81,7 +81,7 @@ def test_template_that_changes_earlier_messages_is_refused_unless_only_the_last_
 @pytest.mark.parametrize(
     ("template", "messages", "problem"),
     [
-        (TURNS.replace("<eos>", "") + REPLY, conversation("1+2", "3"), "ends messages[1] with no special token"),
+        (TURNS.replace("<eos>", "") + REPLY, conversation("1+2", "3"), "does not end messages[1] with a special token"),
         (
             "{{ raise_exception('no system') }}",
             conversation("1+2", "3"),
@@ -92,13 +92,13 @@ def test_template_that_changes_earlier_messages_is_refused_unless_only_the_last_
         (TURNS + "{% if add_generation_prompt %}[bot] {% endif %}", conversation("1", "2"), "verbatim at messages[1]"),
     ],
 )
-def test_unsuitable_conversation_is_refused(tmp_path: Path, template: str, messages: Any, problem: str) -> None:
+def test_unsuitable_conversation_is_rejected(tmp_path: Path, template: str, messages: Any, problem: str) -> None:
     with pytest.raises(BadLine) as refused:
         render_conversation(with_template(tmp_path, template), messages, "assistant")
     assert problem in refused.value.problem
 
 
-def test_reply_that_shares_a_token_with_its_prompt_is_refused(tmp_path: Path) -> None:
+def test_reply_that_shares_a_token_with_its_prompt_is_rejected(tmp_path: Path) -> None:
     letters = sorted({*ALPHABET})
     vocab = {token: index for index, token in enumerate(["<eos>", *letters, " 3"])}
     backend = Backend(models.BPE(vocab, [(" ", "3")]))
@@ -109,21 +109,21 @@ def test_reply_that_shares_a_token_with_its_prompt_is_refused(tmp_path: Path) ->
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path)
     assert trained(tokenizer, conversation("3", "5"), "assistant") == ["5<eos>"]
-    with pytest.raises(BadLine, match=r"messages\[1\] shares a token with the text before it"):
+    with pytest.raises(BadLine, match=r"messages\[1\] is tokenized together with the text before it"):
         render_conversation(tokenizer, conversation("5", "3"), "assistant")
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("Hi", "messages must be a list of messages"),
-        ([], "messages must be a list of messages"),
+        ("Hi", "messages must be a non-empty list"),
+        ([], "messages must be a non-empty list"),
         (["Hi"], "messages[0] must be an object, got str"),
         ([{"role": "bot", "content": "Hi"}], 'messages[0].role must be one of system, user, assistant, tool, got "bot"'),
         ([{"role": "user"}], "messages[0].content must be a string, got null"),
     ],
 )
-def test_wrong_messages_are_named(content: Any, problem: str) -> None:
+def test_invalid_message_is_named(content: Any, problem: str) -> None:
     with pytest.raises(BadLine) as refused:
         read_messages(content)
     assert refused.value.problem == problem

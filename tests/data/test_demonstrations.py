@@ -33,7 +33,9 @@ def answer_of(demonstration: Demonstration, tokenizer: Tokenizer) -> str:
         ("8", "8", "8"),
     ],
 )
-def test_working_is_the_running_sum(tmp_path: Path, tokenizer: Tokenizer, expression: str, answer: str, working: str) -> None:
+def test_worked_solution_is_the_running_sum(
+    tmp_path: Path, tokenizer: Tokenizer, expression: str, answer: str, working: str
+) -> None:
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps({"prompt": f"{expression} =", "answer": answer, "expression": expression}))
     stream = make_stream(DataConfig(source="jsonl", path=file, heldout_fraction=0.001), tokenizer, seed=0)
@@ -64,7 +66,7 @@ def test_every_demonstration_scores_1(tokenizer: Tokenizer, stream: PromptStream
     assert max(demonstration.mask.sum() for demonstration in demonstrations) <= 26  # the quick start's max_new_tokens
 
 
-def test_short_answers_follow_worked_ones(tokenizer: Tokenizer, stream: PromptStream) -> None:
+def test_short_answers_start_after_the_long_only_steps(tokenizer: Tokenizer, stream: PromptStream) -> None:
     warm_start = WarmStartConfig(num_steps=30, num_long_only_steps=10, short_fraction=0.75, batch_size=64)
     batches = list(chain_sum_demonstrations(stream, tokenizer, warm_start, seed=0))
     assert [len(batch) for batch in batches] == [64] * 30

@@ -1,4 +1,4 @@
-"""Examples of supervised fine-tuning: lines to tokens, splits, limits, order, and messages about wrong files."""
+"""SFT examples: tokenization, splits, limits, order, and errors for invalid files."""
 
 import json
 from collections import Counter
@@ -54,7 +54,7 @@ def test_prompt_and_completion_without_a_template(tmp_path: Path, tokenizer: Tok
     assert texts(read_examples(config_of(path, train_on="all"), tokenizer).training, tokenizer)[0] == ("", "1+2=3<eos>")
 
 
-def test_prompt_and_completion_become_a_chat_as_prompts_of_rl_do(tmp_path: Path, chat: Tokenizer) -> None:
+def test_prompt_and_completion_are_rendered_as_a_chat(tmp_path: Path, chat: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", SUM)
     data: dict[str, Any] = {"system_prompt": "Add."}
     (example,) = read_examples(config_of(path, data), chat).training
@@ -62,7 +62,7 @@ def test_prompt_and_completion_become_a_chat_as_prompts_of_rl_do(tmp_path: Path,
     assert texts(read_examples(config_of(path, {"chat_template": "never"}), chat).training, chat) == [("1+2=", "3<eos>")]
 
 
-def test_split_is_that_of_prompts(tmp_path: Path, chat: Tokenizer) -> None:
+def test_split_matches_the_split_of_prompts(tmp_path: Path, chat: Tokenizer) -> None:
     questions = [f"{i}+1=" for i in range(60)]
     conversations = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "1"}]} for question in questions
@@ -82,7 +82,7 @@ def test_validation_file_replaces_the_split(tmp_path: Path, tokenizer: Tokenizer
     assert len(examples.training) == 1
 
 
-def test_long_examples_are_cut_left_out_or_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_long_examples_are_truncated_skipped_or_rejected(tmp_path: Path, tokenizer: Tokenizer) -> None:
     long, hopeless = {"prompt": "1", "completion": "2" * 9}, {"prompt": "1" * 9, "completion": "2"}
     path = write(tmp_path / "a.jsonl", SUM, long, hopeless)
     cut = read_examples(config_of(path, max_example_tokens=8, overlong="truncate"), tokenizer)
@@ -91,13 +91,11 @@ def test_long_examples_are_cut_left_out_or_refused(tmp_path: Path, tokenizer: To
     kept = read_examples(config_of(path, max_example_tokens=8, overlong="skip"), tokenizer)
     assert (len(kept.training), kept.num_truncated, kept.num_skipped) == (1, 0, 2)
     text = problem(path, tokenizer, max_example_tokens=8)
-    assert f"{path}:2: the example has 11 tokens, more than 8" in text
+    assert f"{path}:2: the example has 11 tokens, more than the limit of 8" in text
     assert "set sft.overlong to truncate or skip" in text
 
 
-def test_huge_example_is_cut_before_it_is_tokenized(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_huge_example_is_cut_before_tokenization(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, longest = Tokenizer.encode, []
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text: longest.append(len(text)) or encode(self, text))
     path = write(tmp_path / "a.jsonl", {"prompt": "1", "completion": "2" * 50_000_000})
@@ -110,18 +108,18 @@ def test_huge_example_is_cut_before_it_is_tokenized(
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("{not json}", "must be JSON"),
-        ("[1]", "must be an object, got list"),
-        ('{"prompt": "1"}', "completion is missing. Give every line the keys prompt and completion, or messages"),
+        ("{not json}", "must be valid JSON"),
+        ("[1]", "must be a JSON object, got list"),
+        ('{"prompt": "1"}', "completion is missing. Add it; every line must have prompt and completion, or messages"),
         ('{"text": "1"}', "prompt is missing"),
         ('{"prompt": "1", "completion": 2}', "completion must be a string, got 2"),
         ('{"prompt": " ", "completion": "2"}', "prompt is empty"),
         ('{"prompt": "caf\\u00e9", "completion": "2"}', "no token for some characters"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content must be a string"),
-        ('{"messages": [{"role": "user", "content": "Hi"}]}', "messages require a chat template, and the tokenizer has none"),
+        ('{"messages": [{"role": "user", "content": "Hi"}]}', "messages require a chat template, but the tokenizer has none"),
     ],
 )
-def test_wrong_line_is_named_with_its_file(
+def test_invalid_line_is_named_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, line: str, expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a long path would be shortened in the message
@@ -133,10 +131,10 @@ def test_wrong_line_is_named_with_its_file(
 
 
 def test_unusable_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    assert "no such file" in problem(tmp_path / "none.jsonl", tokenizer)
+    assert "file not found" in problem(tmp_path / "none.jsonl", tokenizer)
     path = write(tmp_path / "a.jsonl", SUM)
     assert problem(path, tokenizer, validation_path=tmp_path / "none.jsonl").startswith("sft.validation_path=")
-    assert "of 1 lines 0 are held out and 1 left out" in problem(path, tokenizer, max_example_tokens=3, overlong="skip")
+    assert "of 1 lines 0 are held out and 1 skipped" in problem(path, tokenizer, max_example_tokens=3, overlong="skip")
     assert problem(path, tokenizer, {"system_prompt": "Add."}).startswith("data.system_prompt=")
 
 

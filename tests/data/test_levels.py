@@ -25,7 +25,7 @@ def sums_file(folder: Path, values: list[Any]) -> Path:
 
 
 def levels_of(tokenizer: Tokenizer, path: Path, **curriculum: Any) -> list[set[Any]]:
-    """Return the values of the field in an epoch of each level."""
+    """Return the field values of one epoch, per level."""
     section = CurriculumConfig(field="level", **curriculum)
     config = DataConfig(source="jsonl", path=path, heldout_fraction=0.1, curriculum=section)
     prompts = open_prompts("sums", config, tokenizer, seed=7)
@@ -35,7 +35,7 @@ def levels_of(tokenizer: Tokenizer, path: Path, **curriculum: Any) -> list[set[A
     ]
 
 
-def test_edges_values_and_equal_groups_divide_the_prompts_of_a_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_file_is_divided_by_edges_values_or_equal_groups(tokenizer: Tokenizer, tmp_path: Path) -> None:
     numbers = sums_file(tmp_path, [n % 6 for n in range(90)])
     assert levels_of(tokenizer, numbers, edges=(1, 4)) == [{0}, {1, 2, 3}, {4, 5}]
     assert levels_of(tokenizer, numbers, values=("0", "5", "1", "2", "3", "4"))[1] == {5}
@@ -45,7 +45,7 @@ def test_edges_values_and_equal_groups_divide_the_prompts_of_a_file(tokenizer: T
     assert {4, 5} <= second
 
 
-def test_prompts_of_a_level_have_the_position_and_task_of_the_run(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_prompts_of_a_level_keep_run_index_and_task_name(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = sums_file(tmp_path, [n % 2 for n in range(20)])
     config = DataConfig(source="jsonl", path=path, curriculum=CurriculumConfig(field="level", levels=2))
     prompt = open_prompts("small", config, tokenizer, seed=7).prompt(41, 1, 3)
@@ -55,13 +55,13 @@ def test_prompts_of_a_level_have_the_position_and_task_of_the_run(tokenizer: Tok
 @pytest.mark.parametrize(
     ("values", "curriculum", "text"),
     [
-        ([1, None, 2], {"levels": 2}, "every prompt must have this field"),
-        (["a", "b"], {"levels": 2}, "levels of equal size and edges need numbers"),
+        ([1, None, 2], {"levels": 2}, "every prompt must have this metadata field"),
+        (["a", "b"], {"levels": 2}, "the field must be a number"),
         (["a", "b"], {"values": ("a", "c")}, "every value of level must belong to a level"),
         ([1, 1], {"edges": (5,)}, "every level must have a training prompt, but level 1 of 2 has none"),
     ],
 )
-def test_prompts_that_do_not_fit_the_levels_are_errors(
+def test_prompts_that_do_not_fit_the_levels_are_an_error(
     tokenizer: Tokenizer, tmp_path: Path, values: list[Any], curriculum: dict[str, Any], text: str
 ) -> None:
     path = sums_file(tmp_path, [value for value in values for _ in range(10)])
@@ -78,7 +78,7 @@ def test_task_configs_change_the_options_of_the_task(tokenizer: Tokenizer) -> No
         assert {len(expression.split()) for expression in expressions} == {2 * num_terms - 1}
 
 
-def test_levels_of_a_reasoning_gym_task_rise_and_keep_own_options() -> None:
+def test_reasoning_gym_levels_rise_and_keep_configured_options() -> None:
     easy, hard = gym_levels("chain_sum", {"min_digits": 1, "max_digits": 1}, 2)
     assert easy != hard
     assert "max_digits" not in easy
@@ -90,12 +90,12 @@ def test_levels_of_a_reasoning_gym_task_rise_and_keep_own_options() -> None:
 
 
 def feed(sampler: SuccessRate, rewards: tuple[float, ...], num: int = 1, level: int | None = None) -> None:
-    """Report groups of the level that is chosen now."""
+    """Report groups of the currently chosen level."""
     for index in range(num):
         sampler.observe(Outcome(sampler.choose() if level is None else level, index, rewards))
 
 
-def test_success_rate_moves_up_and_down_and_counts_only_its_level() -> None:
+def test_success_rate_moves_both_ways_and_ignores_other_levels() -> None:
     sampler = SuccessRate(CurriculumConfig(levels=3, window=4, raise_at=0.75, lower_at=0.25), seed=0)
     feed(sampler, (1.0, 1.0, 1.0, 0.0), 3)
     assert sampler.choose() == 0
@@ -148,29 +148,29 @@ def test_sampler_by_import_path_gets_levels_seed_and_options(tmp_path: Path) -> 
     assert made("fixed", level=2).choose() == 2
     with pytest.raises(ValueError, match=r"data\.curriculum\.sampler: wrong signature"):
         made("fixed", levels=2)
-    with pytest.raises(ValueError, match="the sampler has no choose and no observe"):
+    with pytest.raises(ValueError, match="the sampler lacks the methods choose, observe"):
         made("nothing")
-    with pytest.raises(ValueError, match="making the sampler raised KeyError"):
+    with pytest.raises(ValueError, match="creating the sampler raised KeyError"):
         made("fails")
 
 
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({}, "one key must say which levels there are"),
-        ({"levels": 2, "task_configs": ({}, {})}, "one key must say which levels there are"),
-        ({"edges": (1.0,)}, "edges are values of a field"),
-        ({"field": "a", "task_configs": ({}, {})}, "either from a field or from task_configs"),
+        ({}, "must define the levels"),
+        ({"levels": 2, "task_configs": ({}, {})}, "must define the levels"),
+        ({"edges": (1.0,)}, "edges requires field"),
+        ({"field": "a", "task_configs": ({}, {})}, "field and task_configs are different ways"),
         ({"field": "a", "edges": (2.0, 1.0)}, "must be ascending"),
-        ({"field": "a", "values": ("x", "x")}, "a value must belong to one level"),
-        ({"task_configs": ({},)}, "a curriculum needs two levels"),
+        ({"field": "a", "values": ("x", "x")}, "values must not contain duplicates"),
+        ({"task_configs": ({},)}, "a curriculum needs at least two levels"),
         ({"levels": 2, "raise_at": 0.5, "lower_at": 0.5}, "lower_at must be below raise_at"),
-        ({"levels": 2, "start_level": 2}, "there are 2 levels, counted from 0"),
-        ({"levels": 2, "options": {"a": 1}}, "options are the arguments of a sampler of your own"),
-        ({"levels": 2, "sampler": "a.py:b", "window": 3}, "these keys belong to the sampler success_rate"),
+        ({"levels": 2, "start_level": 2}, "must be one of the 2 levels, counted from 0"),
+        ({"levels": 2, "options": {"a": 1}}, "options are the arguments of a custom sampler"),
+        ({"levels": 2, "sampler": "a.py:b", "window": 3}, "only the sampler success_rate uses these keys"),
     ],
 )
-def test_wrong_curricula_are_errors(section: dict[str, Any], text: str) -> None:
+def test_invalid_curriculum_is_an_error(section: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         CurriculumConfig(**section)
 
@@ -179,9 +179,9 @@ def test_wrong_curricula_are_errors(section: dict[str, Any], text: str) -> None:
     ("data", "text"),
     [
         ({"curriculum": CurriculumConfig(field="a", levels=2)}, "generated on demand"),
-        ({"source": "a.py:b", "curriculum": CurriculumConfig(levels=2)}, "only a reasoning-gym task has levels of its own"),
+        ({"source": "a.py:b", "curriculum": CurriculumConfig(levels=2)}, "only reasoning-gym tasks define levels"),
     ],
 )
-def test_levels_that_the_source_does_not_have_are_errors(data: dict[str, Any], text: str) -> None:
+def test_levels_that_the_source_lacks_are_an_error(data: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         DataConfig(**data)

@@ -1,4 +1,4 @@
-"""Prompts of the user, by import path, by file and as objects."""
+"""Custom prompt sources: import paths, files and objects."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_item_becomes_an_entry() -> None:
 
 
 class Table:
-    """A sequence of the user's own, and a callable."""
+    """A custom sequence that is also callable."""
 
     def __len__(self) -> int:
         return 2
@@ -63,7 +63,7 @@ class TableSource:
 
 
 @pytest.mark.parametrize("source", [Table(), Table, TableSource(), lambda seed: Table(), lambda seed: tuple(Table())])
-def test_source_is_a_sequence_or_is_called_for_one(source: object) -> None:
+def test_source_is_a_sequence_or_returns_one(source: object) -> None:
     if source is Table:
         with pytest.raises(ValueError, match="wrong signature"):  # a class is called with the seed
             entries(source)
@@ -76,7 +76,7 @@ def test_seed_and_options_reach_the_function() -> None:
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_source_of_a_path_is_split_and_shuffled_like_a_file(
+def test_imported_source_is_split_and_shuffled_like_a_file(
     by_file: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "made_prompts.py").write_text(MODULE)
@@ -117,14 +117,14 @@ def test_equal_and_long_questions_are_dropped(tokenizer: Tokenizer) -> None:
     assert (stream.num_prompts, stream[0].entry["answer"]) == (1, "3")
 
 
-def test_missing_answer_is_an_error_only_for_a_reward_that_compares(tokenizer: Tokenizer) -> None:
+def test_missing_answer_is_an_error_only_if_a_reward_needs_it(tokenizer: Tokenizer) -> None:
     items = [{"prompt": f"{n} =", "answer": "1"} for n in range(20)] + [{"prompt": "5 + 5 ="}]
     with pytest.raises(ValueError, match=r"item 20: answer is missing. Give every item the key answer, or set data\.rewards"):
         stream_of(items, tokenizer)
     assert stream_of(items, tokenizer, rewards={"own": {"function": "a:b"}}).num_prompts > 0
 
 
-def test_list_that_cannot_be_read_is_reported_with_its_item() -> None:
+def test_unreadable_list_is_reported_with_its_item() -> None:
     class Columns(dict[str, list[str]]):
         pass
 
@@ -138,7 +138,7 @@ def test_list_that_cannot_be_read_is_reported_with_its_item() -> None:
         entries(lambda seed: Columns(prompt=["1 =", "2 ="]))
 
 
-def test_text_is_no_list_of_prompts() -> None:
+def test_string_is_not_a_list_of_prompts() -> None:
     assert isinstance("text", Prompts)
     with pytest.raises(ValueError, match="must return a list of prompts, got str"):
         entries(lambda seed: "text")

@@ -1,4 +1,4 @@
-"""Prompts and conversations from JSON Lines and Parquet."""
+"""Prompts and conversations from JSONL and Parquet files."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ def test_prompt_and_answer_are_read_from_either_format(file: Path) -> None:
     ]
 
 
-def test_columns_have_other_names(file: Path) -> None:
+def test_columns_can_be_renamed(file: Path) -> None:
     rows = [{"problem": "2 + 2 =", "reward": {"truth": "4", "style": "rule"}}]
     columns = {"prompt": "problem", "answer": "reward.truth"}
     (entry,) = read_rows(written(file, rows, columns=columns))
@@ -65,7 +65,7 @@ def test_columns_have_other_names(file: Path) -> None:
     assert (gsm["question"], gsm["answer"], gsm["metadata"]) == ("1 =", "1", {})
 
 
-def test_conversation_is_asked_up_to_its_last_reply(file: Path) -> None:
+def test_final_reply_of_a_conversation_becomes_the_answer(file: Path) -> None:
     turns = [{"role": "system", "content": "Be brief."}, user("2 + 2?"), assistant("4"), user("And 3 + 3?")]
     (entry,) = read_rows(written(file, [{"messages": [*turns, assistant("6")], "id": "x"}]))
     assert entry == {
@@ -89,8 +89,8 @@ def test_list_of_messages_may_be_the_prompt(file: Path) -> None:
         ({"answer": "4"}, "prompt is missing"),
         ({"prompt": "2 + 2 ="}, "answer is missing"),
         ({"messages": [user("a")]}, "answer is missing"),
-        ({"messages": [assistant("a")]}, "messages must have a message of the user before the reply"),
-        ({"messages": [user(" ")], "answer": "4"}, "the last message of the user is empty"),
+        ({"messages": [assistant("a")]}, "messages must contain a user message before the reply"),
+        ({"messages": [user(" ")], "answer": "4"}, "the last user message is empty"),
         ({"messages": [{"role": "robot", "content": "a"}]}, r"messages\[0\].role must be one of"),
         ({"prompt": " ", "answer": "4"}, "prompt is empty"),
     ],
@@ -102,17 +102,17 @@ def test_unusable_row_is_named(file: Path, row: dict[str, Any], problem: str) ->
         read_rows(written(file, [good, row]))
 
 
-def test_prompt_that_is_no_text_is_named(file: Path) -> None:
+def test_prompt_that_is_not_a_string_is_named(file: Path) -> None:
     with pytest.raises(BrokenRules, match="prompt must be a string, got 3"):
         read_rows(written(file, [{"prompt": 3, "answer": "4"}]))
 
 
-def test_numbers_of_a_parquet_column_are_answers(tmp_path: Path) -> None:
+def test_numeric_parquet_column_can_be_the_answer(tmp_path: Path) -> None:
     (entry,) = read_rows(written(tmp_path / "a.parquet", [{"prompt": "2 + 2 =", "answer": 4}]))
     assert entry["answer"] == "4"
 
 
-def test_folder_and_pattern_name_several_parquet_files(tmp_path: Path) -> None:
+def test_directory_and_pattern_select_several_parquet_files(tmp_path: Path) -> None:
     for name in ("train-0", "train-1", "test-0"):
         written(tmp_path / f"{name}.parquet", [{"prompt": name, "answer": "1"}])
     section = DataConfig(source="parquet", path=tmp_path)
@@ -121,11 +121,11 @@ def test_folder_and_pattern_name_several_parquet_files(tmp_path: Path) -> None:
     assert [entry["question"] for entry in read_rows(section)] == ["train-0", "train-1"]
 
 
-def test_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+def test_invalid_parquet_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("prompt,answer\n")
     with pytest.raises(BrokenRules, match=r"data.path.*must be a Parquet file"):
         read_rows(DataConfig(source="parquet", path=tmp_path / "a.parquet"))
-    with pytest.raises(BrokenRules, match=r"data.path.*no such file"):
+    with pytest.raises(BrokenRules, match=r"data.path.*file not found"):
         read_rows(DataConfig(source="parquet", path=tmp_path / "b.parquet"))
 
 
@@ -136,7 +136,7 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_rows(section)
 
 
-def test_stream_of_conversations_renders_them_whole(tmp_path: Path) -> None:
+def test_stream_renders_complete_conversations(tmp_path: Path) -> None:
     rows = [{"messages": [user(f"{i}?"), assistant("a"), user("and?"), assistant(str(i))]} for i in range(40)]
     asked: list[Any] = []
 

@@ -52,7 +52,7 @@ def test_prompt_depends_only_on_seed_and_index(tokenizer: Tokenizer) -> None:
     assert [forwards[i].text for i in range(20)] != [other[i].text for i in range(20)]
 
 
-def test_epochs_contain_the_same_items_in_another_order(tokenizer: Tokenizer) -> None:
+def test_every_epoch_has_the_same_items_in_another_order(tokenizer: Tokenizer) -> None:
     stream = make_stream(gym_config(num_prompts=50), tokenizer, seed=7)
     assert stream.num_prompts == 50
     first, second = ([stream[i].text for i in range(start, start + 50)] for start in (0, 50))
@@ -99,9 +99,9 @@ def test_task_with_few_questions_has_too_few_heldout_prompts(tokenizer: Tokenize
     ("changes", "message"),
     [
         ({"task": "chainsum"}, 'data.task="chainsum": .*Did you mean chain_sum?'),
-        ({"task_config": {"min_term": 3}}, "rejects its options.*unexpected keyword argument 'min_term'"),
-        ({"task_config": {"min_terms": 9}}, "rejects its options.*max_terms must be >= min_terms"),
-        ({"task_config": {"seed": 1}}, "data.task_config.seed=1: the run sets this option"),
+        ({"task_config": {"min_term": 3}}, "rejects these options.*unexpected keyword argument 'min_term'"),
+        ({"task_config": {"min_terms": 9}}, "rejects these options.*max_terms must be >= min_terms"),
+        ({"task_config": {"seed": 1}}, "data.task_config.seed=1: TitanRL sets this option"),
         ({"system_prompt": "Add."}, "requires a chat template, but the tokenizer has no chat template"),
         ({"task": "maze", "task_config": {}, "max_prompt_tokens": 4096}, "no token for some characters"),
     ],
@@ -149,22 +149,23 @@ def test_duplicate_and_long_questions_are_dropped(tmp_path: Path, tokenizer: Tok
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json}", "must be JSON"),
-        ("[1]", "must be an object, got list"),
+        ("{not json}", "must be valid JSON"),
+        ("[1]", "must be a JSON object, got list"),
         ('{"prompt": "1 + 2 ="}', "answer is missing"),
         ('{"question": "1 + 2 =", "answer": "3"}', "prompt is missing"),
         ('{"prompt": "1 + 2 =", "answer": 3}', "answer must be a string, got 3. Put it in quotes"),
         ('{"prompt": " ", "answer": "3"}', "prompt is empty"),
-        (b'{"prompt": "\xff", "answer": "3"}', "must be JSON"),
-        ('{"prompt": "\\ud800", "answer": "3"}', r"must be Unicode text, but has the lone surrogate U\+D800"),
-        ('{"prompt": "1", "answer": "3", "level": "\\ud83d"}', r"must be Unicode text, but has the lone surrogate U\+D83D"),
+        (b'{"prompt": "\xff", "answer": "3"}', "must be valid JSON"),
+        ('{"prompt": "\\ud800", "answer": "3"}', r"must be valid Unicode, but contains the lone surrogate U\+D800"),
+        (
+            '{"prompt": "1", "answer": "3", "level": "\\ud83d"}',
+            r"must be valid Unicode, but contains the lone surrogate U\+D83D",
+        ),
         ("[" * 10_000 + "]" * 10_000, "must not be nested deeper than 100 levels"),
         ('{"prompt": "1", "answer": "3", "x": ' + "[" * 101 + "]" * 101 + "}", "must not be nested deeper than 100 levels"),
     ],
 )
-def test_wrong_line_is_reported_by_number_and_empty_lines_are_skipped(
-    tmp_path: Path, tokenizer: Tokenizer, line: str | bytes, message: str
-) -> None:
+def test_invalid_line_is_reported_by_number(tmp_path: Path, tokenizer: Tokenizer, line: str | bytes, message: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_bytes(b'{"prompt": "1 + 2 =", "answer": "3"}\n\n' + (line if isinstance(line, bytes) else line.encode()))
     with pytest.raises(ValueError, match=rf"bad\.jsonl:3: {message}"):
@@ -172,9 +173,9 @@ def test_wrong_line_is_reported_by_number_and_empty_lines_are_skipped(
 
 
 def test_file_with_too_few_questions_is_rejected(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="file not found"):
         make_stream(DataConfig(source="jsonl", path=tmp_path / "missing"), tokenizer, seed=0)
-    with pytest.raises(ValueError, match="must have a training prompt, but none of its 1 questions is one"):
+    with pytest.raises(ValueError, match="must have a training prompt, but none of its 1 questions is usable"):
         make_stream(write_jsonl(tmp_path / "long.jsonl", {"prompt": "1" * 65, "answer": "0"}), tokenizer, seed=0)
     stream = make_stream(write_sums(tmp_path / "sums.jsonl", 20), tokenizer, seed=0)
     with pytest.raises(ValueError, match=r"evaluation\.num_prompts=21, .* has \d held-out prompts\. Lower evaluation"):
@@ -198,7 +199,7 @@ def test_chat_template_is_applied_unless_disabled(tmp_path: Path) -> None:
         prompt_text(chat_template="never", system_prompt="Add.")
 
 
-def test_file_of_test_questions_needs_no_training_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_evaluation_file_needs_no_training_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = write_sums(tmp_path / "test.jsonl", 10).model_copy(update={"heldout_fraction": 0.999})
     stream = make_stream(config, tokenizer, seed=7, is_trained_on=False)
     assert [prompt.text for prompt in stream.heldout(10, split="all")] == [f"{i} + {i} =" for i in range(10)]

@@ -77,7 +77,7 @@ def test_chat_rendering_agrees_with_transformers(directory: Path) -> None:
     assert ids == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def test_a_chat_template_in_a_file_of_its_own_is_found(directory: Path) -> None:
+def test_chat_template_in_a_separate_file_is_found(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = load_tokenizer(directory)
     assert tokenizer.chat_template
@@ -97,11 +97,11 @@ def test_older_files_without_tokenizer_json_are_converted(tmp_path: Path) -> Non
 
 
 def test_directory_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no tokenizer\. Use a directory with tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"no tokenizer found\. Use a directory with tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
-def test_reading_a_tokenizer_imports_no_heavy_library(recipe_dir: Path) -> None:
+def test_loading_a_tokenizer_imports_no_heavy_library(recipe_dir: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path

@@ -239,7 +239,7 @@ def test_level_that_does_not_exist_is_an_error(level: object) -> None:
             return level  # type: ignore[return-value]
 
     sampler = Wrong(CurriculumConfig(levels=2), seed=0)
-    with pytest.raises(ValueError, match=r"curriculum\.sampler: chose a level that task sums does not have"):
+    with pytest.raises(ValueError, match=r"curriculum\.sampler: choose\(\) returned a level that task sums does not have"):
         Mixture([MixedTask(name="sums", sampler=sampler, num_levels=2)]).draw(0)
 
 

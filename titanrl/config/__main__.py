@@ -1,4 +1,4 @@
-"""The command `python -m titanrl.config schema | docs`, which prints the JSON schema or the reference of all keys."""
+"""The command `python -m titanrl.config schema|docs`, which prints the JSON schema or the configuration reference."""
 
 import argparse
 import sys
@@ -9,9 +9,11 @@ from titanrl.config.docs import reference_text, schema_text
 def main() -> None:
     """Print the schema or the reference."""
     parser = argparse.ArgumentParser(
-        prog="python -m titanrl.config", description="Print a file that is generated from the configuration models."
+        prog="python -m titanrl.config", description="Print a file generated from the configuration models."
     )
-    parser.add_argument("what", choices=("schema", "docs"), help="configs/schema.json, or docs/config.md")
+    parser.add_argument(
+        "what", choices=("schema", "docs"), help="schema prints configs/schema.json, docs prints docs/config.md"
+    )
     sys.stdout.write(schema_text() if parser.parse_args().what == "schema" else reference_text())
 
 

@@ -1,4 +1,4 @@
-"""Values that a key can take, by name; other modules import these types instead of spelling the values again."""
+"""Types of keys with a fixed set of values. Other modules import them instead of repeating the values."""
 
 from typing import Literal
 

@@ -27,40 +27,41 @@ UNUSED: Mapping[str, tuple[str, ...]] = {
         "updates_per_publish",
     ),
 }
-"""Keys, by section, that have no effect on a distillation; a value other than the default is an error."""
+"""Keys by section that distillation does not use. Setting one to a value other than its default is an error."""
 
 
 class TeacherConfig(Section):
-    """The teacher, served by one vLLM engine with processes of its own."""
+    """The teacher model, served by a separate vLLM engine."""
 
     path: FilePath
-    """Directory of a model in Hugging Face format with the vocabulary of the policy."""
+    """Directory of the teacher in Hugging Face format. Its vocabulary must be the policy's."""
     tp: Processes = 1
-    """Tensor-parallel degree of the engine."""
+    """Tensor-parallel degree of the teacher's engine."""
     dtype: Dtype = "float32"
-    """Data type of the weights."""
+    """Data type of the teacher's weights."""
     max_num_seqs: Count = 256
     """Maximum number of sequences that the engine processes concurrently."""
     kv_cache_bytes: Bytes = 64 << 20
-    """KV-cache size on CPU. On accelerators vLLM's `gpu_memory_utilization` sets it."""
+    """KV-cache size in bytes. CPU only; on accelerators set `gpu_memory_utilization` in `vllm`."""
     vllm: dict[str, Any] = {}
-    """Additional `vllm.EngineArgs`."""
+    """Additional arguments of `vllm.EngineArgs`."""
 
 
 class DistillConfig(Section):
-    """On-policy distillation (`titanrl distill`): the policy samples, and a teacher's log-probabilities of its tokens are the
-    reward."""
+    """On-policy distillation (`titanrl distill`). The policy samples completions, and the teacher's log-probabilities of their
+    tokens serve as the reward."""
 
     teacher: TeacherConfig
-    """The teacher."""
+    """The teacher model."""
     loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
-    """Policy loss; `ppo` clips the ratio of policy to sampling policy to 1 +- 0.2."""
+    """Policy loss. `ppo` clips the ratio of the policy to the sampling policy to 1 +- 0.2."""
     discount: Decay = 0.0
-    """Factor per token for later tokens in the advantage of a token; 0 counts only the token's own log-probabilities."""
+    """Discount factor per token for the log-probability differences of later tokens in a token's advantage. With 0, only the
+    token's own difference counts."""
 
 
 def unused_keys(sections: Mapping[str, Section]) -> Iterator[BrokenRule]:
-    """Yield the keys of other sections that were set although a distillation does not use them.
+    """Yield a rule for each key that is set although distillation does not use it.
 
     Args:
         sections: The sections of `UNUSED`, by name.
@@ -72,6 +73,6 @@ def unused_keys(sections: Mapping[str, Section]) -> Iterator[BrokenRule]:
             if value != default:
                 yield BrokenRule(
                     values={f"{name}.{key}": value},
-                    rule="distillation does not use this key: its advantages are differences of log-probabilities",
+                    rule="distillation does not use this key, because its advantages come from the teacher's log-probabilities",
                     fix=f"remove {name}.{key}",
                 )

@@ -38,15 +38,15 @@ def print_dry_run(
     device: DeviceKind = "cpu",
     device_bytes: int | None = None,
 ) -> None:
-    """Print the report of a dry run; tables have a frame on a terminal only.
+    """Print the report of a dry run. Tables have a frame only on a terminal.
 
     Args:
         config: Configuration.
         console: Destination.
-        source: Source of the configuration; with it warnings name lines and overrides.
-        shape: Sizes of the policy; None if they are unknown.
-        device: Kind of device that the run uses.
-        device_bytes: Memory of one accelerator of that kind; None assumes `DEVICE_BYTES`.
+        source: Source of the configuration. If given, warnings name the lines and overrides.
+        shape: Dimensions of the policy model; None if unknown.
+        device: Device type of the run.
+        device_bytes: Memory of one accelerator in bytes; None assumes `DEVICE_BYTES`.
     """
     sizes = derive(config, shape, device_bytes=device_bytes or DEVICE_BYTES)
     print_table(console, "Keys that differ from the defaults", ("key", "value", "default"), changed_keys(config))

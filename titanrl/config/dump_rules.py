@@ -1,4 +1,4 @@
-"""The rules of dumps of rollouts, and of runs with only one of the two sides."""
+"""Rules for rollout dumps, and for runs without a trainer or without generators."""
 
 from collections.abc import Iterator
 
@@ -15,10 +15,10 @@ def broken_by_dump(
     """Yield the rules that `rollout.save`, `rollout.replay` and `train` break.
 
     Args:
-        rollout: Section with the folders.
-        replay: Groups that are trained on again.
-        data: Tasks and levels.
-        train: False without a trainer.
+        rollout: Section with `save` and `replay`.
+        replay: Section `replay`.
+        data: Section with tasks and levels.
+        train: False if no trainer runs.
         program: Subcommand of the configuration.
     """
     given = {"rollout.save": rollout.save, "rollout.replay": rollout.replay}
@@ -27,28 +27,32 @@ def broken_by_dump(
         values["train"] = False
     if program != "train":
         for key, value in values.items():
-            yield BrokenRule(values={key: value}, rule=f"titanrl {program} has no groups of rollouts", fix=f"remove {key}")
+            yield BrokenRule(
+                values={key: value},
+                rule=f"titanrl {program} does not support this key, because it has no groups of rollouts",
+                fix=f"remove {key}",
+            )
         return
     if rollout.replay is not None and rollout.save is not None:
         yield BrokenRule(
-            values=values, rule="a replay samples nothing that could be saved", fix="remove rollout.save or rollout.replay"
+            values=values, rule="the replay of a dump samples no rollouts to save", fix="remove rollout.save or rollout.replay"
         )
     if rollout.replay is not None and data.draws_by_outcome:
         key = "data.mixture" if data.mixture else "data.curriculum"
         yield BrokenRule(
             values={"rollout.replay": str(rollout.replay), key: "..."},
-            rule="a replay draws no prompts, so it has neither tasks nor levels",
-            fix=f"remove {key}; the advantages are then those of `algorithm`",
+            rule="the replay of a dump chooses no prompts, so it supports neither tasks nor levels",
+            fix=f"remove {key}; all groups then use the advantage of `algorithm`",
         )
     if rollout.replay is not None and not train:
         yield BrokenRule(
             values={"train": False, "rollout.replay": str(rollout.replay)},
-            rule="without trainer and generators nothing is left to run",
-            fix="remove train or rollout.replay",
+            rule="the run would have neither a trainer nor generators",
+            fix="remove train: false or rollout.replay",
         )
     if not train and replay.fraction:
         yield BrokenRule(
             values={"train": False, "replay.fraction": replay.fraction},
-            rule="groups are replayed to train on them again, and nothing is trained",
+            rule="replay requires training",
             fix="remove replay.fraction",
         )

@@ -1,4 +1,4 @@
-"""Rules on several optimizer steps on a batch: epochs and mini-batches."""
+"""Rules for several optimizer steps per batch: epochs and mini-batches."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def broken_by_epochs(
     if program != "train":
         for key, value in keys.items():
             if value > 1:
-                yield BrokenRule(values={key: value}, rule=f"titanrl {program} has no such key", fix=f"remove {key}")
+                yield BrokenRule(values={key: value}, rule=f"titanrl {program} does not use this key", fix=f"remove {key}")
         return
     if trainer.minibatches_per_batch > groups_per_step:
         yield BrokenRule(
@@ -24,12 +24,12 @@ def broken_by_epochs(
                 "trainer.minibatches_per_batch": trainer.minibatches_per_batch,
                 "rollout.groups_per_step": groups_per_step,
             },
-            rule="each mini-batch needs at least one group",
+            rule="minibatches_per_batch must not exceed groups_per_step, because each mini-batch needs a group",
             fix=f"set trainer.minibatches_per_batch to at most {groups_per_step}",
         )
     if trainer.epochs > 1 and algorithm.loss_traits.ratio == "none" and not algorithm.correction.is_on:
         yield BrokenRule(
             values={"trainer.epochs": trainer.epochs, "algorithm.loss": algorithm.loss},
-            rule="later epochs train on tokens of an earlier policy, and the loss has no ratio to it",
-            fix="set trainer.epochs to 1, algorithm.correction, or algorithm.loss to ppo",
+            rule="later epochs train on tokens of an earlier policy, which requires an importance ratio or a correction",
+            fix="set algorithm.loss to ppo, set algorithm.correction, or set trainer.epochs to 1",
         )

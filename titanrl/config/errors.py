@@ -1,4 +1,4 @@
-"""Errors of a configuration. Each names the place, the key with its value, the rule, and the fix."""
+"""Configuration errors. Each names the location, the key and its value, the violated rule, and a fix."""
 
 import json
 import re
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from titanrl.errors import TitanRLError
 
 MAX_CHARS = 2000
-"""Limit of each part of a message, of which a key or an override can be arbitrarily long."""
+"""Maximum length of each component of a message. Keys and overrides can be arbitrarily long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenRule:
-    """A rule that the values of one or several keys break.
+    """A rule that the values of one or more keys violate.
 
     Example: `BrokenRule(values={"trainer_hosts": 3}, rule="trainer_hosts must divide the 4 trainer ranks", fix="set it to 2")`
     """
 
     values: Mapping[str, object]
-    """Keys involved and their values; the first key is the one to change. Keys are relative to the section that checks them."""
+    """Keys involved, with their values. The first key is the one to change. Keys are relative to the section that checks
+    them."""
     rule: str
     """Condition that must hold."""
     fix: str
@@ -31,7 +32,7 @@ class BrokenRule:
 
 
 class BrokenRules(TitanRLError, ValueError):
-    """Raised for values that are valid one by one but break a rule together, or with files on this machine."""
+    """Raised for values that are valid individually but violate a rule together, or do not fit the files on this machine."""
 
     def __init__(self, *broken: BrokenRule) -> None:
         super().__init__(*broken)
@@ -42,13 +43,13 @@ class BrokenRules(TitanRLError, ValueError):
 
 
 def nested(error: BrokenRules, section: str) -> BrokenRules:
-    """Return broken rules of a section `data` as those of one inside another section, which its keys then name."""
+    """Return rules about the section `data`, renamed to the `data` section inside `section`."""
 
     return within(error, f"{section}.data")
 
 
 def within(error: BrokenRules, section: str) -> BrokenRules:
-    """Return broken rules of the section `data` as those of another section with its keys."""
+    """Return rules about the section `data`, renamed to another section with the same keys."""
 
     def named(text: str) -> str:
         return re.sub(r"(?<![\w.])data\.(?=[a-z])", f"{section}.", text)
@@ -64,7 +65,7 @@ def within(error: BrokenRules, section: str) -> BrokenRules:
 
 
 class ConfigError(TitanRLError, ValueError):
-    """Raised for a configuration that cannot be used. `str(error)` is complete: print it without a traceback."""
+    """Raised for an invalid configuration. `str(error)` is complete and can be printed without a traceback."""
 
     def __init__(self, *messages: str) -> None:
         super().__init__(*messages)
@@ -76,14 +77,14 @@ class ConfigError(TitanRLError, ValueError):
 
 
 def message(where: str, what: str, rule: str, fix: str) -> str:
-    """Format one mistake; `where` is a file and line or an override, `what` the key with its value."""
+    """Format a mistake. `where` is a file and line or an override; `what` is the key with its value."""
     parts = (text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..." for text in (where, what, rule, fix))
     where, what, rule, fix = parts
     return f"{where}: {what}\n  rule: {rule}\n  fix:  {fix}"
 
 
 def rule_of(text: str, values: Mapping[str, object], *, prefix: str = "") -> BrokenRule:
-    """Convert a message `key: problem (got value). Fix.` to a rule; other messages become the rule as a whole."""
+    """Convert a message `key: problem (got value). Fix.` to a rule. Any other message becomes the rule itself."""
     key_first = re.fullmatch(r"(?P<rule>.+) \((?P<got>got .+)\)\. (?P<fix>.+?)\.?", text, re.DOTALL)
     if key_first is None:
         return BrokenRule(values=values, rule=prefix + text, fix="correct it")

@@ -1,4 +1,4 @@
-"""The section `evaluation`: which prompts are evaluated, how often, and what follows from the results."""
+"""The section `evaluation`: evaluation sets, their schedule, early stopping and the best checkpoint."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,52 +12,52 @@ from titanrl.config.errors import BrokenRule
 from titanrl.config.section import Count, CountOrZero, Section, StepsOrZero, Tokens
 
 MAX_COMPLETIONS = 1_000_000
-"""Limit of completions per evaluation."""
+"""Maximum number of completions per evaluation."""
 DEFAULT = "evaluation"
-"""Key of the default set."""
+"""Section of the default set."""
 SETS = "evaluation.sets"
-"""Key of the evaluation sets."""
+"""Section of the additional sets."""
 
 Split = Literal["heldout", "all"]
 
 
 class EvaluationSetConfig(Section):
-    """One evaluation set."""
+    """An additional evaluation set."""
 
     every_steps: StepsOrZero | None = None
-    """Number of steps between evaluations, 0 for those before and after training alone; null means `evaluation.every_steps`."""
+    """Number of steps between evaluations; 0 evaluates only before and after training. Null uses `evaluation.every_steps`."""
     num_prompts: Count = 200
     """Number of prompts."""
     split: Split = "heldout"
-    """`heldout` takes prompts of the held-out split, which training never contains if it has the same `heldout_fraction`; `all`
-    takes every prompt of a set with data of its own."""
+    """`heldout` uses the held-out split, which is never trained on if training uses the same `heldout_fraction`. `all` uses
+    every prompt, and requires `data`."""
     num_samples: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Number of completions per prompt."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
-    """Sampling temperature; 0 is greedy. vLLM takes no others below 0.01."""
+    """Sampling temperature; 0 is greedy decoding. Other values below 0.01 are not supported by vLLM."""
     max_new_tokens: Tokens | None = None
-    """Maximum completion length; null means `rollout.max_new_tokens`."""
+    """Maximum completion length in tokens; null uses `rollout.max_new_tokens`."""
     pass_k: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """Numbers k for which pass@k is estimated; without any, `num_samples` if that is more than 1."""
+    """Values of k for which pass@k is reported. If empty, `num_samples`, if that is more than 1."""
     solved_from: float = 1.0
-    """Reward from which a completion counts as solved, for pass@k and avg@k."""
+    """Minimum reward of a solved completion, for pass@k and avg@k."""
     data: DataConfig | None = None
-    """Prompts and rewards of the set; null means those of the run."""
+    """Prompts and rewards of the set; null uses those of the run."""
     task: str | None = None
-    """Task of `data.mixture` whose held-out prompts and rewards are those of the set."""
+    """Task of `data.mixture` whose held-out prompts and rewards the set uses."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.num_samples > 1 and self.temperature == 0:
             yield BrokenRule(
                 values={"temperature": self.temperature, "num_samples": self.num_samples},
-                rule="greedy completions of a prompt are all equal",
-                fix="set temperature to 1, or num_samples to 1",
+                rule="num_samples > 1 requires temperature > 0, because greedy completions of a prompt are all equal",
+                fix="set temperature, for example to 1, or set num_samples to 1",
             )
         if 0 < self.temperature < 0.01:
             yield BrokenRule(
                 values={"temperature": self.temperature},
-                rule="vLLM takes no temperature between 0 and 0.01",
-                fix="set it to 0 for greedy decoding",
+                rule="vLLM does not support temperatures between 0 and 0.01",
+                fix="set it to 0 for greedy decoding, or to at least 0.01",
             )
         if self.pass_k and max(self.pass_k) > self.num_samples:
             yield BrokenRule(
@@ -68,75 +68,77 @@ class EvaluationSetConfig(Section):
         if self.num_prompts * self.num_samples > MAX_COMPLETIONS:
             yield BrokenRule(
                 values={"num_prompts": self.num_prompts, "num_samples": self.num_samples},
-                rule=f"an evaluation must not sample more than {MAX_COMPLETIONS:,} completions",
+                rule=f"an evaluation must not sample more than {MAX_COMPLETIONS:,} completions (num_prompts * num_samples)",
                 fix="lower one of them",
             )
         if self.data is not None and self.task is not None:
             yield BrokenRule(
                 values={"task": self.task, "data": self.data.source},
-                rule="the prompts of a set are either its own or those of a task",
+                rule="a set uses the prompts either of task or of data",
                 fix="remove one of them",
             )
         if self.data is not None and self.data.curriculum is not None:
             yield BrokenRule(
                 values={"data.curriculum": self.data.curriculum.sampler},
-                rule="an evaluation set has no levels",
-                fix="remove it, or give each level a set of its own",
+                rule="an evaluation set does not support a curriculum",
+                fix="remove it, or define one set per level",
             )
         if self.split == "all" and self.data is None:
             yield BrokenRule(
                 values={"split": self.split, "data": None},
-                rule="all prompts of the run's own data include those that are trained on",
-                fix="set split to heldout, or give the set data of its own",
+                rule="split: all would evaluate on prompts of the run that are trained on",
+                fix="set split to heldout, or add a data section to the set",
             )
 
 
 class EvaluationConfig(Section):
-    """Evaluation. The default set are held-out prompts of `data`, or of each task of `data.mixture`, answered greedily; `sets`
-    adds others (docs/howto/evaluate.md)."""
+    """Evaluation. The default set is `num_prompts` held-out prompts of `data`, or of each task in `data.mixture`, decoded
+    greedily. `sets` adds more (docs/howto/evaluate.md)."""
 
     every_steps: StepsOrZero = 20
     """Number of steps between evaluations; 0 evaluates only before and after training."""
     num_prompts: CountOrZero = 200
-    """Number of prompts of the default set, of that of each task with `data.mixture`; 0 leaves it out."""
+    """Number of prompts of the default set, per task with `data.mixture`; 0 disables the default set."""
     sets: dict[str, EvaluationSetConfig] = {}
-    """Further evaluation sets by name, which is part of the names of their metrics."""
+    """Additional evaluation sets by name. Metrics are named `eval/<name>/...`."""
     background: bool = True
-    """In asynchronous training, evaluate between the first and the last step in the background, on a generator of its own with
-    `generator.tp` ranks. False lets training wait while the generators of the rollouts evaluate."""
+    """In asynchronous training, run evaluations between the first and the last step in the background, on a separate generator
+    with `generator.tp` ranks. `false` pauses training and evaluates on the rollout generators."""
     best_metric: str | None = None
-    """Metric of an evaluation set, such as "eval/chain_sum/mean", whose best policy is exported to `checkpoints/best`."""
+    """Metric of an evaluation set, such as "eval/chain_sum/mean". The policy with its highest value is exported to
+    `checkpoints/best`."""
     min_improvement: Annotated[float, Field(ge=0.0)] = 0.0
-    """Increase of `best_metric` from which a policy counts as better."""
+    """Minimum increase of `best_metric` for a policy to count as better."""
     patience: Count | None = None
-    """Number of evaluations of the set in a row without a better policy after which training ends; null never does."""
+    """Early stopping: number of consecutive evaluations without a better policy after which training ends. Null never stops
+    early."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         for name in self.sets:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
                 yield BrokenRule(
                     values={f"sets.{name}": {}},
-                    rule="the name of an evaluation set must consist of letters, digits, _ and -",
+                    rule="the name of a set must consist of letters, digits, _ and -, and start with a letter or digit",
                     fix="rename it",
                 )
         for key in ("patience", "min_improvement"):
             if self.best_metric is None and getattr(self, key):
                 yield BrokenRule(
                     values={key: getattr(self, key), "best_metric": None},
-                    rule="without a metric no policy is better than another",
+                    rule=f"{key} requires best_metric, which policies are compared by",
                     fix="set best_metric",
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """An evaluation set with all its values.
+    """An evaluation set with all values resolved.
 
     Example: `EvaluationSet(name="hard", key="evaluation.sets.hard", every_steps=50, num_prompts=100, num_samples=8, ...)`
     """
 
     name: str
-    """Name in metrics; the default set of a task has that of the task."""
+    """Name in metrics. The default set of a task has the task's name."""
     key: str
     """Configuration section of the set."""
     every_steps: int
@@ -144,32 +146,32 @@ class EvaluationSet:
     num_prompts: int
     """Number of prompts."""
     split: Split
-    """Prompts to choose from."""
+    """Split that the prompts are taken from."""
     num_samples: int
     """Completions per prompt."""
     temperature: float
     """Sampling temperature; 0 is greedy."""
     max_new_tokens: int
-    """Longest completion, in tokens."""
+    """Maximum completion length in tokens."""
     pass_k: tuple[int, ...]
-    """Numbers k of the estimates of pass@k."""
+    """Values of k for pass@k."""
     solved_from: float
-    """Reward from which a completion counts as solved."""
+    """Minimum reward of a solved completion."""
     data: DataConfig
     """Prompts and rewards."""
     has_own_data: bool
-    """True if these are not those of the run."""
+    """True if the set has its own `data` section."""
     task: str
-    """Task of the run whose prompts and rewards these are otherwise; empty if they are its own."""
+    """Task of the run whose prompts and rewards the set uses; empty if it has its own."""
 
     @property
     def max_tokens(self) -> int:
-        """Length of the longest prompt plus completion."""
+        """Maximum length of prompt plus completion in tokens."""
         return self.data.max_prompt_tokens + self.max_new_tokens
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics of which a higher value is better."""
+        """Names of the metrics that can be maximized."""
         averages = (f"avg@{self.num_samples}",) if self.num_samples > 1 else ()
         return tuple(f"eval/{self.name}/{name}" for name in ("mean", *averages, *(f"pass@{k}" for k in self.pass_k)))
 
@@ -180,9 +182,9 @@ def evaluation_sets(
     """Return the evaluation sets of a run by name, the default sets first.
 
     Args:
-        evaluation: Section of the run.
-        tasks: Prompts and rewards of the run by task.
-        max_new_tokens: Longest completion of each task.
+        evaluation: Section `evaluation`.
+        tasks: Prompts and rewards by task.
+        max_new_tokens: Maximum completion length by task, in tokens.
     """
     sections = {name: (f"{SETS}.{name}", section) for name, section in evaluation.sets.items()}
     if evaluation.num_prompts:
@@ -211,14 +213,14 @@ def evaluation_sets(
 
 
 def broken_by_positions(sets: Mapping[str, EvaluationSet], max_positions: int) -> Iterator[BrokenRule]:
-    """Yield the rules broken by sets with data or lengths of their own, for a model with so many positions."""
+    """Yield the rules that the additional sets break for a model with `max_positions` positions."""
     for subset in sets.values():
         if subset.key != DEFAULT and subset.max_tokens > max_positions:
             yield BrokenRule(
                 values={f"{subset.key}.max_new_tokens": subset.max_new_tokens},
-                rule=f"a prompt plus completion of {subset.max_tokens} tokens must not be longer than the model's "
+                rule=f"prompt plus completion can have {subset.max_tokens} tokens, but the model has only "
                 f"{max_positions} positions",
-                fix=f"lower it, or {subset.key}.data.max_prompt_tokens",
+                fix=f"lower {subset.key}.max_new_tokens or {subset.key}.data.max_prompt_tokens",
             )
 
 
@@ -230,7 +232,7 @@ def broken_by_best(metric: str | None, sets: Mapping[str, EvaluationSet], update
     if metric not in names:
         yield BrokenRule(
             values={"evaluation.best_metric": metric},
-            rule="must be a metric of an evaluation set of which a higher value is better",
+            rule="must be a metric of an evaluation set that can be maximized",
             fix=f"choose one of {', '.join(names)}" if names else "add an evaluation set",
         )
         return
@@ -242,8 +244,8 @@ def broken_by_best(metric: str | None, sets: Mapping[str, EvaluationSet], update
                 "evaluation.every_steps": every_steps,
                 "algorithm.updates_per_publish": updates_per_publish,
             },
-            rule="updates_per_publish must divide every_steps of this set, so that the evaluated policy is the trainer's",
-            fix=f"set every_steps to {every_steps + updates_per_publish - every_steps % updates_per_publish}",
+            rule="every_steps must be a multiple of updates_per_publish, so that the evaluated policy is the trainer's",
+            fix=f"set every_steps of this set to {every_steps + updates_per_publish - every_steps % updates_per_publish}",
         )
 
 
@@ -254,38 +256,38 @@ def broken_by_evaluation(
     if is_sft and evaluation.best_metric is not None:
         yield BrokenRule(
             values={"evaluation.best_metric": evaluation.best_metric},
-            rule="supervised fine-tuning evaluates no sets",
+            rule="supervised fine-tuning samples no evaluation sets",
             fix="remove it",
         )
     for task in tasks if evaluation.num_prompts else ():
         if task in evaluation.sets:
             yield BrokenRule(
                 values={f"{SETS}.{task}": {}, "data.task": task},
-                rule="the default set has the name of the task",
-                fix="rename the set, or leave the default set out with evaluation.num_prompts: 0",
+                rule="this name is taken by the default set, which is named after the task",
+                fix="rename the set, or disable the default set with evaluation.num_prompts: 0",
             )
     for name, section in evaluation.sets.items():
         if section.task is not None and section.task not in tasks:
             yield BrokenRule(
                 values={f"{SETS}.{name}.task": section.task},
-                rule="must be a task of the run",
+                rule="must be a task of data.mixture",
                 fix=f"choose one of {', '.join(tasks)}",
             )
         if section.data is None and section.task is None and len(tasks) > 1:
             yield BrokenRule(
                 values={f"{SETS}.{name}.task": None},
-                rule="with several tasks in data.mixture, a set must say whose prompts it has",
-                fix=f"set it to one of {', '.join(tasks)}, or give the set data of its own",
+                rule="with several tasks in data.mixture, a set must select one of them",
+                fix=f"set it to one of {', '.join(tasks)}, or add a data section to the set",
             )
     if is_sft and evaluation.sets:
         yield BrokenRule(
             values={SETS: sorted(evaluation.sets)},
-            rule="supervised fine-tuning evaluates the loss on held-out examples, and samples nothing",
-            fix=f"remove {SETS}; `titanrl evaluate` evaluates the exported model",
+            rule="supervised fine-tuning evaluates only the loss on held-out examples",
+            fix=f"remove {SETS}; run `titanrl evaluate` on the exported model instead",
         )
     if is_distillation and not evaluation.num_prompts:
         yield BrokenRule(
             values={"evaluation.num_prompts": 0},
-            rule="a distillation evaluates the teacher on the default set",
+            rule="distillation needs the default set, on which it evaluates the teacher",
             fix="set it to at least 1",
         )

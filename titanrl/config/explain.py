@@ -1,4 +1,4 @@
-"""Error messages for mistakes in a configuration: place, key, value, rule and fix."""
+"""Error messages for mistakes in a configuration: location, key, value, rule and fix."""
 
 import difflib
 import re
@@ -26,30 +26,32 @@ def explain(error: ValidationError, source: Source) -> Iterator[str]:
 
 
 def explain_rule(broken: BrokenRule, source: Source | None = None, section: Location = ()) -> str:
-    """Format a broken rule. The message starts with the place of the first key that was written; other keys name their place.
+    """Format a broken rule. The message starts with the location of the first key that was set; other keys add their own.
 
     Args:
         broken: Rule and values.
-        source: Source of the configuration; without it the message names no lines.
-        section: Location of the section that the keys are relative to.
+        source: Source of the configuration. Without it, the message contains no line numbers.
+        section: Path of the section that the keys are relative to.
     """
     paths = {(*section, *map(_part, key.split("."))): value for key, value in broken.values.items()}
     if source is None:
         return message("config", ", ".join(_written(path, value) for path, value in paths.items()), broken.rule, broken.fix)
-    places = {path: source.where(path) for path in paths}
-    main = next((path for path, place in places.items() if place is not None), next(iter(paths)))
-    also = {path: f" ({place or _unwritten(path, source)})" for path, place in places.items() if path != main or place is None}
+    locations = {path: source.where(path) for path in paths}
+    main = next((path for path, where in locations.items() if where is not None), next(iter(paths)))
+    also = {
+        path: f" ({where or _unwritten(path, source)})" for path, where in locations.items() if path != main or where is None
+    }
     what = ", ".join(_written(path, value) + also.get(path, "") for path, value in paths.items())
     return message(source.nearest(main), what, broken.rule, broken.fix)
 
 
 def _part(name: str) -> str | int:
-    """Return a part of a dotted key; a number is a place in a list."""
+    """Return a component of a dotted key. A number is an index into a list."""
     return int(name) if re.fullmatch("[0-9]{1,9}", name) else name
 
 
 def _unwritten(path: Location, source: Source) -> str:
-    """Return the origin of a value that was not written."""
+    """Return the origin of a value that the user did not set."""
     return "default" if source.where((*path[:-1], "preset")) is None else "preset or default"
 
 
@@ -63,9 +65,11 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
         return _explain_unknown_key(path, value, source)
     if details["type"] == "missing" and isinstance(path[-1], str):
         meaning = (node_at(path) or {}).get("description", "")
-        return message(source.nearest(path), f"{dotted(path)} is not given", "required", f"add `{path[-1]}: ...`. {meaning}")
-    if path[-1] == "[key]":  # pydantic's location of a key in a free-form mapping
-        what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be text"
+        return message(
+            source.nearest(path), f"{dotted(path)} is missing", "this key is required", f"add `{path[-1]}: ...`. {meaning}"
+        )
+    if path[-1] == "[key]":  # where pydantic reports a key of a free-form mapping
+        what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be strings"
         return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
     if details["type"] == "missing":  # a list that is too short is reported as a whole
         path = path[:-1]
@@ -76,16 +80,17 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
 def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
     section = section_at(path[:-1])
     keys = ", ".join(section.keys) if section else ""
-    name = dotted(path[:-1]) or "the top level"
+    name = dotted(path[:-1])
+    where, of = (f"in {name}", f"of {name}") if name else ("at the top level", "at the top level")
     guess = nearest_key(path)
     hint = f"did you mean {guess}? " if guess else "remove it. "
-    return message(source.nearest(path), _written(path, value), f"no such key in {name}", f"{hint}Keys of {name}: {keys}")
+    return message(source.nearest(path), _written(path, value), f"no such key {where}", f"{hint}Keys {of}: {keys}")
 
 
 def _fix(path: Location, value: Any, node: Node) -> str:
     section = section_at(path)
     if section is not None:
-        return f"put its keys under it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
+        return f"write its keys below it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
     choices = [choice for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
     if choices:
         guesses = difflib.get_close_matches(inline(value).strip('"'), list(map(str, choices)), n=1)

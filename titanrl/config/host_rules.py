@@ -1,4 +1,4 @@
-"""Rules on the placement of trainer and generator ranks on hosts and accelerators."""
+"""Rules for the distribution of trainer and generator ranks over hosts and accelerators."""
 
 from collections.abc import Iterator
 
@@ -16,12 +16,12 @@ def broken_by_hosts(
     generator: GeneratorConfig,
     weights: WeightsConfig,
 ) -> Iterator[BrokenRule]:
-    """Yield the rules that the placement of these ranks on hosts breaks."""
+    """Yield the rules that the distribution of ranks over hosts breaks."""
     ranks, replicas = parallelism.world_size, generator.replicas
     if hosts.kind != "local" and weights.transport == "arena":
         yield BrokenRule(
             values={"weights.transport": "arena", "hosts.kind": hosts.kind},
-            rule=f"an arena is shared memory of one host, and {hosts.kind} starts each mesh on its own",
+            rule="arena is shared memory of one host, so it requires hosts.kind: local",
             fix="set weights.transport to auto",
         )
     if ranks % hosts.trainer_hosts:
@@ -33,7 +33,7 @@ def broken_by_hosts(
     if replicas % hosts.generator_hosts and placement.replicas_per_host is None:
         yield BrokenRule(
             values={"hosts.generator_hosts": hosts.generator_hosts, "generator.replicas": replicas},
-            rule="generator_hosts must divide the number of replicas",
+            rule="generator_hosts must divide generator.replicas",
             fix=f"set hosts.generator_hosts to {largest_divisor(replicas, hosts.generator_hosts)}, or "
             "placement.replicas_per_host",
         )
@@ -44,13 +44,13 @@ def broken_by_hosts(
                 "hosts.trainer_hosts": hosts.trainer_hosts,
                 "hosts.generator_hosts": hosts.generator_hosts,
             },
-            rule="local runs every mesh on this machine, so each mesh has one host",
+            rule="hosts.kind: local runs everything on this machine, so there is only one host",
             fix="remove trainer_hosts and generator_hosts, or set hosts.kind to slurm, kubernetes or launcher",
         )
     if hosts.across_machines and hosts.share_devices and placement.generator == "generators":
         yield BrokenRule(
             values={"hosts.share_devices": True, "hosts.kind": hosts.kind},
-            rule=f"{hosts.kind} starts trainer and generators on different hosts, which cannot share devices",
+            rule=f"{hosts.kind} runs trainer and generators on different hosts, which cannot share devices",
             fix="remove hosts.share_devices, or set placement.generator to trainers",
         )
 
@@ -66,19 +66,19 @@ def device_shortage(
     *,
     trains: bool = True,
 ) -> Iterator[BrokenRule]:
-    """Yield the rule broken by a host with too few accelerators; meaningless on CPU.
+    """Yield a broken rule if a host has too few accelerators. Not meaningful on CPU.
 
     Args:
-        hosts: Hosts.
-        placement: Hosts of each role.
-        parallelism: Degrees of the trainer.
-        generator: Generator replicas.
-        generators: Number of generator ranks that start; 0 for a fine-tuning.
-        teachers: Number of ranks of a teacher.
-        evaluators: Number of ranks of the generator that evaluates in the background.
-        trains: False if no trainer rank starts.
+        hosts: Section `hosts`.
+        placement: Section `placement`.
+        parallelism: Degrees of parallelism of the trainer.
+        generator: Section `generator`.
+        generators: Number of generator ranks; 0 for fine-tuning.
+        teachers: Number of teacher ranks.
+        evaluators: Number of ranks of the background evaluation generator.
+        trains: False if no trainer runs.
     """
-    ranks, further = parallelism.world_size if trains else 0, teachers + evaluators
+    ranks, others = parallelism.world_size if trains else 0, teachers + evaluators
     roles = "trainer rank, generator rank and teacher rank" if teachers else "trainer rank and generator rank"
     roles = "trainer rank, generator rank and evaluator rank" if evaluators else roles if generators else "trainer rank"
     roles = roles if trains else "generator rank"
@@ -86,14 +86,14 @@ def device_shortage(
     advice += ", or set evaluation.background to false" if evaluators else ""
     if hosts.across_machines:
         counts = placement.replicas_per_host or (generator.replicas // hosts.generator_hosts,)
-        on_trainer, on_generator = ranks // hosts.trainer_hosts, (max(counts) * generator.tp if generators else 0) + further
+        on_trainer, on_generator = ranks // hosts.trainer_hosts, (max(counts) * generator.tp if generators else 0) + others
         is_sum = placement.generator == "trainers" and not hosts.share_devices
         needed = on_trainer + on_generator if is_sum else max(on_trainer, on_generator)
     elif hosts.share_devices:
-        needed = max(ranks, generators + further)
-    else:  # emulated hosts (`process`) are one machine too, and see the same accelerators
-        needed = ranks + generators + further
-        advice += ", or let them share with hosts.share_devices: true"
+        needed = max(ranks, generators + others)
+    else:  # emulated hosts (`process`) also share the accelerators of one machine
+        needed = ranks + generators + others
+        advice += ", or share devices with hosts.share_devices: true"
     if needed > hosts.devices_per_host:
         yield BrokenRule(
             values={
@@ -104,8 +104,8 @@ def device_shortage(
                 **({"distill.teacher.tp": teachers} if teachers else {}),
                 **({"evaluation.background": True} if evaluators else {}),
             },
-            rule=f"a host must have one accelerator per {roles} on it, which is {needed}",
-            fix=f"set hosts.devices_per_host to {needed} if the host has as many, or {advice}",
+            rule=f"a host needs one accelerator per {roles}, which is {needed}",
+            fix=f"set hosts.devices_per_host to {needed} if the host has that many, or {advice}",
         )
 
 
@@ -116,11 +116,11 @@ def _degrees(parallelism: ParallelismConfig) -> dict[str, int]:
 
 
 def broken_by_device(trainer: TrainerConfig, device: DeviceName) -> Iterator[BrokenRule]:
-    """Yield the rules that options of the trainer break on a kind of device."""
+    """Yield the rules that trainer options break on a device type."""
     if trainer.float8 is not None and device == "npu":
         yield BrokenRule(
             values={"trainer.float8": trainer.float8, "device": device},
-            rule="torchtitan supports float8 on CUDA, and emulates it on CPU",
+            rule="torchtitan supports float8 only on CUDA, and emulated on CPU",
             fix="set trainer.float8 to null",
         )
     if trainer.float8 is not None and device == "cpu" and trainer.compile:
@@ -132,6 +132,6 @@ def broken_by_device(trainer: TrainerConfig, device: DeviceName) -> Iterator[Bro
     if trainer.compile and device == "npu":
         yield BrokenRule(
             values={"trainer.compile": True, "device": device},
-            rule="torch.compile has no NPU backend among the packages of requirements/npu.txt",
+            rule="the packages of requirements/npu.txt include no NPU backend for torch.compile",
             fix="set trainer.compile to false",
         )

@@ -1,6 +1,7 @@
-"""The keys of the configuration with their types and descriptions, taken from its JSON schema."""
+"""The keys of the configuration with their types and descriptions, derived from the JSON schema."""
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +16,12 @@ KeyPath = Sequence[str | int]
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 MAX_NAME = 100
-"""Length of an unknown name up to which it is compared with valid ones."""
-_TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
+"""Maximum length of an unknown name for which similar keys are searched."""
+_TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string", "null": "null"}
 
 
 class _Untitled(GenerateJsonSchema):
-    """A schema generator that omits titles, which only repeat the key."""
+    """A schema generator that omits titles, because they only repeat the key."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -63,7 +64,7 @@ def sections(path: str = "") -> Iterator[SectionKeys]:
 
 
 def section_at(path: KeyPath) -> SectionKeys | None:
-    """Return the section at a path; None if the path names a plain value, or nothing."""
+    """Return the section at a path; None if the path is not a section."""
     node = node_at(path)
     if node is None or "properties" not in node:
         return None
@@ -71,7 +72,7 @@ def section_at(path: KeyPath) -> SectionKeys | None:
 
 
 def _is_optional(path: KeyPath) -> bool:
-    """Return True if the section at a path, or one around it, is null by default."""
+    """Return True if the section at a path, or one that contains it, is null by default."""
     node: Node = json_schema()
     for part in path:
         child = node.get("properties", {}).get(part) or _named(node)
@@ -85,12 +86,12 @@ def node_at(path: KeyPath) -> Node | None:
     """Return the JSON schema of the value at a path, with references resolved; None if there is no such key."""
     node = json_schema()
     for part in path:
-        options = (node, *node.get("anyOf", ()))  # a nullable list is one of several options
+        options = (node, *node.get("anyOf", ()))  # a nullable list is one of the options
         listed: Node = next((option for option in options if option.get("type") == "array"), {})
         if isinstance(part, int) and listed:
             items = listed.get("prefixItems", [listed.get("items")])
             child = items[min(part, len(items) - 1)]
-        else:  # a number is a wrong name in a mapping with free names
+        else:  # a number is an invalid name in a mapping with arbitrary keys
             child = node.get("properties", {}).get(part) or _named(node) or None
         if child is None:
             return None
@@ -99,13 +100,14 @@ def node_at(path: KeyPath) -> Node | None:
 
 
 def _named(node: Node) -> Node:
-    """Return the JSON schema of the values of a mapping with free names; empty for another node, or if any value is allowed."""
+    """Return the JSON schema of the values of a mapping with arbitrary keys; empty for other nodes, or if any value is
+    allowed."""
     values = node.get("additionalProperties")
     return values if isinstance(values, dict) else {}
 
 
 def _reference(node: Node) -> str | None:
-    """Return the name of the section that a key holds, also if it is nullable; None for a plain value."""
+    """Return the name of the section type of a key, also if it is nullable; None for a plain value."""
     for option in (node, *node.get("anyOf", ())):
         if "$ref" in option:
             return str(option["$ref"]).rpartition("/")[2]
@@ -137,7 +139,7 @@ def type_text(node: Node) -> str:
         return str(node["const"])
     if node.get("type") == "array":
         items = node.get("prefixItems")
-        return f"a list of {len(items)} numbers" if items else f"a list of {type_text(node['items'])}"
+        return f"a list of {len(items)} numbers" if items else f"a list of {_plural(type_text(node['items']))}"
     if node.get("type") == "object":
         return "a mapping"
     if node.get("format") == "path":
@@ -149,17 +151,22 @@ def type_text(node: Node) -> str:
     return " ".join(filter(None, (_TYPES[node["type"]], bounds, pattern)))
 
 
+def _plural(text: str) -> str:
+    """Return the plural of a type: `integers >= 1` for `an integer >= 1`."""
+    return re.sub(r"^an? (import path|\w+)", r"\1s", text).replace("one of ", "values from ")
+
+
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1e6 else f"{value:g}"
 
 
 def nearest_key(path: KeyPath) -> str | None:
-    """Return the valid key most similar to an unknown one, anywhere in the configuration; None if none is similar.
+    """Return the valid key that is most similar to an unknown one, from any section; None if no key is similar.
 
-    Keys of the same section win over equally similar keys elsewhere, and sections that are off by default lose.
+    Keys of the same section are preferred; keys of sections that are off by default have a lower score.
     """
     *parent, name = map(str, path)
-    if len(name) > MAX_NAME:  # comparing takes time proportional to the product of the lengths
+    if len(name) > MAX_NAME:  # the time of a comparison grows with the product of the lengths
         return None
     here = dotted(parent)
     scores: dict[str, float] = {}
@@ -174,7 +181,7 @@ def nearest_key(path: KeyPath) -> str | None:
 
 
 def _likeness(name: str, key: str, section: str) -> float:
-    """Compare an unknown name with a key: by spelling, by its path (`kl_coef`), and by its initials (`lr`)."""
+    """Return the similarity of an unknown name and a key by spelling, by path (`kl_coef`), and by initials (`lr`)."""
     spellings = (key, f"{section.rpartition('.')[2]}_{key}")
     best = max(difflib.SequenceMatcher(a=name, b=spelling).ratio() for spelling in spellings)
     initials = "".join(word[:1] for word in key.split("_"))

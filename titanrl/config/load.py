@@ -1,4 +1,4 @@
-"""Loading a configuration from YAML and overrides, and dumping it back to YAML."""
+"""Load a configuration from YAML and overrides, and dump it as YAML."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from titanrl.config.strict_yaml import dump
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and validate a configuration. Files that it names are not read.
+    """Read and validate a configuration. Files that it refers to are not read.
 
     Args:
         path: YAML file, or the name of a shipped configuration.
@@ -29,7 +29,7 @@ def validate(source: Source) -> Config:
     """Build the configuration from a source.
 
     Raises:
-        ConfigError: A key is unknown, a value is invalid, or a rule is broken.
+        ConfigError: A key is unknown, a value is invalid, or a rule is violated.
     """
     try:
         return Config.model_validate(source.values, context={"folder": source.path.parent})

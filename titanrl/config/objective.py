@@ -1,4 +1,4 @@
-"""The subsections of `algorithm` that add terms to the loss or correct it, and the presets."""
+"""The subsections of `algorithm` for the KL penalty and the off-policy correction, and the presets."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -35,54 +35,58 @@ CORRECTION_PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_preset(values: Any, presets: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return the values of a section, with those of its preset as defaults."""
+    """Return the values of a section, with the values of its preset as defaults."""
     name = values.get("preset") if isinstance(values, dict) else None
     return {**presets[name], **values} if isinstance(name, str) and name in presets else values
 
 
 INITIAL, AVERAGE = 0, -1
-"""Versions under which the trainer knows the reference policies: the weights it began with, and their moving average."""
+"""Versions under which the trainer stores the reference policies: the initial weights, and their moving average."""
 
 
 class KLConfig(Section):
-    """KL divergence from a reference policy, estimated on the sampled tokens; u = log policy - log reference."""
+    """KL penalty toward a reference policy, estimated on the sampled tokens. In the formulas below, u = log policy - log
+    reference."""
 
     coef: NonNegativeFloat = 0.0
-    """Weight of the KL term; 0 disables it, and then the initial weights are not kept."""
+    """Coefficient of the KL penalty. 0 disables it, and no reference policy is kept."""
     reference: Literal["initial", "ema"] = "initial"
-    """Reference policy: the weights at the start of the run, or their exponential moving average (`algorithm.ema_decay`)."""
+    """Reference policy: `initial` is the weights at the start of the run, `ema` their exponential moving average
+    (`algorithm.ema_decay`)."""
     estimator: KLEstimator = "k3_straight_through"
-    """k1 = u, k2 = u^2 / 2, k3 = exp(-u) - 1 + u; `k3_straight_through` has the value of k3 and the unbiased gradient of k2."""
+    """Estimator of the KL divergence: k1 = u, k2 = u^2 / 2, k3 = exp(-u) - 1 + u. `k3_straight_through` has the value of k3 and
+    the unbiased gradient of k2."""
     place: Literal["loss", "reward"] = "loss"
-    """`loss` adds the term to the loss; `reward` subtracts k1, summed over a token and all later ones, from its advantage."""
+    """`loss` adds the penalty to the loss. `reward` reduces each token's advantage by `coef` times the sum of k1 over this and
+    all later tokens."""
     importance_weighted: bool = True
-    """Weight each token's KL loss by the ratio of policy to sampling policy, which corrects for stale tokens."""
+    """Weight each token's KL loss by the ratio of the policy to the sampling policy, which corrects for stale tokens."""
 
     @property
     def reference_version(self) -> int:
-        """Version under which the trainer knows the reference policy."""
+        """Version under which the trainer stores the reference policy."""
         return INITIAL if self.reference == "initial" else AVERAGE
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.coef and self.place == "loss" and self.estimator == "k1":
             yield BrokenRule(
                 values={"estimator": self.estimator, "place": self.place},
-                rule="the gradient of k1 as a loss is zero in expectation, so it only adds noise",
+                rule="as a loss, k1 has an expected gradient of zero, so it only adds noise",
                 fix="set estimator to k3_straight_through, or place to reward",
             )
         if self.coef and self.place == "reward" and self.estimator != "k1":
             yield BrokenRule(
                 values={"estimator": self.estimator, "place": self.place},
-                rule="a KL term in the reward requires the unbiased estimator k1",
+                rule="a KL penalty in the reward requires the unbiased estimator k1",
                 fix="set estimator to k1, or place to loss",
             )
 
 
 class CorrectionConfig(Section):
-    """Off-policy correction: importance weights, and rejection of tokens or sequences by their ratio.
+    """Off-policy correction: importance weights, and rejection of tokens or sequences by their probability ratio.
 
-    The ratio is `prox_over_behavior`: the probability under the proximal policy (`algorithm.proximal`) divided by that under
-    the sampling policy. With `proximal: sampler` the current policy replaces the proximal one.
+    The ratio is `prox_over_behavior`: the token's probability under the proximal policy (`algorithm.proximal`), divided by its
+    probability under the sampling policy. With `proximal: sampler`, the current policy takes the place of the proximal policy.
     """
 
     preset: (
@@ -97,23 +101,26 @@ class CorrectionConfig(Section):
         ]
         | None
     ) = None
-    """Published recipe whose values become the defaults of this section (docs/algorithms.md)."""
+    """Published recipe to take defaults of this section from (docs/algorithms.md). Keys that you set override it; null uses the
+    defaults below."""
     weight: Literal["none", "token", "sequence"] = "none"
-    """Truncated importance sampling: multiply each token's loss by its ratio, or by the product over its sequence."""
+    """Truncated importance sampling: multiply each token's loss by its own ratio (`token`), or by the product of the ratios of
+    its sequence (`sequence`)."""
     max_prox_over_behavior: PositiveFloat = 2.0
-    """Upper bound of these weights."""
+    """Upper bound of the importance weights of `weight`."""
     batch_normalize: bool = False
-    """Divide the weights by their mean over the step, per token or per sequence; requires an extra forward pass."""
+    """Divide the importance weights by their mean over the batch of the step, per token or per sequence. Requires an extra
+    forward pass."""
     reject_token_prox_over_behavior: Bounds | None = None
-    """Drop tokens whose ratio is outside these bounds."""
+    """Reject tokens whose ratio is outside these bounds `[low, high]`; null rejects none."""
     reject_sequence_prox_over_behavior: Bounds | None = None
-    """Drop sequences whose product of ratios is outside these bounds."""
+    """Reject sequences whose product of ratios is outside these bounds; null rejects none."""
     reject_geometric_prox_over_behavior: Bounds | None = None
-    """Drop sequences whose geometric mean of ratios is outside these bounds."""
+    """Reject sequences whose geometric mean of ratios is outside these bounds; null rejects none."""
     veto_prox_over_behavior: Bounds | None = None
-    """Drop sequences with any ratio outside these bounds."""
+    """Reject sequences in which any token's ratio is outside these bounds; null rejects none."""
     denominator: Literal["pre", "post"] = "pre"
-    """Count tokens and sequences for the loss weights before (`pre`) or after (`post`) rejection; `post` requires an extra
+    """Token and sequence counts that normalize the loss: before (`pre`) or after (`post`) rejection. `post` requires an extra
     forward pass."""
 
     @model_validator(mode="before")
@@ -146,13 +153,13 @@ class CorrectionConfig(Section):
         if self.denominator == "post" and not self.bounds:
             yield BrokenRule(
                 values={"denominator": self.denominator},
-                rule="pre and post differ only if a rejection is enabled",
+                rule="denominator: post has an effect only if a rejection is enabled",
                 fix="remove denominator, or set a bound such as reject_token_prox_over_behavior",
             )
         if self.batch_normalize and self.weight == "none":
             yield BrokenRule(
                 values={"batch_normalize": True, "weight": self.weight},
-                rule="batch_normalize divides the weights, so weight must not be none",
+                rule="batch_normalize normalizes importance weights, so weight must not be none",
                 fix="set weight to token or sequence, or remove batch_normalize",
             )
         for key, (low, high) in self.bounds.items():

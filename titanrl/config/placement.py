@@ -1,4 +1,4 @@
-"""Placement of the processes of a run on hosts and devices, with the memory that each process needs."""
+"""Placement of a run's processes on hosts and devices, with the memory that each process needs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ HERE = "this machine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Equal processes of one role on one host, or on several equal hosts.
+    """Identical processes of one role, on one host or on several identical hosts.
 
     Example: `Placement(host="trainer hosts (4)", devices="0-7", role="trainer rank", processes=8, num_bytes=52_000_000_000)`
     """
 
     host: str
-    """Host, or kind and number of hosts."""
+    """Name of the host, or type and number of hosts."""
     devices: str
-    """Indices of the accelerators, `cpu`, chosen CPU cores, or empty if the role uses no device."""
+    """Indices of the accelerators, `cpu`, or selected CPU cores; empty if the role uses no device."""
     role: str
     """Role of the processes."""
     processes: int
     """Number of processes per host."""
     num_bytes: int | None
-    """Estimated memory of one process: all of its private memory on a CPU, else that of its device. None if unknown or none."""
+    """Estimated memory of one process: its private memory on CPU, else its device memory. None if unknown or zero."""
 
 
 def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
-    """Yield the placement of every role, on the hosts that `hosts.kind` and `placement` select."""
+    """Yield the placement of each role, on the hosts that `hosts.kind` and `placement` select."""
     yield from _rank_placements(config, sizes, device)
     cores, libraries = config.placement.cpus, _libraries(device)
     workers = list(_counts(config, rollout_group(config), worker_hosts(config)))
@@ -44,7 +44,7 @@ def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Pla
             per_worker, choice = number // config.rollout.num_workers, cores.rollout
             hosts = [(host, count * per_worker) for host, count in workers]
         elif role in ("buffer", "store"):
-            hosts, choice = [(_first_host(config, store_group(config)), number)], cores.store
+            hosts, choice = [(_host(config, store_group(config), 0), number)], cores.store
         else:
             hosts, choice = [(HERE, number)], None
         for host, count in hosts:
@@ -65,7 +65,7 @@ def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterat
     most = most_replicas(config) * config.generator.tp if generators else 0
     per_host = ranks // hosts.trainer_hosts
     on_ranks = per_host if config.placement.generator == "trainers" else 0
-    # On one machine, hosts that are emulated see the same devices.
+    # Emulated hosts share the devices of one machine.
     first = 0 if hosts.share_devices else on_ranks if hosts.across_machines else ranks
     behind = first + (most if hosts.across_machines else generators)
     if ranks:
@@ -78,12 +78,12 @@ def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterat
         yield Placement(host=host, devices=devices, role="generator rank", processes=number, num_bytes=generator_bytes)
     for role in ("teacher", "evaluator"):
         if number := sizes.processes.get(role, 0):
-            devices, host = _devices(device, behind, number), _first_host(config, "generators")
+            devices, host = _devices(device, behind, number), _host(config, "generators", 0)
             yield Placement(host=host, devices=devices, role=f"{role} rank", processes=number, num_bytes=None)
 
 
 def _counts(config: Config, group: HostGroup, hosts: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield hosts and the number of processes on each: all hosts of a group together if they have the same."""
+    """Yield hosts with their number of processes. Hosts of a group are yielded together if all have the same number."""
     counts = [hosts.count(host) for host in range(max(hosts) + 1)]
     total = {"controller": 1, "trainers": config.hosts.trainer_hosts, "generators": config.hosts.generator_hosts}[group]
     if config.hosts.kind == "local" or group == "controller":
@@ -110,15 +110,10 @@ def host_name(config: Config, group: HostGroup) -> str:
 
 
 def _host(config: Config, group: HostGroup, number: int) -> str:
-    """Return the name of a host of a group."""
+    """Return the name of one host of a group."""
     if config.hosts.kind == "local" or group == "controller":
         return HERE
     return f"{'generator' if group == config.placement.generator == 'generators' else 'trainer'} host {number}"
-
-
-def _first_host(config: Config, group: HostGroup) -> str:
-    """Return the name of the first host of a group."""
-    return _host(config, group, 0)
 
 
 def _libraries(device: DeviceKind) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The subcommand that a configuration is for."""
+"""Check that a configuration matches the subcommand that runs it."""
 
 from titanrl.config.choices import Program
 from titanrl.config.errors import BrokenRule, ConfigError
@@ -8,10 +8,10 @@ from titanrl.config.source import Source
 
 
 def check_program(config: Config, program: Program, source: Source | None = None) -> None:
-    """Check that a configuration is for a subcommand: one with a section for another subcommand would ignore it.
+    """Check that a configuration is for a subcommand, since other subcommands would ignore its section.
 
     Raises:
-        ConfigError: It is for another one.
+        ConfigError: It is for another subcommand.
     """
     if config.program == program:
         return

@@ -1,7 +1,7 @@
-"""The built-in losses, advantages and trackers that a configuration names; each entry registers one.
+"""Registry of the built-in losses, advantage estimators and trackers.
 
-An entry has the import path of its function or class, and the traits that rules of the configuration depend on. Everything here
-is plain data, so that checking a configuration imports no torch.
+An entry has the import path of its function or class, and the traits that the configuration's rules depend on. Entries are
+plain data, so checking a configuration does not import torch.
 """
 
 from collections.abc import Mapping
@@ -24,34 +24,35 @@ class BuiltIn(Generic[Traits]):
     traits: Traits
     """Properties that the rules of the configuration depend on."""
     options: tuple[str, ...] = ()
-    """Options of a loss that are not keys of `algorithm`; `algorithm.loss_options` sets them."""
+    """Parameters of a loss that `algorithm.loss_options` sets, because they are not keys of `algorithm`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTraits:
-    """Properties of a policy loss. `titanrl.policy_loss` declares them for a loss of the user."""
+    """Properties of a policy loss. A custom loss declares them with `titanrl.policy_loss`."""
 
     ratio: Ratio = "undeclared"
     """Denominator of the importance ratio in the loss: `sampler` for the sampling policy, `proximal` for the policy that
-    `algorithm.proximal` selects, `none` for a loss without a ratio."""
+    `algorithm.proximal` selects, `none` for a loss without a ratio. A loss that is `undeclared` cannot be combined with keys
+    that depend on the ratio."""
     zero_without_advantage: bool = False
     """True if loss and gradient are 0 where the advantage is 0, so that such sequences need no forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageTraits:
-    """Properties of an advantage."""
+    """Properties of an advantage estimator."""
 
     keeps_equal_rewards: bool = False
-    """True if a group of equal rewards can have an advantage."""
+    """True if a group with equal rewards can have nonzero advantages."""
     is_standardized: bool = False
-    """True if the result is standardized over the tokens of the batch."""
+    """True if advantages are standardized over the tokens of the batch."""
     divides_by_mean: bool = False
-    """True if rewards must not be negative, because their mean is a divisor."""
+    """True if advantages are divided by the mean reward, so rewards must not be negative."""
     is_scale_free: bool = False
-    """True if multiplying all rewards and the divisor's `eps` by the same number changes nothing."""
+    """True if scaling all rewards and the divisor's `eps` by the same factor changes nothing."""
     compares_parts: bool = False
-    """True if every part of the reward is normalized by itself, and their weighted sum over the batch."""
+    """True if each part of the reward is normalized separately, and their weighted sum over the batch."""
 
 
 _LOSSES, _ADVANTAGES, _TRACKERS = "titanrl.algorithms.losses", "titanrl.algorithms.advantages", "titanrl.metrics.trackers"
@@ -79,12 +80,12 @@ ADVANTAGES: Mapping[str, BuiltIn[AdvantageTraits]] = {
 }
 """Values of `algorithm.advantage`."""
 
-OWN_ADVANTAGE = AdvantageTraits(keeps_equal_rewards=True)
-"""Traits of an advantage of the user, which may depend on more than rewards."""
+CUSTOM_ADVANTAGE = AdvantageTraits(keeps_equal_rewards=True)
+"""Traits of a custom advantage estimator, which may depend on more than rewards."""
 
 TRACKERS: Mapping[str, str] = {
     "tensorboard": f"{_TRACKERS}:TensorBoardTracker",
     "wandb": f"{_TRACKERS}:WandbTracker",
     "trackio": f"{_TRACKERS}:TrackioTracker",
 }
-"""Values of `logging.loggers`: the name, which is that of the package to install, and the import path of the class."""
+"""Values of `logging.loggers`: the name, which is also the name of the package to install, and the import path of the class."""

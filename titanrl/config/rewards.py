@@ -21,37 +21,37 @@ Answer of the student: {completion}
 End your reply with a line such as "Grade: 7"."""
 """Default of `prompt`."""
 PROMPT_FIELDS = ("question", "answer", "completion", "metadata")
-"""Names that a prompt of the judge may contain in braces."""
+"""Placeholders that a judge's prompt may contain."""
 REQUEST_KEYS = ("messages", "model", "n", "stream")
-"""Fields of a request that the judge sets itself, or whose replies it cannot read."""
+"""Request fields that the judge sets itself, or whose responses it cannot parse."""
 
 
 class RegexOptions(Section):
-    """Options of `regex`, which is 1 for a completion that matches a regular expression, else 0."""
+    """Options of `regex`: reward 1 for a completion that matches a regular expression, else 0."""
 
     pattern: str
-    """Regular expression of Python's `re`. Flags are part of it: in `(?s)...` a dot also matches a line break."""
+    """Regular expression in the syntax of Python's `re`, with inline flags such as `(?s)`."""
     match: Literal["full", "anywhere"] = "full"
-    """Match the whole completion, or any part of it."""
+    """`full` matches the whole completion, `anywhere` any part of it."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from _broken_by_pattern("pattern", self.pattern)
 
 
 class OverlongOptions(Section):
-    """Options of `overlong`, DAPO's soft penalty for long completions: from 0 down to -1 over the last `cache_tokens`."""
+    """Options of `overlong`, DAPO's soft penalty for long completions. It falls from 0 to -1 over the last `cache_tokens`."""
 
     cache_tokens: Tokens
     """Number of tokens before `max_tokens` over which the penalty grows (L_cache)."""
     max_tokens: Tokens | None = None
-    """Length from which the penalty is -1 (L_max); null means `rollout.max_new_tokens`."""
+    """Length in tokens from which the penalty is -1 (L_max); null uses `rollout.max_new_tokens`."""
 
     def broken_by(self, max_tokens: int) -> Iterator[BrokenRule]:
         """Yield the rule that `cache_tokens` breaks with the effective `max_tokens`."""
         if self.cache_tokens > max_tokens:
             yield BrokenRule(
                 values={"cache_tokens": self.cache_tokens},
-                rule=f"the penalty must begin within max_tokens, which is {max_tokens}",
+                rule=f"cache_tokens must not exceed max_tokens, which is {max_tokens}",
                 fix=f"set cache_tokens to at most {max_tokens}",
             )
 
@@ -61,89 +61,91 @@ class OverlongOptions(Section):
 
 
 class RepetitionOptions(Section):
-    """Options of `repetition`, which is minus the share of n-grams that occurred before: from 0 down to -1."""
+    """Options of `repetition`: minus the share of n-grams that occurred before, from 0 to -1."""
 
     ngram_size: Count = 3
-    """Number of words, or characters, of an n-gram."""
+    """Number of words or characters per n-gram."""
     unit: Literal["word", "character"] = "word"
-    """Unit of the n-grams. Characters suit languages that do not separate words by spaces."""
+    """Unit of the n-grams. `character` suits languages without spaces between words."""
 
 
 class MathVerifyOptions(Section):
     """Options of `math_verify`, which compares mathematical expressions."""
 
     timeout_s: Annotated[int, Field(ge=1, le=3600)] = 2
-    """Time limit for reading one completion, and for each comparison, in whole seconds. Beyond it there is no reward."""
+    """Time limit in whole seconds for parsing a completion, and for each comparison. On timeout the completion gets no
+    reward."""
 
 
 class JudgeOptions(Section):
-    """Options of `judge`, a model behind an OpenAI-compatible endpoint that grades each completion."""
+    """Options of `judge`, a language model behind an OpenAI-compatible endpoint that grades each completion."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
-    """URL of the API, such as `http://127.0.0.1:8000/v1`; requests go to `<url>/chat/completions`."""
+    """Base URL of the API, such as `http://127.0.0.1:8000/v1`. Requests are sent to `<url>/chat/completions`."""
     model: str
-    """Name of the model in the requests."""
+    """Model name in the requests."""
     prompt: str = JUDGE_PROMPT
-    """Text of the user's message, with `{question}`, `{answer}`, `{completion}` and `{metadata[key]}` in braces."""
+    """User message, with the placeholders `{question}`, `{answer}`, `{completion}` and `{metadata[key]}`."""
     system_prompt: str | None = None
-    """Text of a system message before it."""
+    """System message; null sends none."""
     score_pattern: str = r"(?i)grade:\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression of the grade in the reply: its first group, or else the whole match. The last match counts."""
+    """Regular expression that finds the grade in the response: its first group or, without groups, the whole match. The last
+    match is used."""
     min_score: float = 0.0
-    """Grade that becomes the reward 0."""
+    """Grade that corresponds to reward 0."""
     max_score: float = 10.0
-    """Grade that becomes the reward 1. A grade outside of both is a failure."""
+    """Grade that corresponds to reward 1. A grade outside of `min_score` and `max_score` is a failure."""
     key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
-    """Environment variable with the API key; null sends none."""
+    """Environment variable with the API key; null sends no key."""
     request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
-    """Further fields of each request."""
+    """Additional fields of each request."""
     timeout_s: Seconds = 30.0
-    """Time limit of one request."""
+    """Time limit in seconds for one request."""
     num_retries: Annotated[int, Field(ge=0, le=10)] = 2
-    """Number of further attempts after a timeout, a lost connection, or one of the replies 408, 429 and 5xx."""
+    """Number of retries after a timeout, a lost connection, or the status codes 408, 429 and 5xx."""
 
     @property
     def uses_answer(self) -> bool:
-        """True if the prompt contains the answer, so that every question needs one."""
+        """True if the prompt contains the reference answer, so that every question needs one."""
         return "answer" in _fields(self.prompt)
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from _broken_by_pattern("score_pattern", self.score_pattern)
         yield from self._broken_by_prompt()
         if not _has_host(self.url):
-            yield BrokenRule(
-                values={"url": self.url}, rule="must be a URL with a host", fix="write it like http://host:8000/v1"
-            )
+            yield BrokenRule(values={"url": self.url}, rule="url must contain a host", fix="write it like http://host:8000/v1")
         if "@" in self.url:
             yield BrokenRule(
                 values={"url": re.sub(r"//.*@", "//...@", self.url)},
-                rule="a URL must not contain credentials, because the configuration is recorded",
-                fix="put the key into an environment variable and name it in key_variable",
+                rule="url must not contain credentials, because the configuration is saved in the run directory",
+                fix="put the key into an environment variable, and set key_variable to its name",
             )
         if not self.min_score < self.max_score:
             yield BrokenRule(
                 values={"min_score": self.min_score, "max_score": self.max_score},
                 rule="min_score must be below max_score",
-                fix="exchange them; a negative weight turns the reward around",
+                fix="swap them; use a negative weight to invert the reward",
             )
         for key in sorted(self.request.keys() & set(REQUEST_KEYS)):
             yield BrokenRule(
                 values={f"request.{key}": self.request[key]},
-                rule="the judge sets this field itself, or could not read the replies",
+                rule="the judge sets this field itself, or could not parse the response",
                 fix="remove it",
             )
 
     def _broken_by_prompt(self) -> Iterator[BrokenRule]:
-        fix = "use {question}, {answer}, {completion} or {metadata[key]}, and write other braces twice"
+        fix = "use {question}, {answer}, {completion} or {metadata[key]}, and double all other braces"
         try:
             fields = _fields(self.prompt)
         except ValueError as error:
-            yield BrokenRule(values={"prompt": self.prompt}, rule=f"a prompt must have paired braces ({error})", fix=fix)
+            yield BrokenRule(values={"prompt": self.prompt}, rule=f"prompt must have paired braces ({error})", fix=fix)
             return
         for field in sorted(fields - set(PROMPT_FIELDS)):
-            yield BrokenRule(values={"prompt": self.prompt}, rule=f"a prompt has no field {{{field}}}", fix=fix)
+            yield BrokenRule(
+                values={"prompt": self.prompt}, rule=f"prompt contains the unknown placeholder {{{field}}}", fix=fix
+            )
         if "completion" not in fields:
-            yield BrokenRule(values={"prompt": self.prompt}, rule="a prompt must contain {completion}", fix="add it")
+            yield BrokenRule(values={"prompt": self.prompt}, rule="prompt must contain {completion}", fix="add it")
 
 
 REWARD_OPTIONS: Mapping[str, type[Section]] = {
@@ -153,18 +155,18 @@ REWARD_OPTIONS: Mapping[str, type[Section]] = {
     "repetition": RepetitionOptions,
     "judge": JudgeOptions,
 }
-"""Options of the built-in rewards that have some, by name of the reward."""
+"""Option sections of the built-in rewards that have options, by reward."""
 
 
 def broken_by_options(function: str, options: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    """Yield the rules that the options of a reward break; the keys start with `options`."""
+    """Yield the rules that the options of a reward break. The keys start with `options`."""
     section = REWARD_OPTIONS.get(function)
     if section is None:
         if options:
             yield BrokenRule(
                 values={"options": dict(options), "function": function},
                 rule=f"only the built-in rewards {', '.join(REWARD_OPTIONS)} have options",
-                fix="remove options; bind the arguments of a function of your own with functools.partial",
+                fix="remove options; for a custom function, bind arguments with functools.partial",
             )
         return
     try:
@@ -184,7 +186,9 @@ def broken_by_options(function: str, options: Mapping[str, Any]) -> Iterator[Bro
                 meaning = section.model_fields[str(details["loc"][0])].description
                 yield BrokenRule(values={"options": dict(options)}, rule=f"{key} is required", fix=f"add it. {meaning}")
             else:
-                yield BrokenRule(values={key: details["input"]}, rule=_lower(details["msg"]), fix="correct it")
+                condition = re.sub(r"^\w+ should ", "must ", details["msg"])
+                meaning = section.model_fields[str(details["loc"][0])].description
+                yield BrokenRule(values={key: details["input"]}, rule=condition, fix=f"correct it. {meaning}")
 
 
 def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:
@@ -192,7 +196,7 @@ def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         rule = f"must be a regular expression ({error})"
-        yield BrokenRule(values={key: pattern}, rule=rule, fix="correct it; docs.python.org/3/library/re.html describes them")
+        yield BrokenRule(values={key: pattern}, rule=rule, fix="correct it; see docs.python.org/3/library/re.html")
 
 
 def _has_host(url: str) -> bool:
@@ -204,14 +208,10 @@ def _has_host(url: str) -> bool:
 
 
 def _fields(template: str) -> set[str]:
-    """Return the names in braces of a template.
+    """Return the placeholders of a template.
 
     Raises:
-        ValueError: Its braces are not paired.
+        ValueError: The braces are not paired.
     """
     names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     return {re.split(r"[.\[]", name, maxsplit=1)[0] for name in names}
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""The section of a configuration that says on which hosts each role runs, and on which of their CPU cores."""
+"""The section `placement`: hosts and CPU cores of each role."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,56 +10,56 @@ from titanrl.config.operations import HostsConfig
 from titanrl.config.section import Processes, Section
 
 HostGroup = Literal["controller", "trainers", "generators"]
-"""The controller's host, hosts of the trainer mesh, or hosts of the generator replicas."""
+"""The controller's host, the trainer hosts, or the hosts of the generator replicas."""
 Cpus = Annotated[str, Field(pattern=r"^(numa|split|\d+(-\d+)?(,\d+(-\d+)?)*)$")]
-"""CPU cores of a role on each of its hosts: `numa`, `split`, or numbers such as `0-7,16`."""
+"""CPU cores of a role on each of its hosts: `numa`, `split`, or core numbers such as `0-7,16`."""
 PerHost = Annotated[tuple[Processes, ...], Field(strict=False)]
 
 
 class CpusConfig(Section):
-    """CPU cores that the processes of a role may use, on each of its hosts. `split` gives each process an equal share of the
-    host's cores, `numa` the cores of one NUMA node, and numbers such as `0-7,16` these cores to all of them. Null binds
-    nothing."""
+    """CPU affinity of the processes of each role, on each host. `split` gives each process an equal share of the host's
+    cores, `numa` the cores of one NUMA node. Core numbers such as `0-7,16` apply to all processes of the role. Null sets no
+    affinity."""
 
     trainer: Cpus | None = None
     """Trainer ranks."""
     generator: Cpus | None = None
-    """Generator ranks, also those that evaluate or teach."""
+    """Generator ranks, including background evaluators and teachers."""
     rollout: Cpus | None = None
-    """Rollout workers, with their shards and scoring processes."""
+    """Rollout workers, with their storage shards and scoring processes."""
     store: Cpus | None = None
     """Process of the weight store and the buffer."""
 
 
 class PlacementConfig(Section):
-    """Hosts of each role. On one machine every role runs on it."""
+    """Hosts of each role. With `hosts.kind: local`, every role runs on this machine."""
 
     generator: Literal["generators", "trainers"] = "generators"
-    """`generators`: replicas have hosts of their own. `trainers`: they run on the first `hosts.generator_hosts` trainer hosts,
-    on devices behind those of the trainer ranks."""
+    """`generators`: replicas run on their own hosts. `trainers`: they run on the first `hosts.generator_hosts` trainer hosts,
+    on the devices after those of the trainer ranks."""
     rollout: Literal["auto", "controller", "trainers", "generators"] = "auto"
-    """Hosts of the rollout workers. Each has its storage shard and its scoring processes beside it. `auto` is `generators`, and
-    `controller` for a run without generators."""
+    """Hosts of the rollout workers. A worker's storage shard and scoring processes run on the same host. `auto` uses
+    `generators`, or `controller` if the run has no generators."""
     store: Literal["auto", "controller", "trainers", "generators"] = "auto"
-    """Host of the buffer and the weight store, which hold no tokens: the first of a group. `auto` is `controller`, and
+    """Host of the buffer and the weight store, which hold no tokens: the first host of a group. `auto` uses `controller`, or
     `trainers` with `weights.transport: store`."""
     replicas_per_host: PerHost | None = None
-    """Number of generator replicas on each of their hosts; null spreads them evenly."""
+    """Number of generator replicas on each of their hosts; null distributes them evenly."""
     workers_per_host: PerHost | None = None
-    """Number of rollout workers on each of their hosts; null spreads them evenly."""
+    """Number of rollout workers on each of their hosts; null distributes them evenly."""
     cpus: CpusConfig = CpusConfig()
     """CPU cores of each role."""
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,15}$")] | None = None
-    """Network interface, such as `eth0`, over which ranks of one process group on several hosts exchange tensors (gloo and
-    NCCL). Null lets each library choose."""
+    """Network interface, such as `eth0`, for collectives between ranks on several hosts (gloo and NCCL). Null lets each library
+    choose."""
 
 
 def broken_by_placement(placement: PlacementConfig, hosts: HostsConfig, replicas: int, workers: int) -> Iterator[BrokenRule]:
     """Yield the rules that the placement breaks.
 
     Args:
-        placement: Hosts of each role.
-        hosts: Numbers of hosts.
+        placement: Section `placement`.
+        hosts: Section `hosts`.
         replicas: Number of generator replicas.
         workers: Number of rollout workers.
     """
@@ -70,7 +70,7 @@ def broken_by_placement(placement: PlacementConfig, hosts: HostsConfig, replicas
                 "hosts.generator_hosts": hosts.generator_hosts,
                 "hosts.trainer_hosts": hosts.trainer_hosts,
             },
-            rule="generators on trainer hosts cannot have more hosts than the trainer",
+            rule="with placement.generator: trainers, generator_hosts must not exceed trainer_hosts",
             fix=f"set hosts.generator_hosts to {hosts.trainer_hosts}, or placement.generator to generators",
         )
     if placement.replicas_per_host is not None:
@@ -97,16 +97,16 @@ def broken_by_placement(placement: PlacementConfig, hosts: HostsConfig, replicas
 def _broken_by_list(
     key: str, numbers: tuple[int, ...], hosts: tuple[str, int], processes: tuple[str, int]
 ) -> Iterator[BrokenRule]:
-    """Yield the rules that a list with a number for each host breaks."""
+    """Yield the rules that a list with one number per host breaks."""
     if len(numbers) != hosts[1]:
         yield BrokenRule(
             values={key: list(numbers), **({} if hosts[0] == "placement.rollout" else {hosts[0]: hosts[1]})},
-            rule=f"needs one number for each of the {hosts[1]} hosts",
-            fix=f"write {hosts[1]} numbers, or null",
+            rule=f"needs one number for each of the {hosts[1]} hosts, but has {len(numbers)}",
+            fix=f"write {hosts[1]} numbers, or null for an even distribution",
         )
     elif sum(numbers) != processes[1]:
         yield BrokenRule(
             values={key: list(numbers), processes[0]: processes[1]},
-            rule=f"the numbers must add up to {processes[1]}, and add up to {sum(numbers)}",
+            rule=f"the numbers must add up to {processes[1]}, but add up to {sum(numbers)}",
             fix=f"correct them, or set {processes[0]} to {sum(numbers)}",
         )

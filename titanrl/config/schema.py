@@ -1,4 +1,4 @@
-"""The root of the configuration, and the rules that involve several sections."""
+"""The root of the configuration, and the rules that relate keys of different sections."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,71 +50,72 @@ from titanrl.config.sections import (
 from titanrl.config.sft import USED, SFTConfig, unused_by_sft
 
 MAX_AT_ONCE = 1_000_000
-"""Limit of completions per step, and of buffer slots."""
+"""Upper bound on completions per step, and on buffer slots."""
 MAX_BUFFERED = 10_000_000
-"""Limit of completions in the buffer."""
+"""Upper bound on completions in the buffer."""
 
 
 class Config(Section):
     """Configuration of one training run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
-    """Name of the run; its directory is `<output_dir>/<name>`."""
+    """Name of the run. Its files are written to `<output_dir>/<name>`."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed of every random number generator."""
+    """Seed of all random number generators."""
     num_steps: Steps
-    """Number of steps, each on one batch."""
+    """Number of training steps. Each step trains on one batch of `rollout.groups_per_step` groups."""
     device: DeviceName = "auto"
-    """Device of trainer and generators; `auto` selects the first available one of NPU, CUDA and CPU."""
+    """Device type of trainer and generators. `auto` uses the first available of NPU, CUDA and CPU."""
     train: bool = True
-    """Train the policy; false only generates `num_steps` batches with it, without a trainer (docs/howto/dump.md)."""
+    """Train the policy. `false` starts no trainer and only generates `num_steps` batches (docs/howto/dump.md)."""
     max_staleness: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Maximum age of a token, in published weight versions, when it is trained on; 0 is synchronous, on-policy training.
-    `rollout.window` can extend it."""
+    """Maximum staleness of training data: the number of weight versions that may be published between sampling a token and
+    training on it. 0 is synchronous, on-policy training; with 1 or more, sampling and training overlap. `rollout.window` can
+    raise the bound."""
     output_dir: FilePath = Path("runs")
-    """Parent of the run directories."""
+    """Parent directory of all run directories."""
     cache_dir: FilePath = Path("cache")
-    """Directory for the models of `model.recipe` and `warm_start`, reused between runs."""
+    """Directory of the models built by `model.recipe` and `warm_start`. Runs reuse them."""
     model: ModelConfig = ModelConfig()
-    """The policy."""
+    """The model to train."""
     warm_start: WarmStartConfig | None = None
     """Supervised training before RL; null skips it."""
     data: RunDataConfig = RunDataConfig()
     """Prompts and rewards."""
     rollout: RolloutConfig = RolloutConfig()
-    """Groups of completions per prompt."""
+    """Sampling of completions, in groups of several per prompt."""
     replay: ReplayConfig = ReplayConfig()
-    """Groups of earlier batches that are trained on again."""
+    """Reuse of groups from earlier batches."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Scoring processes."""
+    """Processes that run the reward functions."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Objective and optimizer."""
     trainer: TrainerConfig = TrainerConfig()
-    """The trainer mesh."""
+    """The trainer, which computes gradients and updates the policy."""
     generator: GeneratorConfig = GeneratorConfig()
-    """The generator mesh."""
+    """The generators, which sample completions."""
     weights: WeightsConfig = WeightsConfig()
-    """Weight sync."""
+    """Transport and verification of the weights that the trainer sends to the generators."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Evaluation sets."""
+    """Evaluation during training, early stopping and the best checkpoint."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    """Deadlines of all waits."""
+    """Time limits."""
     faults: FaultsConfig = FaultsConfig()
-    """Checks for faults, and the reaction to processes that no longer answer."""
+    """Detection of hanging and failed processes, and the response to them."""
     logging: LoggingConfig = LoggingConfig()
-    """Console and records."""
+    """Console output and records of the run."""
     hooks: Annotated[tuple[Annotated[str, OrImportPath()], ...], Field(strict=False)] = ()
-    """Import paths of hooks: your own actions around steps, evaluations and checkpoints (docs/howto/hooks.md)."""
+    """Import paths of custom hooks, which run around steps, evaluations and checkpoints (docs/howto/hooks.md)."""
     hosts: HostsConfig = HostsConfig()
-    """Hosts."""
+    """Hosts and accelerators of the run, and how it obtains them."""
     placement: PlacementConfig = PlacementConfig()
-    """Hosts and CPU cores of each role."""
+    """Assignment of each role to hosts and CPU cores."""
     sft: SFTConfig | None = None
-    """Supervised fine-tuning; a configuration with this section is for `titanrl sft`."""
+    """Supervised fine-tuning. With this section, the configuration is for `titanrl sft`."""
     distill: DistillConfig | None = None
-    """On-policy distillation; a configuration with this section is for `titanrl distill`."""
+    """On-policy distillation. With this section, the configuration is for `titanrl distill`."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from self._broken_by_size()
@@ -147,7 +148,7 @@ class Config(Section):
         if rollout.groups_per_step * rollout.num_requests > MAX_AT_ONCE:
             yield BrokenRule(
                 values={"rollout.groups_per_step": rollout.groups_per_step, "rollout.group_size": rollout.group_size},
-                rule=f"a step must not sample more than {MAX_AT_ONCE:,} completions",
+                rule=f"a step must not sample more than {MAX_AT_ONCE:,} completions (groups_per_step * group_size)",
                 fix="lower one of them",
             )
         num_buffered = self.num_slots * rollout.num_requests
@@ -158,7 +159,7 @@ class Config(Section):
                     "rollout.groups_per_step": rollout.groups_per_step,
                     "algorithm.updates_per_publish": self.algorithm.updates_per_publish,
                 },
-                rule=f"the buffer must not need more than {MAX_AT_ONCE:,} slots and {MAX_BUFFERED:,} completions, and these "
+                rule=f"the buffer is limited to {MAX_AT_ONCE:,} slots and {MAX_BUFFERED:,} completions, but these "
                 f"values need {self.num_slots:,} slots with {num_buffered:,} completions",
                 fix="lower max_staleness",
             )
@@ -168,21 +169,21 @@ class Config(Section):
         if self.num_steps % updates:
             yield BrokenRule(
                 values={"num_steps": self.num_steps, "algorithm.updates_per_publish": updates},
-                rule="updates_per_publish must divide num_steps, so that the last version is published",
+                rule="updates_per_publish must divide num_steps, so that the final weights are published",
                 fix=f"set num_steps to {self.num_steps + updates - self.num_steps % updates}",
             )
         is_declared = algorithm.loss_traits.ratio != "undeclared"
         if self.max_staleness > 0 and is_declared and not (algorithm.ratio_starts_at_sampler or algorithm.correction.is_on):
             yield BrokenRule(
                 values={"max_staleness": self.max_staleness, "algorithm.loss": algorithm.loss},
-                rule="with stale tokens the loss must contain the ratio to the sampling policy, or a correction for it",
-                fix="set algorithm.correction, or algorithm.proximal to sampler with a loss that has a ratio, such as ppo",
+                rule="stale tokens require importance sampling: a loss with the ratio to the sampling policy, or a correction",
+                fix="set algorithm.correction, or use a loss with a ratio, such as ppo, with algorithm.proximal set to sampler",
             )
         yield from broken_by_replay(self.replay, algorithm, self.rollout.groups_per_step, self.max_staleness)
         if self.max_staleness == 0 and self.window_groups > 1:
             yield BrokenRule(
                 values={"rollout.window": self.rollout.window, "max_staleness": self.max_staleness},
-                rule="synchronous training consumes groups in order, because a group that is overtaken becomes stale",
+                rule="a reordering window requires asynchronous training, because a group that is overtaken becomes stale",
                 fix="remove rollout.window, or set max_staleness to 1",
             )
 
@@ -195,10 +196,10 @@ class Config(Section):
                     "algorithm.loss": algorithm.loss,
                     "algorithm.proximal": algorithm.proximal,
                 },
-                rule="this loss already contains the ratio to the sampling policy, so correction weights would apply it twice",
-                fix="set proximal to step_start, or correction.weight to none"
+                rule="this loss already contains the ratio to the sampling policy, so correction.weight would apply it twice",
+                fix="set algorithm.proximal to step_start, or algorithm.correction.weight to none"
                 if algorithm.loss_traits.ratio == "proximal"
-                else "set correction.weight to none; rejection is still allowed",
+                else "set algorithm.correction.weight to none; its rejection bounds are allowed",
             )
         if algorithm.knows_loss and algorithm.loss_traits.ratio == "undeclared":
             involved: dict[str, object] = {}
@@ -211,8 +212,8 @@ class Config(Section):
             if involved:
                 yield BrokenRule(
                     values={"algorithm.loss": algorithm.loss, **involved},
-                    rule="these keys depend on whether the loss contains the ratio to the sampling policy, and it does not say",
-                    fix='decorate the loss with titanrl.policy_loss(ratio=...): "sampler", "proximal" or "none"',
+                    rule="these keys require a loss that declares its importance ratio, and this loss declares none",
+                    fix='decorate the loss with titanrl.policy_loss(ratio=...), where ratio is "sampler", "proximal" or "none"',
                 )
 
     def _broken_by_rows(self) -> Iterator[BrokenRule]:
@@ -222,7 +223,7 @@ class Config(Section):
         if row_tokens % tp:
             yield BrokenRule(
                 values={"trainer.row_tokens": row_tokens, "trainer.parallelism.tp": tp},
-                rule="tp must divide row_tokens, because sequence parallelism splits each row",
+                rule="row_tokens must be a multiple of tp, because sequence parallelism splits each row",
                 fix=f"set trainer.row_tokens to {row_tokens + tp - row_tokens % tp}",
             )
 
@@ -238,7 +239,7 @@ class Config(Section):
         if mode != "processed_logprobs":
             yield BrokenRule(
                 values={"generator.vllm.logprobs_mode": mode},
-                rule="log-probabilities must include temperature and truncation, as the trainer's do",
+                rule="the generator must return log-probabilities after temperature and truncation, like the trainer's",
                 fix="remove generator.vllm.logprobs_mode",
             )
 
@@ -250,14 +251,14 @@ class Config(Section):
             if recipe.num_kv_heads % tp:
                 yield BrokenRule(
                     values={key: tp, "model.recipe.num_kv_heads": recipe.num_kv_heads},
-                    rule="tp must divide the number of key-value heads",
+                    rule="num_kv_heads must be a multiple of the tensor-parallel degree",
                     fix=f"set {key} to {largest_divisor(recipe.num_kv_heads, tp)}",
                 )
             if recipe.intermediate_size % tp:
                 fitting = recipe.intermediate_size + tp - recipe.intermediate_size % tp
                 yield BrokenRule(
                     values={key: tp, "model.recipe.intermediate_size": recipe.intermediate_size},
-                    rule="tp must divide the width of the feed-forward block",
+                    rule="intermediate_size must be a multiple of the tensor-parallel degree",
                     fix=f"set model.recipe.intermediate_size to {fitting}",
                 )
         longest = self.trainer.row_tokens
@@ -266,7 +267,7 @@ class Config(Section):
         if longest > recipe.max_positions:
             yield BrokenRule(
                 values={"trainer.row_tokens": self.trainer.row_tokens, "model.recipe.max_positions": recipe.max_positions},
-                rule="rows and sequences must not be longer than the model's max_positions",
+                rule=f"max_positions must cover the longest row or sequence, which has {longest} tokens",
                 fix=f"set model.recipe.max_positions to at least {longest}",
             )
         yield from broken_by_positions(self.evaluation_sets, recipe.max_positions)
@@ -275,18 +276,18 @@ class Config(Section):
         if self.warm_start is not None and (self.data.source, self.data.task) != ("reasoning_gym", "chain_sum"):
             yield BrokenRule(
                 values={"data.task": self.data.task, "data.source": self.data.source},
-                rule="warm_start requires the task chain_sum of reasoning_gym, the only one with demonstrations",
-                fix="remove warm_start, or set data.task to chain_sum",
+                rule="warm_start has demonstrations only for the reasoning_gym task chain_sum",
+                fix="remove warm_start, or set data.source to reasoning_gym and data.task to chain_sum",
             )
 
     def _broken_by_environment(self) -> Iterator[BrokenRule]:
-        # In synchronous training all episodes of a worker are played turn by turn.
+        # In synchronous training all episodes of a worker advance one turn at a time, together.
         groups = 0 if self.max_staleness else -(-self.groups_per_publish // self.rollout.num_workers)
         if self.warm_start is not None and self.warm_start.tool_calls and self.data.environment is None:
             yield BrokenRule(
                 values={"warm_start.tool_calls": True, "data.environment": None},
-                rule="only an environment runs calls of tools",
-                fix="set data.environment.function to calculator or to a tool of your own, or remove warm_start.tool_calls",
+                rule="tool calls require an environment that runs them",
+                fix="set data.environment.function to calculator or to a custom tool, or remove warm_start.tool_calls",
             )
         for name, task in self.data.tasks.items():
             if task.environment is not None:
@@ -303,15 +304,15 @@ class Config(Section):
         if self.distill is not None:
             yield BrokenRule(
                 values={"sft": {"path": str(self.sft.path)}, "distill": self.distill.model_dump(mode="json")},
-                rule="a configuration is for one subcommand",
-                fix="remove one of the sections",
+                rule="sft and distill select different subcommands",
+                fix="remove one of the two sections",
             )
         yield from unused_by_sft({name: getattr(self, name) for name in USED})
         max_tokens, row_tokens = self.sft.max_example_tokens, self.trainer.row_tokens
         if max_tokens is not None and max_tokens > row_tokens:
             yield BrokenRule(
                 values={"sft.max_example_tokens": max_tokens, "trainer.row_tokens": row_tokens},
-                rule="a row must hold the longest example",
+                rule="row_tokens must be at least max_example_tokens",
                 fix=f"set trainer.row_tokens to at least {max_tokens}",
             )
 
@@ -324,12 +325,12 @@ class Config(Section):
             if value != needed:
                 yield BrokenRule(
                     values={key: value},
-                    rule="distillation compares on-policy samples with the teacher's log-probabilities at temperature 1",
+                    rule="distillation requires on-policy samples at temperature 1, at which the teacher is evaluated",
                     fix=f"set {key} to {needed:g}",
                 )
 
     def device_shortage(self) -> Iterator[BrokenRule]:
-        """Yield the rule broken by a host with too few accelerators; meaningless on CPU."""
+        """Yield a broken rule if a host has too few accelerators. Not meaningful on CPU."""
         num_teachers = 0 if self.distill is None else self.distill.teacher.tp
         ranks = (self.num_generator_ranks, num_teachers, self.num_evaluator_ranks)
         yield from device_shortage(
@@ -337,7 +338,7 @@ class Config(Section):
         )
 
     def with_loss_traits(self, traits: LossTraits) -> Self:
-        """Return a copy that has the declared traits of a loss of the user.
+        """Return a copy with the traits that a custom loss declares.
 
         Raises:
             BrokenRules: The traits contradict other keys.
@@ -359,30 +360,31 @@ class Config(Section):
 
     @property
     def num_trainer_ranks(self) -> int:
-        """Number of trainer processes; 0 if nothing is trained."""
+        """Number of trainer ranks; 0 if nothing is trained."""
         return self.trainer.parallelism.world_size if self.train else 0
 
     @property
     def num_generator_ranks(self) -> int:
-        """Number of generator processes over all replicas; a fine-tuning or a replay has none."""
+        """Number of generator ranks over all replicas; 0 for fine-tuning and for the replay of a dump."""
         return self.generator.num_ranks if self.sft is None and self.rollout.replay is None else 0
 
     @property
     def num_evaluator_ranks(self) -> int:
-        """Number of processes of the generator that evaluates in the background; 0 if there is none."""
+        """Number of ranks of the background evaluation generator; 0 if there is none."""
         is_asynchronous = self.max_staleness > 0 and self.program == "train" and self.evaluates
         is_between = any(0 < subset.every_steps < self.num_steps for subset in self.evaluation_sets.values())
         return self.generator.tp if is_asynchronous and is_between and self.evaluation.background else 0
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Length of the longest prompt plus the longest completion, of the longest conversation, or of the longest example."""
+        """Maximum length of a training sequence in tokens: of prompt plus completion, of a conversation, or of an SFT
+        example."""
         if self.sft is not None:
             return self.sft.max_example_tokens or self.trainer.row_tokens
         return max(sequence_tokens(task, self.rollout, self.trainer.row_tokens) for task in self.data.tasks.values())
 
     def of_task(self, task: DataConfig) -> Self:
-        """Return the configuration of the groups of one task of the run."""
+        """Return a copy of the configuration with the settings of one task."""
         sections = {"rollout": rollout_of(task, self.rollout), "algorithm": algorithm_of(task, self.algorithm)}
         return self.model_copy(update={"data": task, **sections})
 
@@ -394,12 +396,13 @@ class Config(Section):
 
     @property
     def evaluates(self) -> bool:
-        """True if evaluation sets are sampled; a replay has no generators, and without a trainer the policy does not change."""
+        """True if evaluation sets are sampled. The replay of a dump has no generators, and without a trainer the policy never
+        changes."""
         return self.train and self.rollout.replay is None
 
     @property
     def max_sampled_tokens(self) -> int:
-        """Length of the longest prompt plus completion of training and of evaluations."""
+        """Maximum length of prompt plus completion in tokens, over training and evaluation."""
         return max(self.max_sequence_tokens, *(subset.max_tokens for subset in self.evaluation_sets.values()), 0)
 
     @property
@@ -414,20 +417,20 @@ class Config(Section):
 
     @property
     def num_slots(self) -> int:
-        """Number of buffer slots: groups in flight or waiting to be trained on."""
+        """Number of buffer slots. A slot holds a group that is in flight or waits to be trained on."""
         return (self.max_staleness + 1) * self.groups_per_publish
 
     @property
     def groups_per_publish(self) -> int:
-        """Number of groups trained on per published version."""
+        """Number of groups trained on between two published weight versions."""
         return self.rollout.groups_per_step * self.algorithm.updates_per_publish
 
     @property
     def window_groups(self) -> int:
-        """Number of groups in the reordering window; 1 trains on groups strictly in order."""
+        """Size of the reordering window in groups; 1 trains on groups strictly in order."""
         return max(1, int(self.rollout.window * self.num_slots))
 
     @property
     def worst_staleness(self) -> int:
-        """Maximum age of a token in published versions; `replay/buffer.py` derives the formula."""
+        """Maximum staleness of a token in published versions; `replay/buffer.py` derives the formula."""
         return (self.num_slots + self.window_groups - 2) // self.groups_per_publish

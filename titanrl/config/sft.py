@@ -16,35 +16,38 @@ USED: Mapping[str, tuple[str, ...]] = {
     "sandbox": (),
     "weights": (),
 }
-"""Keys that a fine-tuning uses of the sections for reinforcement learning; another key with a value of its own is an error."""
+"""Keys that fine-tuning uses, in the sections for reinforcement learning. Setting any other key of these sections is an
+error."""
 
 
 class SFTConfig(Section):
-    """Supervised fine-tuning on examples (`titanrl sft`), for `num_steps` steps. `evaluation` says how often the loss on
-    held-out examples is measured. Of the section `data` only `chat_template` and `system_prompt` are used."""
+    """Supervised fine-tuning on examples (`titanrl sft`), for `num_steps` steps. `evaluation.every_steps` is the number of
+    steps between evaluations of the loss on held-out examples. Of the section `data`, only `chat_template` and `system_prompt`
+    are used."""
 
     path: FilePath
-    """JSONL file of examples: one object per line with `messages`, or with `prompt` and `completion` (docs/howto/sft.md)."""
+    """JSONL file of examples: one object per line, with `messages`, or with `prompt` and `completion` (docs/howto/sft.md)."""
     validation_path: FilePath | None = None
-    """JSONL file of held-out examples."""
+    """JSONL file of held-out examples; null uses `heldout_fraction`."""
     heldout_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Fraction of the examples in `path` that is held out, selected by a hash of the prompt or of the first user message as
-    `data.heldout_fraction` does."""
+    """Fraction of the examples in `path` that is held out. A hash of the prompt, or of the first user message, assigns each
+    example, as for `data.heldout_fraction`."""
     train_on: TrainOn = "assistant"
-    """Tokens to train on: those of every message of the assistant, of the last one only, or `all`. A `completion` is such a
-    message."""
+    """Tokens to train on: of every assistant message (`assistant`), of the last one only (`last`), or of the whole example
+    (`all`). A `completion` counts as an assistant message."""
     max_example_tokens: Tokens | None = None
-    """Longest example, in tokens; null means `trainer.row_tokens`."""
+    """Maximum example length in tokens; null uses `trainer.row_tokens`."""
     overlong: Literal["error", "truncate", "skip"] = "error"
-    """Handling of longer examples: an error before the start, dropping their last tokens, or leaving them out."""
+    """Handling of longer examples: `error` ends the command before training, `truncate` cuts their last tokens, `skip` leaves
+    them out."""
     batch_size: Count = 32
-    """Examples per optimizer step."""
+    """Number of examples per optimizer step."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate."""
     num_warmup_steps: StepsOrZero = 0
-    """Number of steps of linear learning-rate warm-up."""
+    """Number of linear learning-rate warm-up steps."""
     lr_decay: LearningRateDecay = "linear"
-    """Schedule after the warm-up: constant, or linear decay to zero at the last step."""
+    """Learning-rate schedule after the warm-up: `constant`, or `linear` decay to zero at the last step."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
@@ -58,13 +61,13 @@ class SFTConfig(Section):
         if self.validation_path is not None and self.heldout_fraction > 0:
             yield BrokenRule(
                 values={"heldout_fraction": self.heldout_fraction, "validation_path": str(self.validation_path)},
-                rule="held-out examples come from a file of their own, or from path, but not from both",
+                rule="held-out examples come either from validation_path or from path",
                 fix="remove one of them",
             )
 
 
 def unused_by_sft(sections: Mapping[str, Section]) -> Iterator[BrokenRule]:
-    """Yield the keys of other sections that were set although a fine-tuning does not use them.
+    """Yield a rule for each key that is set although fine-tuning does not use it.
 
     Args:
         sections: The sections of `USED`, by name.
@@ -76,6 +79,6 @@ def unused_by_sft(sections: Mapping[str, Section]) -> Iterator[BrokenRule]:
             if key not in used and value != field.get_default():
                 yield BrokenRule(
                     values={f"{name}.{key}": value.model_dump() if isinstance(value, Section) else value},
-                    rule="supervised fine-tuning has no rollouts and does not use this key",
+                    rule="supervised fine-tuning does not use this key",
                     fix=f"set sft.{key} instead" if key in SFTConfig.model_fields else f"remove {name}.{key}",
                 )

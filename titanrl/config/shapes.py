@@ -1,4 +1,4 @@
-"""Sizes of dense decoders: parameters, activations and cache bytes, derived without loading a model."""
+"""Sizes of dense decoder models: parameters, activations and KV cache, computed without loading a model."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from titanrl.config.choices import Dtype
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 RECIPE_VOCAB_SIZE = 112
-"""Rows of the recipe model's embedding: 95 characters, 5 phrases, 2 special tokens, padded to a multiple of 16."""
+"""Rows of the recipe model's embedding: 95 characters, 9 phrases, 2 special tokens, padded to a multiple of 16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a dense decoder, named like the fields of `RecipeConfig`.
+    """Dimensions of a dense decoder model, named like the fields of `RecipeConfig`.
 
-    Example: a block of width 128 with 4 query heads is
+    Example: the model of width 128 with 4 query heads is
     `ModelShape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, vocab_size=112,
     max_positions=512, tied_embeddings=True, qk_norm=True)`.
     """
@@ -30,18 +30,18 @@ class ModelShape:
     max_positions: int
     tied_embeddings: bool = False
     qk_norm: bool = False
-    """True if each head of queries and keys is normalized."""
+    """True if queries and keys are normalized per head."""
     qkv_bias: bool = False
-    """True if the projections of queries, keys and values have biases."""
+    """True if the query, key and value projections have biases."""
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters: embedding, blocks, last norm, and the output layer unless it is tied."""
+        """Number of parameters: embedding, layers, final norm, and the output layer unless it is tied."""
         return self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
 
     @property
     def layer_parameters(self) -> int:
-        """Number of parameters of one block."""
+        """Number of parameters of one layer."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and o, k and v
         feed_forward = 3 * self.hidden_size * self.intermediate_size  # gate, up, down
         biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
@@ -49,7 +49,7 @@ class ModelShape:
 
     @property
     def layer_norms(self) -> int:
-        """Number of parameters of the norms of one block: before attention and feed-forward, and of queries and keys."""
+        """Number of norm parameters of one layer: before attention and feed-forward, and of queries and keys."""
         return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
@@ -64,14 +64,15 @@ class ModelShape:
 
     @property
     def layer_activations(self) -> int:
-        """Activation values that one block stores per token for its backward pass, assuming attention stores no scores."""
+        """Number of activation values per token that one layer stores for its backward pass, assuming that attention stores no
+        scores."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # Two norms and two residuals; queries and keys before and after norm and rotation, values, the attention's output;
         # gate, its activation, up, their product.
         return 4 * self.hidden_size + 4 * queries + 4 * keys + 4 * self.intermediate_size
 
     def adapter_width(self, targets: Collection[str]) -> int:
-        """Return the parameters of all LoRA adapters per unit of rank: the input and output sizes of their projections."""
+        """Return the number of LoRA parameters per unit of rank: the input and output sizes of all adapted projections."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         width = 0
         if "attention" in targets:
@@ -81,5 +82,5 @@ class ModelShape:
         return self.num_layers * width
 
     def kv_token_bytes(self, dtype: Dtype) -> int:
-        """Return the KV-cache bytes of one token, over all layers."""
+        """Return the KV-cache bytes of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]

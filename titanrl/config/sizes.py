@@ -1,4 +1,4 @@
-"""Sizes derived from a configuration: processes, sequences and memory, and warnings about them."""
+"""Sizes computed from a configuration: processes, sequences and memory, and warnings about them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from titanrl.config.schema import Config
 from titanrl.config.shapes import DTYPE_BYTES, ModelShape
 
 DEVICE_BYTES = 80_000_000_000
-"""Assumed memory of an accelerator that this machine does not have."""
+"""Assumed memory of an accelerator type that this machine does not have."""
 
 LIBRARY_BYTES: Mapping[str, int] = {
     "controller": 400_000_000,
@@ -22,7 +22,7 @@ LIBRARY_BYTES: Mapping[str, int] = {
     "store": 270_000_000,
     "sandbox": 20_000_000,
 }
-"""Private memory of a process on a CPU without its model, by role, as `python -m benchmarks.full_size` measured it."""
+"""Private memory of a CPU process without its model, by role, as measured by `python -m benchmarks.full_size`."""
 
 LOGITS_AT_ONCE = 1 << 27
 """Maximum number of logits in memory on a trainer rank."""
@@ -30,45 +30,45 @@ LOGITS_AT_ONCE = 1 << 27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Bytes on one trainer rank, without the overhead of libraries and allocator."""
+    """Memory of one trainer rank in bytes, without the overhead of libraries and allocator."""
 
     parameters: int
     """Sharded parameters, in `trainer.dtype`."""
     gradients: int
-    """Sharded gradients, in the same type; with LoRA only those of the adapters."""
+    """Sharded gradients in the same data type; with LoRA only of the adapters."""
     optimizer: int
-    """The two moments of AdamW, sharded like the gradients."""
+    """AdamW's two moments, sharded like the gradients."""
     average: int
     """Moving average of the trainable parameters in float32, sharded like them; 0 without `algorithm.ema_decay`."""
     gathered: int
-    """Parameters gathered by FSDP at a time: two layers, embedding and output layer, in `trainer.compute_dtype`."""
+    """Parameters that FSDP gathers at a time: two layers, embedding and output layer, in `trainer.compute_dtype`."""
     activations: int
-    """Estimated activations of the largest micro-batch, with full rows, including its logits."""
+    """Estimated activations of the largest micro-batch, with full rows, including logits."""
     unreduced: int
     """Gradients of embedding and output layer at the end of a backward pass, until FSDP has reduced them to shards."""
 
     @property
     def state(self) -> int:
-        """Bytes that are allocated permanently."""
+        """Permanently allocated bytes."""
         return self.parameters + self.gradients + self.optimizer + self.average
 
     @property
     def total(self) -> int:
-        """Peak memory of an accelerator, whose allocator uses the activations' memory again for the last gradients."""
+        """Peak memory on an accelerator, whose allocator reuses the memory of the activations for the last gradients."""
         return self.state + self.gathered + max(self.activations, self.unreduced)
 
     @property
     def cpu_total(self) -> int:
         """Peak memory on a CPU: of a step, or of an export, which holds two serialized copies of the parameters.
 
-        The C library's allocator keeps the activations' memory for the next pass.
+        The C library's allocator keeps the memory of the activations for the next pass.
         """
         return self.state + max(self.gathered + self.activations + self.unreduced, 2 * self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes derived from the sizes of the model."""
+    """Memory sizes in bytes derived from the model."""
 
     num_parameters: int
     """Number of parameters of the policy."""
@@ -84,24 +84,24 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes derived from a configuration."""
+    """Sizes computed from a configuration."""
 
     processes: Mapping[str, int]
     """Number of processes by role."""
     sequences_per_step: int
-    """Number of completions, or of examples, per optimizer step."""
+    """Number of completions or examples per optimizer step."""
     max_tokens_per_step: int
     """Number of tokens per optimizer step if all sequences have maximum length."""
     buffer_slots: int
-    """Number of groups in flight or waiting."""
+    """Number of groups in flight or waiting to be trained on."""
     worst_staleness: int
-    """Maximum age of a token, in published versions."""
+    """Maximum staleness of a token, in published versions."""
     max_microbatches: int
     """Number of micro-batches per step if all sequences have maximum length."""
     memory: Memory | None
-    """Memory, or None if the model is not readable yet."""
+    """Memory sizes; None if the model cannot be read yet."""
     misfits: tuple[BrokenRule, ...]
-    """Rules that are probably broken, according to estimates."""
+    """Rules that are probably violated, according to estimates."""
     notes: tuple[str, ...]
     """Remarks on values that are allowed but often unintended."""
 
@@ -111,8 +111,8 @@ def derive(config: Config, shape: ModelShape | None, *, device_bytes: int = DEVI
 
     Args:
         config: Configuration.
-        shape: Sizes of the policy; None if they are unknown.
-        device_bytes: Memory of one accelerator.
+        shape: Dimensions of the policy model; None if unknown.
+        device_bytes: Memory of one accelerator in bytes.
     """
     sequences = config.rollout.groups_per_step * config.rollout.group_size
     if config.sft is not None:
@@ -147,9 +147,9 @@ def _processes(config: Config) -> dict[str, int]:
 
 
 def describe_staleness(config: Config) -> str:
-    """Return the bound on staleness as a sentence, with the numbers it follows from."""
+    """Return the bound on staleness as a sentence, with the numbers it is computed from."""
     if config.max_staleness == 0 and config.algorithm.updates_per_publish == 1:
-        return f"synchronous: {config.num_slots} groups at a time, trained on by the weights that sampled them"
+        return f"synchronous: {config.num_slots} groups at a time, trained on with the weights that sampled them"
     return (
         f"B={config.num_slots} slots, window W={config.window_groups}, P={config.groups_per_publish} groups per publication: "
         f"no token older than (B + W - 2) // P = {config.worst_staleness} published versions"
@@ -162,14 +162,14 @@ def notes(config: Config) -> Iterator[str]:
     if algorithm.reduction == "sum":
         tokens = rollout.groups_per_step * rollout.group_size * rollout.max_new_tokens
         yield (
-            "algorithm.reduction=sum: the gradient is that of token_mean times the number of sampled tokens, up to "
-            f"{tokens:,}. AdamW cancels this factor except for eps={algorithm.eps:g}, but it makes "
-            f"max_grad_norm={algorithm.max_grad_norm:g} clip more gradients."
+            "algorithm.reduction=sum: the gradient is that of token_mean, multiplied by the number of sampled tokens, up to "
+            f"{tokens:,}. AdamW cancels this factor except for eps={algorithm.eps:g}, but "
+            f"max_grad_norm={algorithm.max_grad_norm:g} clips more gradients."
         )
 
 
 def _max_rows(config: Config, sequences: int) -> int:
-    """Return the rows of a data-parallel rank in a step, if all sequences have maximum length."""
+    """Return the number of rows of a data-parallel rank in a step, if all sequences have maximum length."""
     sequences_per_row = max(1, config.trainer.row_tokens // config.max_sequence_tokens)
     rows = -(-sequences // sequences_per_row)
     return -(-rows // config.trainer.parallelism.dp_size)
@@ -214,8 +214,8 @@ def _trainer_memory(config: Config, shape: ModelShape, num_rows: int) -> Trainer
 def _unreduced(shape: ModelShape, compute_bytes: int) -> int:
     """Return the bytes that the last gradients need beyond the gathered parameters, which are freed before the reduction.
 
-    A tied matrix has two gradients, of embedding and output layer, and their sum. The reduction holds its input, its output
-    and a copy of the input in float32.
+    A tied matrix has two gradients, of embedding and output layer, and their sum. The reduction holds its input, its output and
+    a copy of the input in float32.
     """
     gradients = (3 if shape.tied_embeddings else 1) * compute_bytes
     reduction = 3 * DTYPE_BYTES["float32"] - compute_bytes
@@ -223,7 +223,7 @@ def _unreduced(shape: ModelShape, compute_bytes: int) -> int:
 
 
 def _activations(config: Config, shape: ModelShape, num_rows: int) -> int:
-    """Estimate the bytes of so many rows: stored activations, one layer in full, and logits with their gradient.
+    """Estimate the bytes of `num_rows` rows: stored activations, one layer in full, and logits with their gradient.
 
     Sequence parallelism divides them among the tensor-parallel ranks. Selective checkpointing stores about half of them.
     """
@@ -236,9 +236,9 @@ def _activations(config: Config, shape: ModelShape, num_rows: int) -> int:
 
 
 def _misfits(config: Config, memory: Memory | None, device_bytes: int) -> Iterator[BrokenRule]:
-    if config.device == "auto":  # the configuration alone does not determine the device
+    if config.device == "auto":  # the device is unknown until the run starts
         for broken in config.device_shortage():
-            yield replace(broken, fix=f"{broken.fix}; on a CPU this does not matter")
+            yield replace(broken, fix=f"{broken.fix}; ignore this on CPU")
     if memory is not None:
         if config.device in ("cuda", "npu"):
             yield from _accelerator_misfits(config, memory, device_bytes)
@@ -251,7 +251,7 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
     if config.num_generator_ranks and memory.kv_cache > configured:
         yield BrokenRule(
             values={"generator.kv_cache_bytes": configured, "generator.max_num_seqs": config.generator.max_num_seqs},
-            rule=f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, or some wait",
+            rule=f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, else some wait",
             fix=f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs",
         )
     needed = cpu_bytes(config, memory, memory.trainer.cpu_total)
@@ -261,18 +261,18 @@ def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
         roles, fewer = ("trainer and generators need", "fewer replicas, ") if has_generators else ("the trainer needs", "")
         yield BrokenRule(
             values={**model_values(config), **replicas},
-            rule=f"{roles} about {gigabytes(needed)}, and this machine has {gigabytes(available)}",
+            rule=f"{roles} about {gigabytes(needed)}, but this machine has {gigabytes(available)}",
             fix=f"use a smaller model, {fewer}or trainer.dtype=bfloat16",
         )
 
 
 def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
-    """Return the memory of all processes and of the published weights on one machine without accelerators.
+    """Return the total memory of all processes and published weights on one machine without accelerators.
 
     Args:
         config: Configuration.
-        memory: Sizes of the model.
-        trainer_rank_bytes: Tensors of a trainer rank: `memory.trainer.cpu_total`, or the part of it that is always allocated.
+        memory: Memory sizes of the model.
+        trainer_rank_bytes: Bytes of tensors per trainer rank: `memory.trainer.cpu_total`, or only what is always allocated.
     """
     generator = config.generator
     libraries = sum(number * LIBRARY_BYTES[role] for role, number in _processes(config).items())
@@ -285,7 +285,7 @@ def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
 
 
 def received_bytes(config: Config, memory: Memory) -> int:
-    """Return the bytes of two versions of the weights that a generator host receives from other hosts into shared memory."""
+    """Return the bytes of two weight versions that a generator host receives from other hosts into shared memory."""
     hosts = config.hosts
     if hosts.kind == "local" or not (config.train and config.num_generator_ranks):
         return 0
@@ -305,7 +305,7 @@ def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> I
     if shares and "gpu_memory_utilization" not in config.generator.vllm:
         yield BrokenRule(
             values={"hosts.share_devices": True, "generator.vllm": config.generator.vllm},
-            rule="vLLM reserves 0.9 of a device by default, which leaves too little for the trainer",
+            rule="vLLM reserves 90 % of a device by default, which leaves too little memory for the trainer",
             fix="set generator.vllm.gpu_memory_utilization, for example to 0.4",
         )
     shard = {"trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard}
@@ -320,7 +320,7 @@ def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> I
         if needed > device_bytes:
             yield BrokenRule(
                 values={**model_values(config), **values},
-                rule=f"a {role} needs about {gigabytes(needed)} without KV cache, and a device has {gigabytes(device_bytes)}",
+                rule=f"a {role} needs about {gigabytes(needed)} without KV cache, but a device has {gigabytes(device_bytes)}",
                 fix=f"raise {keys}, or use bfloat16, a smaller model or larger devices",
             )
 
@@ -331,7 +331,7 @@ def model_values(config: Config) -> dict[str, object]:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Format bytes in powers of ten: `65.5 GB`, `1.6 MB`."""
+    """Format bytes with a decimal unit: `65.5 GB`, `1.6 MB`."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

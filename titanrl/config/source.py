@@ -1,4 +1,4 @@
-"""The source of a configuration: a YAML file merged with overrides, and the place where each value was written."""
+"""The source of a configuration: a YAML file with overrides, and the location where each value was set."""
 
 import os
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from titanrl.config.shipped import config_file
 from titanrl.config.strict_yaml import explain_yaml_error, line_of, parse
 
 MAX_FILE_BYTES = 1_000_000
-"""Limit of a configuration file. Reading more would take long."""
+"""Maximum size of a configuration file. Larger files would take long to parse."""
 MAX_DEPTH = 50
-"""Limit of the names in the path of a key."""
+"""Maximum number of components in the path of a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Source:
     path: Path
     """Configuration file."""
     node: yaml.Node
-    """YAML node tree of the file, which holds the line numbers."""
+    """YAML node tree of the file, which contains the line numbers."""
     overrides: tuple[Override, ...]
     """Overrides in order; later ones win."""
     values: dict[str, Any]
@@ -58,9 +58,9 @@ class Source:
         return next((f"override {text}" for text in below), None)
 
     def nearest(self, path: Sequence[str | int]) -> str:
-        """Return the place of the value at `path`, or of the innermost enclosing section that was written."""
+        """Return the location of the value at `path`, or of the innermost enclosing section that was set."""
         written = (self.where(path[:length]) for length in range(len(path), 0, -1))
-        return next((place for place in written if place is not None), f"{self.path}:{line_of(self.node, ())}")
+        return next((location for location in written if location is not None), f"{self.path}:{line_of(self.node, ())}")
 
 
 def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
@@ -86,19 +86,26 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
 
 
 def _read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node]:
-    if not os.path.isfile(path):  # unlike Path.is_file, it does not raise for a name that is too long
+    if not os.path.isfile(path):  # unlike Path.is_file, does not raise for a name that is too long
         found = "is a directory" if os.path.isdir(path) else "does not exist"
         rule = f"must be a YAML file, but it {found} (current directory: {Path.cwd()})"
-        fix = "give the path of a file, such as configs/quickstart.yaml, or a name that `titanrl configs` lists"
+        fix = "give the path of a YAML file, or a name from `titanrl configs`, such as quickstart"
         raise ConfigError(message(str(path), "configuration file", rule, fix))
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            rule = f"must not have more than {MAX_FILE_BYTES:,} bytes, but has {size:,}"
-            raise ConfigError(message(str(path), "configuration file", rule, "give the configuration, not its data"))
+            rule = f"must not be larger than {MAX_FILE_BYTES:,} bytes, but has {size:,}"
+            raise ConfigError(
+                message(str(path), "configuration file", rule, "give the path of the configuration, not of a data file")
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            message(str(path), "configuration file", f"must be readable UTF-8: {error}", "save it as UTF-8 text")
+            message(
+                str(path),
+                "configuration file",
+                f"must be a readable UTF-8 file: {error}",
+                "correct its permissions, or save it as UTF-8",
+            )
         ) from None
     try:
         values, node = parse(text)
@@ -106,7 +113,7 @@ def _read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node]:
         line, shown, rule, fix = explain_yaml_error(error, text)
         raise ConfigError(message(f"{path}:{line}", shown or "configuration file", rule, fix)) from None
     if node is None or not isinstance(values, dict):
-        rule = f"must be a mapping of keys, but it {'is empty' if node is None else f'holds {inline(values)}'}"
+        rule = f"must be a mapping of keys, but it {'is empty' if node is None else f'contains {inline(values)}'}"
         raise ConfigError(message(f"{path}:1", "configuration file", rule, "write `key: value` lines; see docs/config.md"))
     return values, node
 
@@ -116,14 +123,14 @@ def _parse_override(text: str) -> Override | str:
     key, equals, value = text.partition("=")
     path = tuple(key.split("."))
     if not equals or not all(path) or len(path) > MAX_DEPTH:
-        rule = "must be key.path=value, with a name between the dots"
+        rule = "must have the form key.path=value, with no empty name in the path"
         return message(f"override {text}", inline(text), rule, "write it like rollout.group_size=16")
     try:
         return Override(text=text, path=path, value=parse(value)[0])
     except yaml.YAMLError as error:
         _, _, rule, _ = explain_yaml_error(error, value)
         return message(
-            f"override {text}", f"{key}={value}", f"the value {rule}", f"quote text with special characters: {key}='\"...\"'"
+            f"override {text}", f"{key}={value}", f"the value {rule}", f"quote strings with special characters: {key}='\"...\"'"
         )
 
 

@@ -1,7 +1,7 @@
 """A strict YAML loader and dumper.
 
-Scalars follow YAML 1.2, as editors do. PyYAML itself follows YAML 1.1, where `1e-5` is a string, `off` is false, `12:00:00` is
-the number 43200 and `010` is 8. Duplicate keys, tags, anchors and aliases are errors.
+Scalars follow YAML 1.2, like in editors. PyYAML follows YAML 1.1, where `1e-5` is a string, `off` is false, `12:00:00` is the
+number 43200 and `010` is 8. Duplicate keys, tags, anchors and aliases are errors.
 """
 
 import re
@@ -16,7 +16,7 @@ from yaml.events import AliasEvent, CollectionStartEvent, Event, ScalarEvent
 class _Scalars(yaml.resolver.Resolver):
     """Types of plain scalars, shared by loader and dumper so that dumped values round-trip."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 - overrides PyYAML's attribute, so that no rule of YAML 1.1 is inherited
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - overrides PyYAML's attribute, so that no YAML 1.1 rule is inherited
 
 
 _INT = r"[-+]?(?:0|[1-9][0-9_]*)"
@@ -33,15 +33,15 @@ for _tag, _pattern, _first in (
 
 
 _MAX_NESTING = 50
-"""Maximum nesting of a document; Python's own limit of recursion is a few hundred levels."""
+"""Maximum nesting of a document. Python's recursion limit would be reached at a few hundred levels."""
 _MAX_DIGITS = 100
 """Maximum length of an integer. Python refuses to convert more than 4,300 digits."""
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
-"""Characters that escapes can write, but neither paths nor UTF-8 can hold."""
+"""Characters that YAML escapes can produce, but that paths or UTF-8 cannot contain."""
 
 
 class _Loader(_Scalars, yaml.SafeLoader):
-    """A loader that rejects duplicate keys, tags, anchors and aliases, and values that cannot be converted."""
+    """A loader that rejects duplicate keys, tags, anchors, aliases, and values that cannot be converted."""
 
     _nesting = 0
 
@@ -50,10 +50,10 @@ class _Loader(_Scalars, yaml.SafeLoader):
         if self._nesting == _MAX_NESTING:
             raise _refusal(event, f"the value is nested deeper than {_MAX_NESTING} levels", "flatten it")
         if isinstance(event, AliasEvent):
-            raise _refusal(event, "aliases are not supported", "write the value out")
+            raise _refusal(event, "aliases are not supported", "write the value instead")
         if isinstance(event, ScalarEvent | CollectionStartEvent):
             if event.anchor is not None:
-                raise _refusal(event, "anchors are not supported", "write the value out in each place")
+                raise _refusal(event, "anchors are not supported", "write the value at each place of use")
             if event.tag is not None:
                 raise _refusal(event, f"the tag {event.tag} is not supported", "remove it")
         self._nesting += 1
@@ -66,7 +66,7 @@ class _Loader(_Scalars, yaml.SafeLoader):
         if unusable := _UNUSABLE.search(node.value):
             raise _refusal(node, f"the character U+{ord(unusable[0]):04X} is not supported", "remove it")
         if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MAX_DIGITS:
-            raise _refusal(node, f"an integer has more than {_MAX_DIGITS} digits", "write a smaller number, or quotes for text")
+            raise _refusal(node, f"an integer has more than {_MAX_DIGITS} digits", "write a smaller number, or quote a string")
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -74,7 +74,7 @@ class _Loader(_Scalars, yaml.SafeLoader):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise _refusal(key, "a key must be plain text", "write `key: value`")
+                raise _refusal(key, "a key must be a string", "write `key: value`")
             if key.value in lines:
                 raise _refusal(key, f"duplicate key {key.value}, first defined at line {lines[key.value]}", "keep one of them")
             lines[key.value] = key.start_mark.line + 1
@@ -82,7 +82,7 @@ class _Loader(_Scalars, yaml.SafeLoader):
 
 
 def _refusal(at: Event | yaml.Node, problem: str, fix: str) -> yaml.MarkedYAMLError:
-    # The stubs also allow the mark of the C loader; this loader is the pure Python one.
+    # The type stubs also allow the mark of the C loader, but this loader is pure Python.
     return yaml.MarkedYAMLError(problem=problem, problem_mark=cast("yaml.Mark | None", at.start_mark), note=fix)
 
 
@@ -137,10 +137,10 @@ def line_of(node: yaml.Node | None, path: Sequence[str | int]) -> int | None:
 
 
 def explain_yaml_error(error: yaml.YAMLError, text: str) -> tuple[int, str, str, str]:
-    """Return line number, line, broken rule and fix of an error that `parse` raised."""
+    """Return the line number, the line, the violated rule and the fix for an error raised by `parse`."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return 1, "", f"must be YAML: {error}", "save the file as plain UTF-8 text"
     lines = text.splitlines()
     line = min(error.problem_mark.line, max(0, len(lines) - 1))
-    fix = error.note or "correct the syntax; text that holds ': ' or ' #' needs quotes"
+    fix = error.note or "correct the syntax; strings that contain ': ' or ' #' need quotes"
     return line + 1, (lines[line].strip()[:80] if lines else ""), f"must be YAML: {error.problem or error.context}", fix

@@ -1,1 +1,1 @@
-"""Prompt streams, tokenizers, and the tiny model and demonstrations of the quick start."""
+"""Prompt streams, SFT examples, tokenizers, curricula and task mixtures."""

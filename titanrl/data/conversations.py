@@ -1,4 +1,4 @@
-"""Conversations as tokens, with the assistant's messages marked exactly."""
+"""Tokenize conversations, and mark exactly the tokens to train on."""
 
 from collections.abc import Sequence
 
@@ -12,19 +12,19 @@ from titanrl.data.tokenizer import Tokenizer
 
 
 def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message], train_on: TrainOn) -> Demonstration:
-    """Tokenize a conversation in the model's chat template, up to the last message to train on.
+    """Tokenize a conversation with the model's chat template, up to the last message to train on.
 
-    The mask covers the text that the model would have generated: each trained message of the assistant and the token that ends
-    its turn. The tokens before a message must be those of the prompt that the model would have got for it. A template that
-    changes earlier messages when others follow, or adds nothing after a message, cannot be used so.
+    The mask covers what the model would have generated: each trained assistant message, and the token that ends its turn. The
+    tokens before a message must equal the prompt from which the model would generate it. A template that changes earlier
+    messages when others follow, or that adds no token after a message, does not meet this condition.
 
     Args:
-        tokenizer: The model's tokenizer, with a chat template.
+        tokenizer: Tokenizer of the model, with a chat template.
         messages: The conversation.
         train_on: Messages to train on.
 
     Raises:
-        BadLine: There is nothing to train on, or the template or its tokens do not fit.
+        BadLine: There is nothing to train on, or the chat template or the tokenization does not meet the condition.
     """
     try:
         if train_on == "all":
@@ -32,42 +32,42 @@ def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message], train
             return Demonstration(token_ids=np.array(token_ids, np.int64), mask=np.ones(len(token_ids), np.bool_))
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not replies:
-            raise BadLine("no message has the role assistant", "add one, or set sft.train_on to all")
+            raise BadLine("no message has the role assistant", "add an assistant message, or set sft.train_on to all")
         return _with_replies(tokenizer, messages[: replies[-1] + 1], replies if train_on == "assistant" else replies[-1:])
-    except ValueError as error:  # of the template, or of a character without a token
-        raise BadLine(str(error), "correct the messages, or use a model whose chat template and tokenizer fit them") from error
+    except ValueError as error:  # raised by the template, or for a character without a token
+        raise BadLine(str(error), "correct the messages, or use a model whose template and tokenizer support them") from error
 
 
 def _with_replies(tokenizer: Tokenizer, messages: Sequence[Message], replies: Sequence[int]) -> Demonstration:
-    """Tokenize a conversation that ends with a reply, and mark some of its replies."""
+    """Tokenize a conversation that ends with an assistant message, and mark the given assistant messages."""
     text = tokenizer.chat_text(messages, reply_follows=False).rstrip()
     token_ids = tokenizer.encode(text)
     mask = np.zeros(len(token_ids), np.bool_)
     for index in replies:
         prompt = tokenizer.chat_text(messages[:index], reply_follows=True)
-        reply = tokenizer.chat_text(messages[: index + 1], reply_follows=False).rstrip()  # without a newline after its end
+        reply = tokenizer.chat_text(messages[: index + 1], reply_follows=False).rstrip()  # drop a newline after the turn
         if not (reply.startswith(prompt) and text.startswith(reply)):
             raise BadLine(
-                f"the chat template does not extend the conversation verbatim at messages[{index}], so the model would get "
-                "another prompt for this message than the text before it",
+                f"the chat template does not extend the conversation verbatim at messages[{index}], so the model would "
+                "generate this message from another prompt than the text before it",
                 "set sft.train_on to last" if len(replies) > 1 else "use a model with another chat template",
             )
         start, end = (_num_tokens(tokenizer, part, token_ids, index) for part in (prompt, reply))
         mask[start:end] = True
         if not tokenizer.is_special(token_ids[end - 1]):
             raise BadLine(
-                f"the chat template ends messages[{index}] with no special token, so the model would not learn to stop",
+                f"the chat template does not end messages[{index}] with a special token, so the model would not learn to stop",
                 "use a model with another chat template",
             )
     return Demonstration(token_ids=np.array(token_ids, np.int64), mask=mask)
 
 
 def _num_tokens(tokenizer: Tokenizer, part: str, token_ids: Sequence[int], index: int) -> int:
-    """Return the number of tokens of the first part of a text; its tokens must be the first ones of the text."""
+    """Return the number of tokens of `part`, the start of a text. Its tokens must be the first tokens of the whole text."""
     first = tokenizer.encode(part)
     if token_ids[: len(first)] != first:
         raise BadLine(
-            f"messages[{index}] shares a token with the text before it, which the model could not generate",
-            "remove white space from the start of the message",
+            f"the start of messages[{index}] is tokenized together with the text before it, which the model could not generate",
+            "remove whitespace from the start of the message",
         )
     return len(first)

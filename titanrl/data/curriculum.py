@@ -1,4 +1,4 @@
-"""Curricula: samplers that choose the level of difficulty of each prompt, from what earlier prompts led to."""
+"""Curriculum samplers, which choose the difficulty level of each prompt from the outcomes of earlier prompts."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -12,27 +12,28 @@ from titanrl.plugins import Plugin, check_call
 
 EXPECTED = "def sampler(num_levels: int, seed: int) -> Sampler"
 METHODS = ("choose", "observe", "metrics", "state_dict", "load_state_dict")
-"""Methods of a sampler."""
+"""Methods that a sampler must have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one group, for a sampler."""
+    """Result of one group, as reported to a sampler."""
 
     level: int
-    """Level of its prompt."""
+    """Level of the group's prompt."""
     index: int
-    """Position of its prompt in the run; later prompts have greater ones."""
+    """Index of the prompt in the run; later prompts have greater indices."""
     rewards: tuple[float, ...]
-    """Rewards of its completions, without those whose reward failed; not empty."""
+    """Rewards of the completions, except those whose reward failed. Never empty."""
 
 
 class Sampler(Protocol):
-    """Chooses levels. It runs in the process of the buffer, is called from one thread, and its state is in checkpoints.
+    """Chooses the level of each prompt.
 
-    The outcomes of all groups arrive before the next choice, also those of groups that are not trained on, in the order of
-    their prompts. A choice must depend only on the arguments, the choices and outcomes so far, and no other randomness, so that
-    a run can be repeated.
+    A sampler runs in the buffer's process and is called from one thread. Its state is saved in checkpoints. The outcomes of all
+    finished groups, including groups that are not trained on, arrive before the next choice, in the order of their prompts. So
+    that a run can be repeated, a choice must depend only on the arguments of the sampler and on the choices and outcomes so
+    far, and must use no other source of randomness.
     """
 
     def choose(self) -> int:
@@ -40,24 +41,25 @@ class Sampler(Protocol):
         ...
 
     def observe(self, outcome: Outcome) -> None:
-        """Note the outcome of a group."""
+        """Record the outcome of a group."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Return numbers to report, by name."""
+        """Return metrics to report, by name."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state, which can be pickled."""
+        """Return the state. It must be picklable."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Continue with a state."""
+        """Restore a state."""
         ...
 
 
 class SamplerFactory(Protocol):
-    """A class or function that makes a sampler. It gets the number of levels, a seed, and `curriculum.options` as keywords.
+    """A class or function that creates a sampler from the number of levels, the seed, and `curriculum.options` as keyword
+    arguments.
 
     Example:
         def hardest_last(num_levels: int, seed: int, patience: int = 10) -> Sampler:
@@ -65,15 +67,15 @@ class SamplerFactory(Protocol):
     """
 
     def __call__(self, num_levels: int, seed: int, /) -> Sampler:
-        """Return a sampler at its beginning."""
+        """Return a sampler in its initial state."""
         ...
 
 
 class SuccessRate:
-    """Move to the next level when the present one is solved often enough, and back when it is solved too rarely.
+    """Moves to the next level when the current one is solved often enough, and back when it is solved too rarely.
 
-    The success rate is the share of successful completions among the last `window` groups of the present level. Groups of other
-    levels, such as those that were in flight during a move, do not count.
+    The success rate is the share of successful completions among the last `window` groups of the current level. Groups of other
+    levels, such as those in flight during a move, are ignored.
     """
 
     def __init__(self, config: CurriculumConfig, seed: int) -> None:
@@ -84,7 +86,7 @@ class SuccessRate:
         self._num_choices = self._num_moves = 0
 
     def choose(self) -> int:
-        """Return the present level, or one below it for the share `review` of the prompts."""
+        """Return the current level or, with probability `review`, a lower one."""
         self._num_choices += 1
         if not (self._config.review and self._level):
             return self._level
@@ -92,7 +94,7 @@ class SuccessRate:
         return int(drawn.integers(self._level)) if drawn.random() < self._config.review else self._level
 
     def observe(self, outcome: Outcome) -> None:
-        """Count a group of the present level, and move when the window is full."""
+        """Count a group of the current level, and move when the window is full."""
         config = self._config
         if outcome.level != self._level:
             return
@@ -105,12 +107,12 @@ class SuccessRate:
             self._move(-1)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the level, the moves so far, and the success rate if there is one."""
+        """Return the level, the number of moves, and the success rate if the window is not empty."""
         values = {"level": float(self._level), "moves": float(self._num_moves)}
         return values | ({"success_rate": self._rate} if self._rates else {})
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return level, window and counts."""
+        """Return the level, the window and the counters."""
         return {
             "level": self._level,
             "rates": list(self._rates),
@@ -119,7 +121,7 @@ class SuccessRate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Continue with a state. If the run has fewer levels by now, it is at the last one."""
+        """Restore a state. If the run now has fewer levels, continue at the last one."""
         self._level = min(state["level"], self._config.num_levels - 1)
         self._rates = deque(state["rates"] if self._level == state["level"] else (), maxlen=self._config.window)
         self._num_choices, self._num_moves = state["num_choices"], state["num_moves"]
@@ -138,13 +140,13 @@ def make_sampler(config: CurriculumConfig, seed: int, plugin: Plugin | None, *, 
     """Return the sampler of a curriculum.
 
     Args:
-        config: Section of the curriculum.
+        config: Section `curriculum`.
         seed: Seed of the run.
-        plugin: The user's sampler; None if the configuration names one by an import path, or a built-in one.
+        plugin: Custom sampler given as an object; None if the configuration has an import path or a built-in name.
         key: Configuration key of the sampler.
 
     Raises:
-        ValueError: The user's sampler cannot be used.
+        ValueError: The custom sampler cannot be created, or lacks a method.
     """
     if config.sampler in SAMPLERS:
         return SuccessRate(config, seed)
@@ -153,24 +155,23 @@ def make_sampler(config: CurriculumConfig, seed: int, plugin: Plugin | None, *, 
     check_sampler(factory, key=key, name=plugin.name, options=config.options)
     try:
         sampler: Sampler = factory(config.num_levels, seed, **config.options)
-    except Exception as error:  # the class is the user's and may raise anything
+    except Exception as error:  # custom code may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{key}: making the sampler raised {cause} (got {plugin.name}). Correct it, or its options."
+            f"{key}: creating the sampler raised {cause} (got {plugin.name}). Correct it, or its options."
         ) from error
     missing = [method for method in METHODS if not callable(getattr(sampler, method, None))]
     if missing:
         raise ValueError(
-            f"{key}: the sampler has no {' and no '.join(missing)} (got {plugin.name}). "
-            f"Its methods must be {', '.join(METHODS)}."
+            f"{key}: the sampler lacks the methods {', '.join(missing)} (got {plugin.name}). Implement {', '.join(METHODS)}."
         )
     return sampler
 
 
 def check_sampler(candidate: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
-    """Check that an object can be called as `SamplerFactory`.
+    """Check that an object has the signature of `SamplerFactory`.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It cannot be called like this.
     """
     check_call(candidate, SamplerFactory.__call__, key=key, name=name, expected=EXPECTED, options=options)

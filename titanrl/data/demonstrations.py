@@ -15,7 +15,7 @@ from titanrl.types import BoolArray, IntArray, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A sequence to learn from, such as a prompt with a correct answer.
+    """A sequence for supervised training, such as a prompt with a correct answer.
 
     Example: prompt `[5, 6]`, answer `[7, 1]`: `token_ids=[5, 6, 7, 1]`, `mask=[F, F, T, T]`.
     """
@@ -23,15 +23,15 @@ class Demonstration:
     token_ids: IntArray
     """Prompt and answer, including the end-of-sequence token, `[S]`."""
     mask: BoolArray
-    """True at answer tokens, the only ones trained on, `[S]`."""
+    """True for tokens to train on, `[S]`."""
 
     @property
     def num_trained(self) -> int:
-        """Number of tokens trained on. The first token follows no other one, so it is never among them."""
+        """Number of tokens trained on. The first token is never trained on, because it has no context."""
         return int(self.mask[1:].sum())
 
     def datum(self, weight: float) -> Datum:
-        """Return the datum for the loss `cross_entropy`, with a loss weight for each token trained on."""
+        """Return the datum for the loss `cross_entropy`, with loss weight `weight` for each token trained on."""
         weights = (self.mask[1:] * weight).astype(np.float32)
         return Datum(model_input=self.token_ids[:-1], loss_fn_inputs={"target_tokens": self.token_ids[1:], "weights": weights})
 
@@ -45,15 +45,15 @@ def chain_sum_demonstrations(
 ) -> Iterator[list[Demonstration]]:
     """Yield one batch of `batch_size` demonstrations per optimizer step, over training prompts in stream order.
 
-    Answers of the first `num_long_only_steps` batches are long. Later answers are short with probability `short_fraction`.
+    Answers in the first `num_long_only_steps` batches are long. Later answers are short with probability `short_fraction`.
 
     Args:
         stream: Training prompts.
         tokenizer: Tokenizer of the policy.
-        warm_start: Numbers of demonstrations.
+        warm_start: Section `warm_start`.
         seed: Seed of the run.
-        demonstrate: Function from a prompt, and whether the answer is short, to its demonstration. By default a long answer
-            shows the working.
+        demonstrate: Function of a prompt and whether the answer is short, which returns the demonstration. The default is
+            `answer_demonstration`, whose long answers contain the worked solution.
     """
     demonstrate = demonstrate or partial(answer_demonstration, tokenizer)
     for step in range(warm_start.num_steps):
@@ -64,13 +64,13 @@ def chain_sum_demonstrations(
 
 
 def mean_loss_data(batch: Sequence[Demonstration]) -> list[Datum]:
-    """Return the data of a batch, with weights that make the sum of the losses their mean over all tokens trained on."""
+    """Return the data of a batch, weighted so that the sum of the losses is their mean over all tokens trained on."""
     weight = 1.0 / sum(demonstration.num_trained for demonstration in batch)
     return [demonstration.datum(weight) for demonstration in batch]
 
 
 def answer_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:
-    """Return a sum with its answer, after the working unless the answer is short."""
+    """Return a sum with its answer, preceded by the worked solution unless `short`."""
     working, answer = worked_sum(prompt.entry["metadata"]["expression"])
     assert answer == int(prompt.entry["answer"])
     thought = "" if short else f"<think>{working}</think>"
@@ -78,7 +78,7 @@ def answer_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> D
 
 
 def joined(prompt_ids: Sequence[int], parts: Sequence[tuple[Sequence[int], bool]]) -> Demonstration:
-    """Return the demonstration of a prompt and the tokens that follow, each part with whether it is trained on."""
+    """Return a demonstration of a prompt followed by parts. Each part has its token ids and whether they are trained on."""
     token_ids, mask = list(prompt_ids), [False] * len(prompt_ids)
     for ids, is_trained in parts:
         token_ids += ids

@@ -1,8 +1,8 @@
-"""Examples of supervised fine-tuning: reading, splitting and ordering them.
+"""Read, split and order the examples of supervised fine-tuning.
 
-Examples have no position: the batch at an index depends only on the seed and the index, so a resumed run continues with the
-next one. An epoch contains every example once, in an order of its own. A batch may contain the end of one epoch and the start
-of the next.
+Examples have no cursor: a batch depends only on the seed and the index of its first example, so a resumed run continues with
+the next one. An epoch contains every example once, in a different order each time. A batch may contain the end of one epoch and
+the start of the next.
 """
 
 from collections.abc import Sequence
@@ -29,23 +29,24 @@ class Examples:
     """Tokenized examples in two splits."""
 
     training: tuple[Demonstration, ...]
-    """Examples to train on, in the order of the file."""
+    """Examples to train on, in file order."""
     heldout: tuple[Demonstration, ...]
-    """Examples that are never trained on, in the order of their file."""
+    """Held-out examples, in file order."""
     num_truncated: int = 0
-    """Examples whose last tokens were dropped."""
+    """Number of examples whose last tokens were cut."""
     num_skipped: int = 0
-    """Examples that were left out, because they are too long or have no token to train on within the limit."""
+    """Number of examples left out, because they are too long or have no token to train on within the limit."""
 
     def batch(self, first: int, size: int, seed: int) -> list[Demonstration]:
-        """Return the training examples at the indices from `first`, counted over all epochs."""
+        """Return `size` training examples from index `first` on. Indices count over all epochs."""
         number = len(self.training)
         places = (divmod(index, number) for index in range(first, first + size))
         return [self.training[epoch_order(seed, epoch, number)[place]] for epoch, place in places]
 
     def summary(self, batch_size: int, num_steps: int) -> dict[str, str]:
-        """Return the numbers that a dry run prints, by name."""
-        left_out = f"; {self.num_truncated} cut, {self.num_skipped} left out" if self.num_truncated + self.num_skipped else ""
+        """Return the lines that a dry run prints, by label."""
+        overlong = self.num_truncated + self.num_skipped
+        left_out = f"; {self.num_truncated} truncated, {self.num_skipped} skipped" if overlong else ""
         lengths = [len(example.token_ids) for example in self.training]
         num_trained = sum(example.num_trained for example in self.training)
         number, epochs = len(self.training), batch_size * num_steps / len(self.training)
@@ -60,7 +61,7 @@ def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
     """Read and tokenize the examples of a configuration with the section `sft`.
 
     Raises:
-        BrokenRules: A file, a line of it, or a key cannot be used.
+        BrokenRules: A file, one of its lines, or a key is invalid.
     """
     assert config.sft is not None
     converter = _Converter(config, config.sft, tokenizer)
@@ -82,16 +83,16 @@ def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
 
 
 def _without_examples(path: Path, num_lines: int, num_heldout: int, num_skipped: int) -> BrokenRules:
-    rule = f"must have an example to train on, but of {num_lines} lines {num_heldout} are held out and {num_skipped} left out"
+    rule = f"must contain an example to train on, but of {num_lines} lines {num_heldout} are held out and {num_skipped} skipped"
     fix = "add examples, or raise sft.max_example_tokens"
     return BrokenRules(BrokenRule(values={"sft.path": str(path)}, rule=rule, fix=fix))
 
 
 class _Converter:
-    """Converts lines to examples, and counts those that are too long."""
+    """Converts JSONL lines to examples, and counts those that are too long."""
 
     def __init__(self, config: Config, sft: SFTConfig, tokenizer: Tokenizer) -> None:
-        make_encoder(config.data, tokenizer)  # refuses a system prompt without a chat template
+        make_encoder(config.data, tokenizer)  # rejects a system prompt without a chat template
         self.num_truncated = self.num_skipped = 0
         self._tokenizer, self._train_on, self._overlong = tokenizer, sft.train_on, sft.overlong
         self._max_tokens = sft.max_example_tokens or config.trainer.row_tokens
@@ -100,7 +101,7 @@ class _Converter:
         self._first_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def convert(self, line: dict[str, Any]) -> tuple[str, Demonstration | None]:
-        """Return the text that assigns a line to a split, and its example; None if it is left out."""
+        """Return the text that assigns a line to a split, and its example; None as the example if it is left out."""
         if "messages" in line:
             messages = read_messages(line["messages"])
             question = next((message["content"] for message in messages if message["role"] == "user"), messages[0]["content"])
@@ -113,22 +114,22 @@ class _Converter:
         return prompt, self._limited(render_conversation(self._tokenizer, [*self._first_messages, *turns], self._train_on))
 
     def _cut(self, text: str) -> str:
-        """Return the start of a text that is certainly too long, since tokenizing all of it could need too much memory.
+        """Return only the start of a very long text, because tokenizing all of it could need too much memory.
 
-        The start has more tokens than the limit, so what follows it cannot be among those that are kept.
+        The start has more tokens than the limit, so the tokens that are kept do not change.
         """
         return text[: 2 * self._max_tokens * MAX_TOKEN_CHARS]
 
     def _conversation(self, messages: Sequence[Message]) -> Demonstration:
         if not self._tokenizer.chat_template:
             raise BadLine(
-                "messages require a chat template, and the tokenizer has none",
+                "messages require a chat template, but the tokenizer has none",
                 "write prompt and completion, or set model.path to a model with a chat template",
             )
         return render_conversation(self._tokenizer, messages, self._train_on)
 
     def _texts(self, prompt: str, completion: str) -> Demonstration:
-        """Tokenize texts without a template; the end-of-sequence token follows the completion."""
+        """Tokenize prompt and completion without a chat template, with an end-of-sequence token after the completion."""
         try:
             prompt_ids, completion_ids = self._tokenizer.encode(prompt), self._tokenizer.encode(completion)
         except ValueError as error:
@@ -138,11 +139,11 @@ class _Converter:
         return Demonstration(token_ids=token_ids, mask=np.arange(len(token_ids)) >= first)
 
     def _limited(self, example: Demonstration) -> Demonstration | None:
-        """Return an example that is short enough and has a token to train on; None if it is left out."""
+        """Return an example within the length limit, or None if it is left out."""
         length, limit = len(example.token_ids), self._max_tokens
         if length > limit and self._overlong == "error":
             raise BadLine(
-                f"the example has {length} tokens, more than {limit}",
+                f"the example has {length} tokens, more than the limit of {limit}",
                 "shorten it, raise sft.max_example_tokens and trainer.row_tokens, or set sft.overlong to truncate or skip",
             )
         kept = Demonstration(token_ids=example.token_ids[:limit], mask=example.mask[:limit])

@@ -1,4 +1,4 @@
-"""The prompts of a task by level of its curriculum; a task without one has one level."""
+"""Prompts of a task by difficulty level. A task without a curriculum has one level."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -16,28 +16,28 @@ from titanrl.types import Prompt
 
 
 class LeveledPrompts:
-    """The training prompts of a task by level and place, and its held-out prompts."""
+    """Training prompts of a task by level and position, and its held-out prompts."""
 
     def __init__(self, name: str, stream: PromptStream, levels: Sequence[PromptStream]) -> None:
-        """Keep the streams.
+        """Store the streams.
 
         Args:
             name: Name of the task.
-            stream: Prompts of all levels, or of none of them; it has the held-out ones.
+            stream: Prompts of the task without levels, including the held-out ones.
             levels: Training prompts by level.
         """
         self.name = name
         self.stream = stream
-        """Prompts without a level."""
+        """Prompts of the task without levels, including the held-out ones."""
         self._levels = levels
 
     def prompt(self, index: int, level: int, place: int) -> Prompt:
         """Return a training prompt.
 
         Args:
-            index: Position in the run, from which its seeds follow.
-            level: Level.
-            place: Position in the stream of the level.
+            index: Index of the prompt in the run, which determines its sampling seeds.
+            level: Level of the prompt.
+            place: Index in the stream of the level.
         """
         return replace(self._levels[level][place], index=index, task=self.name)
 
@@ -45,17 +45,17 @@ class LeveledPrompts:
 def open_prompts(
     name: str, config: DataConfig, tokenizer: Tokenizer, seed: int, plugins: Plugins = MappingProxyType({})
 ) -> LeveledPrompts:
-    """Open the prompts of a task, and tokenize them as `config` says.
+    """Open the prompts of a task by level.
 
     Args:
         name: Name of the task.
-        config: Source and levels of the prompts.
+        config: Section `data` of the task.
         tokenizer: Tokenizer of the policy.
         seed: Seed of the run.
-        plugins: The user's objects; `data.source` is a prompt source.
+        plugins: Custom objects; `data.source` is a prompt source.
 
     Raises:
-        ValueError: The source cannot be used, or a level has no prompts.
+        ValueError: The source is invalid, or a level has no prompts.
     """
     encode = make_encoder(config, tokenizer)
     stream = open_stream(config, encode, seed, plugins)
@@ -63,10 +63,10 @@ def open_prompts(
 
 
 def open_levels(config: DataConfig, encode: Encode, seed: int, stream: PromptStream) -> list[PromptStream]:
-    """Return the training prompts of each level; `stream` has those of all levels.
+    """Return the training prompts of each level. `stream` contains the prompts of the task without levels.
 
     Raises:
-        ValueError: A level has no prompts, or the task has no such levels.
+        ValueError: A level has no prompts, or the task does not have these levels.
     """
     curriculum = config.curriculum
     if curriculum is None:
@@ -81,12 +81,14 @@ def open_levels(config: DataConfig, encode: Encode, seed: int, stream: PromptStr
 
 
 def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> list[dict[str, Any]]:
-    """Return the options of a reasoning-gym task at the first levels of its own curriculum, all of its attributes in step.
+    """Return the options of a reasoning-gym task at the first levels of the curriculum that reasoning-gym defines for it.
+
+    All attributes of the task rise together. Options in `task_config` are not changed.
 
     Raises:
         ValueError: The task has no curriculum, or fewer levels.
     """
-    make_gym_dataset(task, dict(task_config), seed=0, size=1)  # says what is wrong with the task
+    make_gym_dataset(task, dict(task_config), seed=0, size=1)  # raises a specific error for an invalid task
     from reasoning_gym.factory import create_curriculum  # takes a second
 
     values = {"data.curriculum.levels": num_levels, "data.task": task}
@@ -99,7 +101,7 @@ def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> li
     most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
     if num_levels > most:
         rule = f"the curriculum of this task has {most} levels"
-        raise BrokenRules(BrokenRule(values=values, rule=rule, fix=f"set it to at most {most}"))
+        raise BrokenRules(BrokenRule(values=values, rule=rule, fix=f"set levels to at most {most}"))
     options = []
     for level in range(num_levels):
         curriculum.set_global_level(level)
@@ -109,12 +111,12 @@ def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> li
 
 
 def _groups(prompts: Sequence[Prompt], curriculum: CurriculumConfig, field: str) -> list[list[Prompt]]:
-    """Group prompts by the value of a field."""
+    """Group prompts by level, according to the value of a metadata field."""
     found = [_value(prompt, field) for prompt in prompts]
     missing = next((prompt for prompt, value in zip(prompts, found, strict=True) if value is None), None)
     if missing is not None:
-        rule = f"every prompt must have this field in its metadata, but {missing.text[:60]!r} has none"
-        raise _broken({"field": field}, rule, "name another field, or fill it in")
+        rule = f"every prompt must have this metadata field, but {missing.text[:60]!r} does not"
+        raise _broken({"field": field}, rule, "use another field, or add it to all prompts")
     groups: list[list[Prompt]] = [[] for _ in range(curriculum.num_levels)]
     for prompt, level in zip(prompts, _levels_of(found, curriculum, field), strict=True):
         groups[level].append(prompt)
@@ -135,8 +137,8 @@ def _levels_of(found: Sequence[Any], curriculum: CurriculumConfig, field: str) -
         return [curriculum.values.index(str(value)) for value in found]
     wrong = next((value for value in found if isinstance(value, bool) or not isinstance(value, int | float)), None)
     if wrong is not None:
-        rule = f"levels of equal size and edges need numbers, but a prompt has {wrong!r}"
-        raise _broken({"field": field}, rule, "set values to the names in the order of difficulty")
+        rule = f"with levels or edges, the field must be a number, but a prompt has {wrong!r}"
+        raise _broken({"field": field}, rule, "set values instead, to the values in order of difficulty")
     if curriculum.edges:
         return [bisect_right(curriculum.edges, value) for value in found]
     order = sorted(range(len(found)), key=lambda place: found[place])  # equal values keep the order of the prompts

@@ -1,8 +1,8 @@
-"""The choice of the next prompt: which task of a mixture, which level of a curriculum, and which place in its stream.
+"""Choice of the next prompt: the task of a mixture, the level of a curriculum, and the index in the stream of prompts.
 
-The ratio of a mixture holds among the groups that are trained on. The next task is the one that lags behind its share most,
-counting the groups that batches have had and those that are on their way there: in flight or finished. A group that is dropped
-gives its turn back, whatever the reason, so neither filters nor failures nor slow tasks change the ratio.
+The task ratio applies to the groups that are trained on. The next task is the one furthest behind its share, counting the
+groups in batches and the outstanding groups (in flight or finished). When a group is dropped, for whatever reason, it no longer
+counts for its task. Neither filters nor failures nor slow tasks therefore change the ratio.
 """
 
 import operator
@@ -19,15 +19,15 @@ from titanrl.plugins import Plugins
 
 
 class Draw(NamedTuple):
-    """The prompt of a group.
+    """The prompt of a group, as chosen by `Mixture`.
 
-    Example: `Draw(task=1, level=0, place=17)` is the prompt 17 of the only level of the second task.
+    Example: `Draw(task=1, level=0, place=17)` is prompt 17 of the only level of the second task.
     """
 
     place: int
-    """Position in the stream of the level."""
+    """Index in the stream of the level."""
     task: int = 0
-    """Number of the task."""
+    """Index of the task."""
     level: int = 0
     """Level of the task's curriculum; 0 without one."""
 
@@ -39,42 +39,42 @@ class MixedTask:
     name: str
     """Name in metrics."""
     weight: float = 1.0
-    """Share of the groups, relative to the others."""
+    """Share of the groups, relative to the other tasks."""
     sampler: Sampler | None = None
-    """Chooses the levels; None if there is only one."""
+    """Sampler that chooses the level; None if there is only one."""
     num_levels: int = 1
     """Number of levels."""
 
 
 class Mixture:
-    """Chooses the prompt of each position, and remembers the choices of positions that may be sampled again.
+    """Chooses the prompt of each position, and remembers the choices for positions that may be sampled again.
 
-    The choices depend only on the weights, the samplers, and the order of the calls. A run with one task and no curriculum has
-    its prompts in the order of the stream, and no state.
+    The choices depend only on the weights, the samplers, and the order of the calls. A run with one task and no curriculum
+    takes its prompts in stream order and needs no state.
     """
 
     def __init__(self, tasks: Sequence[MixedTask] = (MixedTask(name=""),)) -> None:
-        """Start at the beginning."""
+        """Start before the first prompt."""
         self._tasks = tasks
         self._numbers = {task.name: number for number, task in enumerate(tasks)}
-        self._num_trained = [0] * len(tasks)  # groups that batches have had
+        self._num_trained = [0] * len(tasks)  # groups put into batches
         self._num_outstanding = [0] * len(tasks)  # groups in flight or finished
-        self._places: list[Counter[int]] = [Counter() for _ in tasks]  # next place by level
+        self._places: list[Counter[int]] = [Counter() for _ in tasks]  # next index by level
         self._draws: dict[int, Draw] = {}
-        self._observed: set[int] = set()  # positions whose outcome counts already
-        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # with the task, for its sampler before the next choice
+        self._observed: set[int] = set()  # positions whose outcome has been stored
+        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # with the task, passed to its sampler before the next choice
 
     @property
     def has_state(self) -> bool:
-        """True if there is something to choose."""
+        """True if there is more than one task or level to choose from."""
         return len(self._tasks) > 1 or self._tasks[0].sampler is not None
 
     def number_of(self, name: str) -> int:
-        """Return the number of a task."""
+        """Return the index of a task."""
         return self._numbers.get(name, 0)
 
     def draw(self, index: int) -> Draw:
-        """Return the prompt of a position that is reserved now: that of an earlier reservation, or the next one."""
+        """Reserve a position and return its prompt: the same as in an earlier reservation, or the next one."""
         if not self.has_state:
             return Draw(index)
         draw = self._draws.get(index)
@@ -84,26 +84,26 @@ class Mixture:
         return draw
 
     def give_back(self, indices: Iterable[int]) -> None:
-        """Return the turns of groups in flight or finished that are dropped, or will be sampled again."""
+        """Release outstanding groups that are dropped or will be sampled again."""
         for index in indices if self.has_state else ():
             self._num_outstanding[self._draws[index].task] -= 1
 
     def train(self, indices: Iterable[int]) -> None:
-        """Count finished groups as trained on, because a batch has them."""
+        """Count finished groups as trained on, because they have been put into a batch."""
         for index in indices if self.has_state else ():
             task = self._draws[index].task
             self._num_trained[task] += 1
             self._num_outstanding[task] -= 1
 
     def untrain(self, indices: Iterable[int], *, is_dropped: bool) -> None:
-        """Count groups of a batch as finished again, or as dropped, because the batch was not trained on."""
+        """Count groups as finished again, or as dropped, because their batch was not trained on."""
         for index in indices if self.has_state else ():
             task = self._draws[index].task
             self._num_trained[task] -= 1
             self._num_outstanding[task] += not is_dropped
 
     def observe(self, index: int, rewards: tuple[float, ...]) -> None:
-        """Note the rewards of a group for the sampler of its task, once for each position."""
+        """Store the rewards of a group for the sampler of its task, once per position."""
         if not self.has_state or not rewards or index in self._observed:
             return
         self._observed.add(index)
@@ -111,14 +111,14 @@ class Mixture:
         self._outcomes[index] = draw.task, Outcome(draw.level, index, rewards)
 
     def keep(self, *kept: Iterable[int]) -> None:
-        """Forget the choices of all positions but these."""
+        """Forget the choices of all positions except these."""
         if self.has_state:
             indices = set(chain(*kept))
             self._draws = {index: draw for index, draw in self._draws.items() if index in indices}
             self._observed &= {*indices, *self._outcomes}
 
     def metrics(self) -> dict[str, float]:
-        """Return the shares of the tasks among the groups that batches have had, and the metrics of the samplers."""
+        """Return each task's share of the groups in batches, and the metrics of the samplers."""
         values, total = dict[str, float](), sum(self._num_trained)
         if len(self._tasks) > 1:
             for task, number in zip(self._tasks, self._num_trained, strict=True):
@@ -129,11 +129,11 @@ class Mixture:
         return values
 
     def state_dict(self, *, untrained: Collection[int] = (), from_index: int | None = None) -> dict[str, Any] | None:
-        """Return the state that a resumed run continues with; None if there is nothing to choose.
+        """Return the state from which a resumed run continues; None if there is no state.
 
         Args:
-            untrained: Positions of groups that a batch has, but that were not trained on.
-            from_index: Position from which on everything is sampled again; None if finished groups are kept.
+            untrained: Positions of groups in batches that were not trained on.
+            from_index: Position from which everything is sampled again; None if finished groups are kept.
         """
         if not self.has_state:
             return None
@@ -152,13 +152,13 @@ class Mixture:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
-        """Continue with a state, before the first call of another method.
+        """Restore a state. Call this before any other method.
 
-        Tasks have their counts, places and samplers by name.
+        Counts, stream indices and sampler states are matched to tasks by name.
 
         Returns:
-            False if the state is of other tasks, so that unfinished positions get other prompts, and finished groups cannot be
-            used.
+            False if the tasks or their levels have changed. Unfinished positions then get other prompts, and finished groups
+            cannot be used.
         """
         names = [task.name for task in self._tasks]
         if state is None:
@@ -180,13 +180,13 @@ class Mixture:
         return is_level
 
     def reserve_again(self, indices: Iterable[int]) -> None:
-        """Count finished groups of a state as on their way to a batch."""
+        """Count finished groups of a restored state as outstanding."""
         for index in indices if self.has_state else ():
             self._num_outstanding[self._draws[index].task] += 1
 
     def _next(self) -> Draw:
         """Choose the next prompt."""
-        for index in sorted(self._outcomes):  # a round's groups finish in any order
+        for index in sorted(self._outcomes):  # groups finish in any order
             task, outcome = self._outcomes[index]
             if (sampler := self._tasks[task].sampler) is not None:
                 sampler.observe(outcome)
@@ -199,29 +199,29 @@ class Mixture:
         return Draw(place, number, level)
 
     def _lead(self, number: int) -> float:
-        """Return how far a task is ahead after another half group (the method of Sainte-Lague)."""
+        """Return how far a task would be ahead of its share after another half group (Sainte-Lague method)."""
         return (self._num_trained[number] + self._num_outstanding[number] + 0.5) / self._tasks[number].weight
 
 
 def _checked(level: Any, task: MixedTask) -> int:
-    """Return a level that a sampler chose, as an int of Python."""
+    """Validate the level that a sampler chose, and return it as an `int`."""
     try:
         number = operator.index(level)
     except TypeError:
         number = -1
     if not 0 <= number < task.num_levels:
         raise ValueError(
-            f"curriculum.sampler: chose a level that task {task.name} does not have (got {level!r}). "
+            f"curriculum.sampler: choose() returned a level that task {task.name} does not have (got {level!r}). "
             f"Return an int from 0 to {task.num_levels - 1}."
         )
     return number
 
 
 def make_mixture(config: Config, plugins: Plugins) -> Mixture:
-    """Return the choice of prompts of a run, at its beginning.
+    """Return the `Mixture` of a run in its initial state.
 
     Raises:
-        ValueError: A sampler of the user cannot be used.
+        ValueError: A custom sampler cannot be used.
     """
     tasks = []
     for name, task in config.data.tasks.items():

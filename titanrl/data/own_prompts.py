@@ -1,4 +1,4 @@
-"""Prompts of the user: a list of them, or a function that returns one."""
+"""Custom prompt sources: a list of prompts, or a function that returns one."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +12,10 @@ EXPECTED = "def prompts(seed: int) -> Sequence[Mapping[str, Any]]"
 
 @runtime_checkable
 class Prompts(Protocol):
-    """A finite list of prompts by index; a list of dicts is one.
+    """A sequence of prompts, such as a list of dicts.
 
-    A prompt is a mapping with the text `prompt` or `question`, and usually the text `answer`. Rewards get it as `question`,
-    `answer` (None if missing) and `metadata`, a dict of all other keys.
+    A prompt is a mapping with the string `prompt` or `question`, and usually the string `answer`. Rewards receive it as
+    `question`, `answer` (None if missing) and `metadata`, a dict of all other keys.
 
     Example: `[{"prompt": "What is 7 * 8?", "answer": "56", "level": 2}]`
     """
@@ -30,9 +30,9 @@ class Prompts(Protocol):
 
 
 class PromptSource(Protocol):
-    """A function that makes the prompts of a run. Every rollout worker calls it: the same seed must give the same prompts.
+    """A function that returns the prompts of a run. It receives `data.options` as keyword arguments.
 
-    It gets `data.options` as keywords.
+    Every rollout worker calls it, so the same seed must give the same prompts.
 
     Example:
         def squares(seed: int, largest: int = 100) -> list[dict[str, str]]:
@@ -45,7 +45,7 @@ class PromptSource(Protocol):
 
 
 def check_prompt_source(source: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
-    """Check that an object is a list of prompts, or can be called for one.
+    """Check that an object is a list of prompts, or has the signature of `PromptSource`.
 
     Raises:
         ValueError: It is neither.
@@ -54,21 +54,22 @@ def check_prompt_source(source: object, *, key: str, name: str, options: Mapping
         check_call(source, PromptSource.__call__, key=key, name=name, expected=EXPECTED, options=options)
     elif options:
         raise ValueError(
-            f"data.options: only a function takes options (got {dict(options)}). Remove them, or write `{EXPECTED}`."
+            f"data.options: a list of prompts does not take options (got {dict(options)}). "
+            f"Remove them, or write a function `{EXPECTED}`."
         )
 
 
 def read_own_prompts(plugin: Plugin, seed: int, options: Mapping[str, Any], *, needs_answer: bool) -> Iterator[dict[str, Any]]:
-    """Yield the prompts of the user as entries: `question`, `answer` and `metadata`.
+    """Yield the prompts of a custom source as entries with `question`, `answer` and `metadata`.
 
     Args:
         plugin: The list, or the function that returns it.
         seed: Seed of the run.
-        options: Keywords of the function.
+        options: Keyword arguments of the function.
         needs_answer: True if a prompt without an answer is an error.
 
     Raises:
-        ValueError: The object cannot be used, or one of the prompts is invalid.
+        ValueError: The source or one of its prompts is invalid.
     """
     source = plugin.load()
     check_prompt_source(source, key=plugin.key, name=plugin.name, options=options)
@@ -78,7 +79,7 @@ def read_own_prompts(plugin: Plugin, seed: int, options: Mapping[str, Any], *, n
             yield _entry(prompts[index], needs_answer=needs_answer)
         except _BadPrompt as error:
             raise _broken(plugin, f"item {index}: {error.problem}", error.fix) from error
-        except Exception as error:  # the list is the user's and may raise anything
+        except Exception as error:  # custom code may raise anything
             problem = f"item {index}: reading it raised {type(error).__name__}: {error}"
             raise _broken(plugin, problem, "give a list of dicts") from error
 
@@ -90,15 +91,15 @@ def _is_list(source: object) -> TypeGuard[Prompts]:
 def _called(source: Callable[..., Any], plugin: Plugin, seed: int, options: Mapping[str, Any]) -> Prompts:
     try:
         prompts = source(seed, **options)
-    except Exception as error:  # the function is the user's and may raise anything
-        raise _broken(plugin, f"it raised {type(error).__name__}: {error}", "correct it, or data.options") from error
+    except Exception as error:  # custom code may raise anything
+        raise _broken(plugin, f"the function raised {type(error).__name__}: {error}", "correct it, or data.options") from error
     if not _is_list(prompts):
         raise _broken(plugin, f"must return a list of prompts, got {type(prompts).__name__}", f"write it as `{EXPECTED}`")
     return prompts
 
 
 class _BadPrompt(Exception):
-    """Raised for an item that is no prompt."""
+    """Raised for an item that is not a valid prompt."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(problem, fix)
@@ -108,13 +109,13 @@ class _BadPrompt(Exception):
 
 def _entry(item: object, *, needs_answer: bool) -> dict[str, Any]:
     if not isinstance(item, Mapping):
-        raise _BadPrompt(f"must be a mapping with prompt and answer, got {type(item).__name__}", "return dicts")
+        raise _BadPrompt(f"must be a mapping with prompt and answer, got {type(item).__name__}", "return a list of dicts")
     rest = {str(key): value for key, value in item.items() if key not in ("prompt", "question", "answer", "metadata")}
     question, answer = item.get("question", item.get("prompt")), item.get("answer")
     if question is None:
         raise _BadPrompt("prompt is missing", "give every item the key prompt")
     if answer is None and needs_answer:
-        raise _BadPrompt("answer is missing", "give every item the key answer, or set data.rewards to a reward of your own")
+        raise _BadPrompt("answer is missing", "give every item the key answer, or set data.rewards to a custom reward")
     for key, text in {"prompt": question, "answer": answer}.items():
         if not isinstance(text, str) and text is not None:
             raise _BadPrompt(f"{key} must be a string, got {text!a:.60}", "convert it with str()")
@@ -127,8 +128,10 @@ def _entry(item: object, *, needs_answer: bool) -> dict[str, Any]:
     try:
         question.encode()
         pickle.dumps(entry)  # it is sent to the sandbox
-    except Exception as error:  # pickling runs code of the user's classes
-        raise _BadPrompt(f"cannot be sent to a reward: {type(error).__name__}: {error}", "use plain values") from error
+    except Exception as error:  # pickling runs custom code
+        raise _BadPrompt(
+            f"must be picklable, to be sent to rewards: {type(error).__name__}: {error}", "use plain values"
+        ) from error
     return entry
 
 

@@ -1,7 +1,7 @@
-"""The tokenizer of the quick start's tiny model, with 106 tokens; `titanrl.models.recipe` makes the model.
+"""The tokenizer of the quick start's tiny model, with 106 tokens. `titanrl.models.recipe` creates the model.
 
 The vocabulary contains the 95 printable ASCII characters and, as single tokens, five phrases of the chain_sum task and the tags
-of tool calls. A question is thus 12 to 16 tokens long.
+of tool calls. A question therefore has only 12 to 16 tokens.
 """
 
 import json

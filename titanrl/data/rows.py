@@ -1,4 +1,4 @@
-"""Rows of files as entries: prompts and answers, or conversations, from JSON Lines and Parquet."""
+"""Read prompts or conversations from JSONL and Parquet files as entries."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ _BATCH_ROWS = 1024
 
 
 def read_rows(config: DataConfig) -> list[dict[str, Any]]:
-    """Read the file of a configuration; return an entry for each row.
+    """Read the file `data.path`, and return an entry per row.
 
-    An entry has `question`, `answer` and `metadata`, and that of a conversation `messages` as well.
+    An entry has `question`, `answer` and `metadata`. The entry of a conversation also has `messages`.
 
     Raises:
-        BrokenRules: The file cannot be read, or a row cannot be used.
+        BrokenRules: The file cannot be read, or a row is invalid.
     """
     assert config.path is not None
     if config.source == "jsonl":
@@ -27,10 +27,10 @@ def read_rows(config: DataConfig) -> list[dict[str, Any]]:
 
 
 def entry_of(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
-    """Return the entry of a row; keys that are not used otherwise become its metadata.
+    """Return the entry of a row. All other columns become its metadata.
 
     Raises:
-        BadLine: The row cannot be used.
+        BadLine: The row is invalid.
     """
     asked_name, answer_name = _asked_name(row, config), config.columns.get("answer", "answer")
     asked, answer = _value(row, asked_name), _value(row, answer_name)
@@ -43,20 +43,20 @@ def entry_of(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
     else:
         entry["question"] = _text(asked, asked_name, config)
     if config.source == "parquet" and isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)  # a column of numbers cannot be put in quotes
+        answer = str(answer)  # users cannot put the numbers of a Parquet column in quotes
     needs_answer = config.compares_with_answer or not is_chat
     return {**entry, "answer": _text(answer, answer_name, config) if needs_answer or answer is not None else None}
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """Return a conversation as one text, which identifies it; that of a single message is its content."""
+    """Return a conversation as one string, which identifies it. For a single message, this is its content."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def _asked_name(row: Mapping[str, Any], config: DataConfig) -> str:
-    """Return the name of the value that the policy replies to."""
+    """Return the name of the column that contains the prompt or the conversation."""
     columns = config.columns
     if "messages" in columns:
         return columns["messages"]
@@ -67,28 +67,28 @@ def _asked_name(row: Mapping[str, Any], config: DataConfig) -> str:
 
 def _text(value: object, name: str, config: DataConfig) -> str:
     if value is None and (config.source == "parquet" or config.columns):
-        raise BadLine(f"{name} is missing", "name the column of the file in data.columns, or fill it in")
+        raise BadLine(f"{name} is missing", "set data.columns to the column names of the file, or fill in the value")
     return text_of({} if value is None else {name: value}, name, "prompt and answer")
 
 
 def _conversation(content: object) -> tuple[list[Message], str | None]:
-    """Return the messages up to the reply of the policy, and the reply that the row has, if it has one.
+    """Return the messages that the policy replies to, and the final assistant message of the row, if any.
 
     Raises:
-        BadLine: A message has no role or no text, or there is nothing to reply to.
+        BadLine: A message is invalid, or there is no message to reply to.
     """
     messages = read_messages(content)
     reply = str(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else None
     messages = messages if reply is None else messages[:-1]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise BadLine("messages must have a message of the user before the reply", "add one, or delete the conversation")
+        raise BadLine("messages must contain a user message before the reply", "add one, or delete the conversation")
     if not str(messages[-1]["content"]).strip():
-        raise BadLine("the last message of the user is empty", "fill it in, or delete the conversation")
+        raise BadLine("the last user message is empty", "fill it in, or delete the conversation")
     return [{"role": message["role"], "content": message["content"]} for message in messages], reply
 
 
 def _value(row: Mapping[str, Any], path: str) -> Any:
-    """Return a value of a row; a dot leads into an object, unless a key contains it."""
+    """Return a value of a row. A dot in the path selects a nested field, unless a column name contains it."""
     if path in row:
         return row[path]
     value: Any = row
@@ -98,11 +98,11 @@ def _value(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _parquet_files(path: Path) -> list[Path]:
-    """Return the files that a path names: one file, all of a folder, or those that a pattern matches."""
+    """Return the files that a path refers to: one file, all files of a directory, or all matches of a pattern."""
     files = [path] if path.is_file() else sorted(path.glob("*.parquet") if path.is_dir() else path.parent.glob(path.name))
     if not files:
         raise _broken(
-            path, "no such file", "name a Parquet file, a folder of such files, or a pattern such as data/train-*.parquet"
+            path, "file not found", "give a Parquet file, a directory of such files, or a pattern such as data/train-*.parquet"
         )
     return files
 
@@ -125,10 +125,12 @@ def _read_parquet(file: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
                     yield entry_of(row, config)
                 except BadLine as error:
                     raise _broken(file, f"row {number}: {error.problem}", error.fix) from error
-    except OSError as error:  # Arrow also raises it for a damaged file
-        raise _broken(file, f"must be readable: {error.strerror or inline(str(error))}", "correct it") from error
+    except OSError as error:  # Arrow also raises it for a corrupt file
+        raise _broken(
+            file, f"must be readable ({error.strerror or inline(str(error))})", "correct the file or its permissions"
+        ) from error
     except pyarrow.ArrowException as error:
-        raise _broken(file, f"must be a Parquet file: {inline(str(error))}", "correct data.path or data.source") from error
+        raise _broken(file, f"must be a Parquet file ({inline(str(error))})", "correct data.path or data.source") from error
 
 
 def _broken(path: Path, rule: str, fix: str) -> BrokenRules:

@@ -1,7 +1,7 @@
 """Prompt streams: training prompts by index, and held-out prompts that are never trained on.
 
-A stream has no position: `stream[i]` depends only on the seed and `i`, so a resumed run continues with the next index. A hash
-of its text assigns each question to the training or the held-out split, so the splits cannot share a question.
+A stream has no cursor: `stream[i]` depends only on the seed and `i`, so a resumed run continues with the next index. A hash of
+its text assigns each question to the training or the held-out split, so no question is in both.
 """
 
 import dataclasses
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 Entry = Mapping[str, Any]
-"""Argument of a reward: `question`, `answer` and `metadata`."""
+"""Argument of a reward: a mapping with `question`, `answer` and `metadata`."""
 Encode = Callable[[str | Sequence[Message]], list[int]]
-"""Function from a question, or from a conversation that ends with one, to token ids."""
+"""Function that tokenizes a question, or a conversation that ends with one."""
 
 _EXPECTED_TRIES = 100
-"""Number of candidates of the right split, on average, before a search fails."""
+"""Average number of candidates from the right split before a search fails."""
 _HELDOUT_BLOCK = 1000
-"""Number of items per reasoning-gym dataset that is searched for held-out questions."""
-_WRONG_PART = "in the other split"
+"""Number of items in each reasoning-gym dataset that is searched for held-out questions."""
+_OTHER_SPLIT = "in the other split"
 _TOO_LONG = "longer than data.max_prompt_tokens"
 _SEEN = "duplicates"
 _FIXES = {
-    _WRONG_PART: "the task has too few distinct questions: widen data.task_config",
+    _OTHER_SPLIT: "the task has too few distinct questions; widen data.task_config",
     _TOO_LONG: "raise data.max_prompt_tokens",
-    _SEEN: "the task has too few distinct questions: widen data.task_config, or lower evaluation.num_prompts",
+    _SEEN: "the task has too few distinct questions; widen data.task_config, or lower evaluation.num_prompts",
 }
 
 
@@ -67,10 +67,10 @@ class PromptStream:
     def __getitem__(self, index: int) -> Prompt:
         """Return the training prompt at `index`, counted from 0 over all epochs.
 
-        An epoch contains every item once. Two items of a reasoning-gym task with few questions may be equal.
+        An epoch contains every item once. Items of a reasoning-gym task with few questions may be equal.
 
         Raises:
-            ValueError: The task offers no usable prompt.
+            ValueError: The task has no usable prompt.
         """
         if index < 0:
             raise IndexError(f"prompt {index}: indices start at 0")
@@ -79,26 +79,26 @@ class PromptStream:
         return replace(self._source.training_prompt(int(order_N[place])), index=index)
 
     def training_prompts(self) -> Sequence[Prompt]:
-        """Return all training prompts of a file, or of a list of the user, in its order."""
+        """Return all training prompts of a file or of a custom source, in source order."""
         return [self._source.training_prompt(item) for item in range(self.num_prompts)]
 
     def split(self, groups: Sequence[Sequence[Prompt]]) -> "list[PromptStream]":
-        """Return a stream of each group of training prompts; none of them has held-out prompts."""
+        """Return a stream per group of training prompts. These streams have no held-out prompts."""
         return [PromptStream(_Prompts(group), self._seed, self._heldout_fraction) for group in groups]
 
     def heldout(
         self, num: int, *, split: Split = "heldout", key: str = "evaluation", limit_s: float = math.inf
     ) -> list[Prompt]:
-        """Return the first `num` prompts for an evaluation, all distinct and the same for every seed.
+        """Return the first `num` prompts for an evaluation. They are distinct, and the same for every seed.
 
         Args:
             num: Number of prompts.
-            split: `heldout` for held-out prompts, `all` for any.
+            split: `heldout` for held-out prompts, `all` for all prompts.
             key: Configuration section of the evaluation set, for error messages.
-            limit_s: Return fewer prompts after this many seconds.
+            limit_s: Time limit in seconds, after which fewer prompts are returned.
 
         Raises:
-            ValueError: There are fewer than `num`.
+            ValueError: The source has fewer than `num` prompts.
         """
         started = time.monotonic()
         prompts: list[Prompt] = []
@@ -126,17 +126,17 @@ def make_stream(
     *,
     is_trained_on: bool = True,
 ) -> PromptStream:
-    """Open the prompts that `config` names, and tokenize them as `config` says.
+    """Open the prompts of a configuration, with the tokenization that it selects.
 
     Args:
-        config: Source and split of the prompts.
+        config: Section `data`.
         tokenizer: Tokenizer of the policy.
         seed: Seed of the run.
-        plugins: The user's objects; `data.source` is a prompt source.
-        is_trained_on: False if only evaluations use the prompts, so that none of them must be for training.
+        plugins: Custom objects; `data.source` is a prompt source.
+        is_trained_on: False if the prompts are only for evaluation, so that no training prompt is required.
 
     Raises:
-        ValueError: The task, one of its options, the file or the user's source cannot be used.
+        ValueError: The task, one of its options, the file or the custom source is invalid.
     """
     return open_stream(config, make_encoder(config, tokenizer), seed, plugins, is_trained_on=is_trained_on)
 
@@ -149,19 +149,20 @@ def open_stream(
     *,
     is_trained_on: bool = True,
 ) -> PromptStream:
-    """Open the prompts that `config` names.
+    """Open the prompts of a configuration.
 
-    The items of reasoning-gym's word_ladder depend on the environment variable PYTHONHASHSEED; set it where streams must agree.
+    The items of reasoning-gym's word_ladder depend on the environment variable PYTHONHASHSEED. Set it in all processes whose
+    streams must agree.
 
     Args:
-        config: Source and split of the prompts.
-        encode: Tokenizes a question.
+        config: Section `data`.
+        encode: Function that tokenizes a question.
         seed: Seed of the run.
-        plugins: The user's objects; `data.source` is a prompt source.
-        is_trained_on: False if only evaluations use the prompts, so that none of them must be for training.
+        plugins: Custom objects; `data.source` is a prompt source.
+        is_trained_on: False if the prompts are only for evaluation, so that no training prompt is required.
 
     Raises:
-        ValueError: The task, one of its options, the file or the user's source cannot be used.
+        ValueError: The task, one of its options, the file or the custom source is invalid.
     """
     selector = _Selector(config, encode)
     source: _Source
@@ -174,18 +175,18 @@ def open_stream(
         entries = read_own_prompts(plugin, seed, config.options, needs_answer=config.compares_with_answer)
         source = _ListSource(config, selector, entries, {"data.source": plugin.name})
     if is_trained_on:
-        source.training_prompt(0)  # fail now, not during a step, if the task does not fit the tokenizer or the limits
+        source.training_prompt(0)  # fail here instead of during a step if the prompts do not fit the tokenizer or the limits
     return PromptStream(source, seed, config.heldout_fraction)
 
 
 def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: int) -> "ProceduralDataset":
-    """Create a reasoning-gym dataset, which also scores answers.
+    """Create a reasoning-gym dataset, which can also score answers.
 
     Raises:
-        ValueError: The task is unknown, its options are wrong, or reasoning-gym is not installed.
+        ValueError: The task is unknown, its options are invalid, or reasoning-gym is not installed.
     """
     try:
-        import reasoning_gym  # takes a second
+        import reasoning_gym  # imported here because it takes a second
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
@@ -199,32 +200,32 @@ def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: in
     for reserved, key in {"seed": "seed", "size": "data.num_prompts"}.items():
         if reserved in task_config:
             values = {f"data.task_config.{reserved}": task_config[reserved]}
-            raise _broken(values, "the run sets this option", f"remove it, and set {key}")
+            raise _broken(values, "TitanRL sets this option", f"remove it, and set {key}")
     for field in dataclasses.fields(DATASETS[task][1]):
         if isinstance(task_config.get(field.name), bool) and field.type in (int, float, str, "int", "float", "str"):
             value, kind = task_config[field.name], str(getattr(field.type, "__name__", field.type))
-            raise _broken({f"data.task_config.{field.name}": value}, f"the task takes {kind}", "write a value of this type")
+            raise _broken({f"data.task_config.{field.name}": value}, f"the task expects {kind}", "write a value of this type")
     try:
         options = dict(task_config)
         if task == "composite":
             options["datasets"] = [DatasetSpec(**spec) for spec in options.get("datasets", [])]
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
-    except Exception as error:  # tasks check their options by many kinds of exceptions
+    except Exception as error:  # tasks reject options with various exceptions
         raise _broken(
             {"data.task_config": task_config, "data.task": task},
-            f"the task rejects its options for {size} items: {type(error).__name__}: {error}",
+            f"the task rejects these options for {size} items: {type(error).__name__}: {error}",
             "correct data.task_config, or change data.num_prompts",
         ) from error
 
 
 def is_heldout(question: str, fraction: float) -> bool:
-    """Return True if a question belongs to the held-out split, decided by the CRC-32 of its text in steps of a thousandth."""
+    """Return True if a question belongs to the held-out split. The CRC-32 of its text decides, in steps of 1/1000."""
     return zlib.crc32(question.encode()) % 1000 < fraction * 1000
 
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, num_items: int) -> IntArray:
-    """Return the order of the items in an epoch."""
+    """Return the permutation of the items in an epoch, `[num_items]`."""
     return np.random.default_rng((seed, epoch)).permutation(num_items)
 
 
@@ -233,7 +234,7 @@ def _broken(values: dict[str, Any], rule: str, fix: str) -> BrokenRules:
 
 
 class _Source(Protocol):
-    """Questions in two splits. The stream sets the index of the prompts."""
+    """Questions in two splits. `PromptStream` sets the index of the prompts."""
 
     num_prompts: int
 
@@ -243,7 +244,7 @@ class _Source(Protocol):
 
 
 class _Prompts:
-    """Some training prompts."""
+    """A fixed list of training prompts."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.num_prompts = len(prompts)
@@ -257,48 +258,48 @@ class _Prompts:
 
 
 class _Selector:
-    """Converts entries to prompts and selects the usable ones."""
+    """Converts entries to prompts, and selects usable ones."""
 
     def __init__(self, config: DataConfig, encode: Encode) -> None:
         self.config = config
         self.encode = encode
 
     def prompt(self, entry: Entry) -> Prompt | None:
-        """Return the prompt of an entry; None if it is too long."""
+        """Return the prompt of an entry, or None if it is too long."""
         if len(entry["question"]) > self.config.max_prompt_tokens * MAX_TOKEN_CHARS:
-            return None  # tokenizing it could take more memory than the machine has
+            return None  # tokenizing it could exhaust the memory
         token_ids = tuple(self.encode(entry.get("messages", entry["question"])))
         if len(token_ids) > self.config.max_prompt_tokens:
             return None
         return Prompt(index=0, task=self.config.task, text=entry["question"], token_ids=token_ids, entry=entry)
 
     def first_usable(self, candidates: Iterable[Entry], *, heldout: bool | None, seen: Collection[str] = ()) -> Prompt:
-        """Return the first candidate of one split that is short enough and whose question is not in `seen`; None is either."""
+        """Return the first usable candidate: short enough, in the right split (None: either), and not a question in `seen`."""
         fraction = self.config.heldout_fraction
         share = 1.0 if heldout is None else fraction if heldout else 1.0 - fraction
         misses: Counter[str] = Counter()
         for entry in islice(candidates, math.ceil(_EXPECTED_TRIES / share)):
             if heldout is not None and is_heldout(entry["question"], fraction) != heldout:
-                misses[_WRONG_PART] += 1
+                misses[_OTHER_SPLIT] += 1
             elif entry["question"] in seen:
                 misses[_SEEN] += 1
             elif (prompt := self.prompt(entry)) is None:
                 misses[_TOO_LONG] += 1
             else:
                 return prompt
-        # Candidates of the other split are the reason only if there were no others.
-        reason = max(misses, key=lambda key: (key != _WRONG_PART, misses[key]))
+        # Candidates of the other split are the main reason only if there was no other reason.
+        reason = max(misses, key=lambda key: (key != _OTHER_SPLIT, misses[key]))
         counts = ", ".join(f"{number} {why}" for why, number in misses.items())
         split = "" if heldout is None else "held-out " if heldout else "training "
-        rule = f"the task must have a usable {split}prompt, but none of {misses.total()} candidates is ({counts})"
+        rule = f"the task must have a usable {split}prompt, but none of {misses.total()} candidates is usable ({counts})"
         raise _broken({"data.task": self.config.task}, rule, _FIXES[reason])
 
 
 class _GymSource:
     """A reasoning-gym task. Items are generated on demand, because some tasks take a sixth of a second per item.
 
-    Training item k is item k of a dataset. If that item is unusable, item k of a second dataset with another seed replaces it,
-    and so on. All datasets have the same size, because the items of some tasks depend on it.
+    Training item k is item k of a dataset. If that item is unusable, it is replaced by item k of a second dataset with another
+    seed, and so on. All datasets have the same size, because the items of some tasks depend on it.
     """
 
     def __init__(self, config: DataConfig, selector: _Selector, seed: int) -> None:
@@ -338,7 +339,7 @@ class _GymSource:
 
 
 class _ListSource:
-    """A list of questions. Of equal questions only the first is kept."""
+    """A list of questions. Duplicate questions are dropped."""
 
     def __init__(self, config: DataConfig, selector: _Selector, listed: Iterable[Entry], values: dict[str, Any]) -> None:
         entries: dict[str, Entry] = {}
@@ -352,7 +353,7 @@ class _ListSource:
         counts = f"{len(self._heldout)} held out, {len(entries) - len(prompts)} {_TOO_LONG}"
         self._no_training = _broken(
             values,
-            f"the source must have a training prompt, but none of its {len(entries)} questions is one ({counts})",
+            f"the source must have a training prompt, but none of its {len(entries)} questions is usable ({counts})",
             "add questions, or raise data.max_prompt_tokens",
         )
 
@@ -366,10 +367,12 @@ class _ListSource:
 
 
 def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
-    """Return the function that tokenizes a question, as the user message of a chat or unchanged, and conversations.
+    """Return the function that tokenizes questions and conversations.
+
+    With a chat template, a question becomes a user message; otherwise it is tokenized unchanged.
 
     Raises:
-        ValueError: A system prompt is set, but no chat template applies.
+        ValueError: A system prompt is set, but there is no chat template.
     """
     if uses_chat_template(config, tokenizer):
         system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
@@ -391,10 +394,10 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
 
 
 def uses_chat_template(config: DataConfig, tokenizer: Tokenizer) -> bool:
-    """Return True if questions become messages of a chat."""
+    """Return True if questions are rendered with the chat template."""
     return config.chat_template == "auto" and tokenizer.chat_template
 
 
 def _opened(system: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
-    """Return a conversation after the system message, unless it has its own."""
+    """Prepend the system message to a conversation, unless the conversation has one."""
     return messages if messages[0]["role"] == "system" else [*system, *messages]

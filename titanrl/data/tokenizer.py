@@ -1,4 +1,4 @@
-"""A small typed wrapper of a Hugging Face tokenizer."""
+"""A small typed wrapper around a Hugging Face tokenizer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,17 @@ from typing import Any
 import tokenizers
 
 MAX_TOKEN_CHARS = 512
-"""Length that no token reaches; the longest ones of known vocabularies have 256 characters."""
+"""Upper bound on the length of a token in characters. The longest tokens of known vocabularies have 256."""
 
 
 class Tokenizer:
-    """A tokenizer and the token ids that end a completion. Created by `load_tokenizer`."""
+    """A tokenizer with the ids of its end-of-sequence tokens. Created by `load_tokenizer`."""
 
     def __init__(self, path: Path, backend: tokenizers.Tokenizer) -> None:
-        """Read the special tokens from the files beside the tokenizer.
+        """Read the special tokens from the configuration files in the directory.
 
         Raises:
-            ValueError: No file names an end-of-sequence token.
+            ValueError: No file defines an end-of-sequence token.
         """
         self.path = path
         """Hugging Face directory of the tokenizer."""
@@ -52,23 +52,23 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, omitting special tokens and ids without a token."""
+        """Return the text of token ids, without special tokens and ids that have no token."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, special tokens included; `<id 105>` for an id without a token."""
+        """Return the text of one token, including special tokens; `<id 105>` for an id without a token."""
         if self._backend.id_to_token(token_id) is None:
             return f"<id {token_id}>"
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation in the model's chat template, up to the start of the assistant's reply."""
+        """Return the token ids of a conversation in the chat template, up to the start of the assistant's reply."""
         return self.encode(self.chat_text(messages, reply_follows=True))
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], *, reply_follows: bool) -> str:
-        """Return the text of a conversation in the model's chat template; `reply_follows` adds the start of a reply.
+        """Return the text of a conversation in the chat template. `reply_follows` adds the start of the assistant's reply.
 
         Raises:
             ValueError: The template rejects the conversation.
@@ -84,7 +84,7 @@ class Tokenizer:
         return text
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is a special one, such as the end of a turn."""
+        """Return True if the token is special, such as the end of a turn."""
         return token_id in self._special_ids
 
     @cached_property
@@ -107,7 +107,7 @@ class Tokenizer:
         found.update({} if eos_id is None else {eos_id: None})
         if not found:
             raise ValueError(
-                f"{self.path}: no end-of-sequence token. Set eos_token_id in generation_config.json or config.json, "
+                f"{self.path}: no end-of-sequence token is defined. Set eos_token_id in generation_config.json or config.json, "
                 "or eos_token in tokenizer_config.json."
             )
         return tuple(found)
@@ -127,9 +127,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         ValueError: The directory has no tokenizer that the `tokenizers` library supports.
     """
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.json").is_file():
-        raise ValueError(f"{path}: no tokenizer. Use a directory with tokenizer.json, or with vocab.json and merges.txt.")
-    # Importing transformers takes seconds, and tokenizers 20 ms. So transformers is imported only to convert older files, or
-    # by the first `render_chat`.
+        raise ValueError(f"{path}: no tokenizer found. Use a directory with tokenizer.json, or with vocab.json and merges.txt.")
+    # Importing transformers takes seconds, importing tokenizers 20 ms. So transformers is imported only to convert older files
+    # and by the first `render_chat`.
     file = path / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else _convert(path)
     return Tokenizer(path, backend)

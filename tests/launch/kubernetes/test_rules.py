@@ -65,11 +65,11 @@ def test_other_kinds_of_hosts_need_nothing() -> None:
     [
         ("memory=64 GB", "hosts.kubernetes.memory"),
         ("volumes=[{claim: a, mount_path: mnt}]", "absolute path"),
-        ("volumes=[{claim: a, mount_path: /mnt}, {claim: b, mount_path: /mnt}]", "absolute path of its own"),
+        ("volumes=[{claim: a, mount_path: /mnt}, {claim: b, mount_path: /mnt}]", "a unique absolute path"),
         ("volumes=[{claim: a, mount_path: /dev/shm}]", "other than /dev/shm"),
-        ("pod_spec={containers: []}", "the run sets this field of a pod itself"),
-        ("env={TITANRL_TOKEN: x}", "must be the name of an environment variable of yours"),
-        ("tolerations=[{key: gpu, operator: Exists, value: x}]", "the operator Exists takes no value"),
+        ("pod_spec={containers: []}", "the run sets this pod field itself"),
+        ("env={TITANRL_TOKEN: x}", "must not start with a digit or TITANRL_"),
+        ("tolerations=[{key: gpu, operator: Exists, value: x}]", "the operator Exists does not take a value"),
         ("tolerations=[{key: gpu, effect: Never}]", "NoSchedule"),
         ("port=80", "1,024"),
     ],
@@ -82,5 +82,5 @@ def test_wrong_setting_is_an_error_with_its_key(override: str, message: str) -> 
 
 
 def test_arena_cannot_reach_other_pods() -> None:
-    with pytest.raises(ConfigError, match="kubernetes starts each mesh on its own"):
+    with pytest.raises(ConfigError, match="arena is shared memory of one host"):
         load_config("configs/quickstart.yaml", [*GOOD, "weights.transport=arena"])
