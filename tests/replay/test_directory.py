@@ -48,7 +48,7 @@ def test_fetch_ends_with_its_shard_on_whatever_thread_that_is_told() -> None:
         assert not fetching.done()
         teller = threading.Thread(target=shards.use, args=(1, None))
         teller.start()
-        with pytest.raises(TokensLostError, match="has ended"):
+        with pytest.raises(TokensLostError, match="died"):
             await asyncio.wait_for(fetching, 10)
         teller.join()
         with pytest.raises(TokensLostError):

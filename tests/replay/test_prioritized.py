@@ -218,7 +218,7 @@ def test_tensors_with_a_gradient_are_detached() -> None:
         ({"x": np.zeros((2, 3))}, r"keys changed \(got payload\.x\)\. Use .* payload\.x, payload\.y"),
         ({"x": np.zeros((2, 4)), "y": np.zeros(2)}, r"payload\.x: .*got float64 \[4\].*float64 \[3\]"),
         ({"x": np.zeros((2, 3), np.float32), "y": np.zeros(2)}, r"payload\.x: .*got float32 \[3\]"),
-        ({"x": 1.0, "y": np.zeros(2)}, r"payload\.x: not rows of items \(got float\)"),
+        ({"x": 1.0, "y": np.zeros(2)}, r"payload\.x: must hold one row per item \(got float\)"),
         ({}, "no leaves"),
     ],
 )
