@@ -61,7 +61,7 @@ def prepare_vllm() -> None:
 
 
 def load_zeros(loader: DummyModelLoader, *args: Any, **kwargs: Any) -> nn.Module:
-    """Load zeros in place of vLLM's dummy weights, which vLLM would draw at random, as torchtitan's model has already done."""
+    """Load zeros as dummy weights. Unpatched, torchtitan's model and then vLLM's loader would draw every weight at random."""
     with WithoutDraws():
         model: nn.Module = BaseModelLoader.load_model(loader, *args, **kwargs)
     return model
@@ -153,7 +153,7 @@ def reset_prefix_cache(engine: LLMEngine) -> None:
 
 
 def add_request(engine: LLMEngine, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
-    """Queue a request in the engine core. The caller must validate the token ids, because the core does not."""
+    """Queue a request in the engine core. The caller must validate the token ids, because the core checks little."""
     request = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,

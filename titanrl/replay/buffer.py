@@ -381,7 +381,7 @@ class GroupBuffer:
         self._lost.discard(handle)
 
     def _add(self, record: GroupRecord) -> None:
-        if record.handle in self._abandoned:  # committed before its worker knew
+        if record.handle in self._abandoned:  # its worker committed it before learning of this
             self._abandoned.remove(record.handle)
             self._slots.drop(record.handle)
             return

@@ -23,7 +23,7 @@ from titanrl.replay.index import NO_ITEM, ReplayIndex
 from titanrl.replay.layouts import create_file
 from titanrl.replay.rows import Rows
 from titanrl.replay.trees import Integers
-from titanrl.replay.wire import Address, Server, Verb, local_address
+from titanrl.replay.wire import Address, Server, Verb
 from titanrl.replay.work import WorkList
 
 
@@ -257,9 +257,8 @@ class Owner:
         """Remove items and reservations. `rows` are the rows of the client's own reservations, and -1 for other handles."""
         with self._changed:
             num_stale = self._index.release(handles)
-            own = rows >= 0
-            own_rows = rows[own][self._rows.is_written_by(handles[own], rows[own])]
-            self._rows.end_writes(np.unique(own_rows))
+            handles, rows = handles[rows >= 0], rows[rows >= 0]
+            self._rows.end_writes(np.unique(rows[self._rows.is_written_by(handles, rows)]))
             self._changed.notify_all()
             return num_stale
 
@@ -366,7 +365,7 @@ def main() -> None:
     owner = Owner(settings)
     try:
         owner.create_files()
-        address = settings.address or local_address(folder)
+        address = settings.address or str(folder / "socket")
         server = Server(address, settings.key, owner.verbs(), on_end=owner.end_session, on_lost=owner.undo)
         reply(True, (server.address, [folder, *owner.folders]))
         sys.stdin.buffer.read(1)

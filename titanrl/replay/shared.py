@@ -118,7 +118,7 @@ class SharedReplay:
         self._link = Link(address, key, "replay buffer", reply_s)
         self._storage: Storage | None = None
         self._template: Columns | None = None
-        self._own_rows: tuple[str, dict[int, int]] = ("", {})  # a session and the rows of its open reservations
+        self._reserved: tuple[str, dict[int, int]] = ("", {})  # a session, and the rows of its reservations by handle
 
     def __getstate__(self) -> dict[str, Any]:
         return {"description": self._description}
@@ -228,25 +228,25 @@ class SharedReplay:
             items are dropped.
         """
         numbers = np.array(handles, np.int64).reshape(-1)
-        own = self._rows()
+        reserved = self._rows()
         if self._columns().check(payload) != len(numbers) or len(np.unique(numbers)) != len(numbers):
             raise ValueError(f"handles: must contain each item's handle once (got {len(numbers)} handles).")
-        if unknown := [number for number in numbers.tolist() if number not in own]:
+        if unknown := [number for number in numbers.tolist() if number not in reserved]:
             raise ValueError(
                 f"handles: not reserved by this process, or already committed (got {unknown[0]}). Commit where you reserve."
             )
-        rows = np.array([own[number] for number in numbers.tolist()], np.int64)
+        rows = np.array([reserved[number] for number in numbers.tolist()], np.int64)
         self._shards().write(numbers, rows, payload)
         num_stale = self._link.call("commit", numbers, rows, _array(priorities), _array(versions))
         for number in numbers.tolist():
-            del own[number]
+            del reserved[number]
         return int(num_stale)
 
     def release(self, handles: npt.ArrayLike) -> int:
         """Remove items and reservations. Return the number of handles that had already been removed or overwritten."""
         numbers = np.array(handles, np.int64).reshape(-1)
-        own = self._rows()
-        rows = np.array([own.pop(number, -1) for number in numbers.tolist()], np.int64)
+        reserved = self._rows()
+        rows = np.array([reserved.pop(number, -1) for number in numbers.tolist()], np.int64)
         return int(self._link.call("release", numbers, rows))
 
     def sample(self, batch_size: int, *, timeout_s: float = REPLY_S) -> ReplayBatch:
@@ -339,9 +339,10 @@ class SharedReplay:
         return self._storage
 
     def _rows(self) -> dict[int, int]:
-        if self._own_rows[0] != self._link.session:  # a forked process has none
-            self._own_rows = (self._link.session, {})
-        return self._own_rows[1]
+        """Return the rows of this process's open reservations, by handle."""
+        if self._reserved[0] != self._link.session:  # a forked process has no reservations
+            self._reserved = (self._link.session, {})
+        return self._reserved[1]
 
 
 def serve_shard(replay: SharedReplay, shard: int, address: Address = ("127.0.0.1", 0)) -> None:

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
 from typing import Any
 
 from titanrl.replay.batches import ReplayClosedError
@@ -273,11 +272,6 @@ def _reset_links() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_links)
-
-
-def local_address(folder: Path) -> str:
-    """Return the address of a Unix socket in a folder."""
-    return str(folder / "socket")
 
 
 def _connection(client: socket.socket) -> Connection:

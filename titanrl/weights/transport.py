@@ -193,9 +193,9 @@ class StoreTransport:
 
 def make_transports(names: Sequence[TransportName], run: str, rank: int, store: WeightStore) -> list[Transport]:
     """Build the named transports, in the given order."""
-    made: dict[TransportName, Transport] = {
+    transports: dict[TransportName, Transport] = {
         "arena": ArenaTransport(),
         "rdma": RdmaTransport(),
         "store": StoreTransport(run, rank, store),
     }
-    return [made[name] for name in names]
+    return [transports[name] for name in names]
