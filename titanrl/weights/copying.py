@@ -23,7 +23,7 @@ except ImportError:
 
 _CUDA_HOST_REGISTER_DEFAULT, _CUDA_HOST_REGISTER_READ_ONLY = 0, 8  # cudaHostRegister's flags
 _STREAMED_FROM_BYTES = 8 << 20
-"""Total size above which copies bypass the caches. Smaller copies stay cached for the process that reads them next."""
+"""Minimum total size of copies that bypass the caches. Smaller copies stay cached for the process that reads them next."""
 _SHORTEST_ROW_BYTES = 512
 """Minimum length of streamed rows. The partial cache lines at the ends of a row are always stored normally."""
 
@@ -58,7 +58,7 @@ class Copies:
         Args:
             targets: Tensors to fill.
             sources: Tensors with the same shapes and any dtypes.
-            streamed_from_bytes: Total size of the targets above which the copies bypass the caches.
+            streamed_from_bytes: Minimum total size of the targets for copies that bypass the caches.
         """
         self._targets, self._sources = list(targets), list(sources)
         pairs = list(zip(self._targets, self._sources, strict=True))
