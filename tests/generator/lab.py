@@ -1,4 +1,4 @@
-"""A store, generators of every model implementation, and two versions of weights, for tests of the engine."""
+"""Shared setup for engine tests: a store, generators of every model implementation, and two versions of weights."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
@@ -42,7 +42,7 @@ IMPLEMENTATIONS = {
 
 @dataclass
 class Lab:
-    """A store, a generator for each model implementation with and without tensor parallelism, and two versions of weights."""
+    """A store, one generator per model implementation with and without tensor parallelism, and two versions of weights."""
 
     runner: asyncio.Runner
     store: WeightStore

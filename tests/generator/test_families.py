@@ -1,4 +1,4 @@
-"""A trainer and both model implementations of every family: equal log-probabilities, and a few GRPO steps.
+"""Every model family in the trainer and in both model implementations: equal log-probabilities, and a few GRPO steps.
 
 All trainers share one process, and so do all generators: importing vLLM takes many seconds, building an engine less than one.
 """
@@ -46,7 +46,7 @@ class Family:
     version: int = 0
 
     async def publish(self) -> None:
-        """Publish the trainer's weights, and let every generator pull them."""
+        """Publish the trainer's weights, and pull them into every generator."""
         commit = Commit(self.version, tuple(await self.trainer.push_weights(self.version)))
         await asyncio.gather(*(resolve(generator.pull_weights.call(commit)) for generator in self.generators.values()))
 
@@ -66,7 +66,7 @@ class Family:
 
 @dataclass
 class Lab:
-    """All families, and the loop that their actors are called from."""
+    """All families, and the event loop that calls their actors."""
 
     runner: asyncio.Runner
     families: dict[str, Family]
@@ -163,8 +163,8 @@ def rewards_of(completions: list[Completion]) -> np.ndarray:
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_steps_of_grpo_keep_trainer_and_generator_equal(family: str, impl: str, lab: Lab) -> None:
-    """Sample, compare log-probabilities, and train on group advantages; three times."""
+def test_trainer_and_generator_agree_across_grpo_steps(family: str, impl: str, lab: Lab) -> None:
+    """Sample, compare log-probabilities, and train on group advantages, three times."""
     parts = lab.families[family]
     prompts = [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)]
 

@@ -59,7 +59,7 @@ async def pull_commit(lab: Lab, impl: str, commit: Commit) -> None:
     await lab.generators[impl].pull_weights.call(commit)
 
 
-def test_each_of_several_pulls_gets_its_own_reply_and_the_last_one_counts(lab: Lab, impl: str) -> None:
+def test_concurrent_pulls_each_get_a_reply_and_the_last_one_wins(lab: Lab, impl: str) -> None:
     async def scenario() -> tuple[list[Any], Completion]:
         broken = Commit(9, lab.commits[1].manifests)
         pulls = [pull_commit(lab, impl, commit) for commit in (lab.commits[1], broken, lab.commits[2])]
@@ -93,7 +93,11 @@ def test_new_requests_wait_for_expected_weights(lab: Lab, impl: str) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
-    [((), "has 0 tokens"), ((2,) * 256, "has 256 tokens; this engine takes 1 to 255"), ((2, 10**6), "outside of 0 to")],
+    [
+        ((), r"1 to 255 tokens \(got 0\)"),
+        ((2,) * 256, r"1 to 255 tokens \(got 256\)"),
+        ((2, 10**6), r"token ids must be 0 to .* \(got 2 to 1000000\)"),
+    ],
     ids=["empty", "too-long", "unknown"],
 )
 def test_invalid_prompt_is_refused_and_others_are_served(lab: Lab, impl: str, prompt: tuple[int, ...], reason: str) -> None:
@@ -104,7 +108,7 @@ def test_invalid_prompt_is_refused_and_others_are_served(lab: Lab, impl: str, pr
 
 
 @pytest.mark.parametrize("versions", [(1,), (1, 2), (2, 1)])
-def test_pulled_weights_give_the_greedy_completions_of_transformers(lab: Lab, impl: str, versions: tuple[int, ...]) -> None:
+def test_pulled_weights_reproduce_greedy_completions_of_transformers(lab: Lab, impl: str, versions: tuple[int, ...]) -> None:
     for version in versions:
         lab.do(pull(lab, impl, version))
     policy = reference(lab.models[version])
@@ -135,7 +139,7 @@ TRUNCATED = {
 
 
 def kept_by(p_V: torch.Tensor, sampling: SamplingParams, *, slack: float) -> set[int]:
-    """Return the tokens that truncation leaves, in vLLM's order: min-p, then top-k, then top-p of the rest.
+    """Return the tokens that remain after truncation in vLLM's order: min-p, then top-k, then top-p of the rest.
 
     With `slack`, each bound is this much stricter, or laxer if it is negative.
     """
@@ -149,8 +153,8 @@ def kept_by(p_V: torch.Tensor, sampling: SamplingParams, *, slack: float) -> set
 
 
 @pytest.mark.parametrize("limits", TRUNCATED)
-def test_support_of_each_token_is_what_truncation_left(lab: Lab, impl: str, limits: str) -> None:
-    """The exact set is between those of slightly moved bounds, and equal to them but for tokens at the bound."""
+def test_recorded_supports_match_the_truncation(lab: Lab, impl: str, limits: str) -> None:
+    """The exact set lies between the sets of slightly moved bounds, which differ only in tokens at the bound."""
     sampling = TRUNCATED[limits]
     lab.do(pull(lab, impl, 1))
     plain = SamplingParams(max_new_tokens=24, temperature=0.7, seed=1)
@@ -188,7 +192,7 @@ def test_seed_determines_the_completion(lab: Lab, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["titan", "native"])
-def test_tensor_parallel_replica_generates_what_one_rank_does(lab: Lab, impl: str) -> None:
+def test_tensor_parallel_replica_matches_a_single_rank(lab: Lab, impl: str) -> None:
     for version in (1, 2):
         completions = []
         for name in (impl, f"{impl}-tp2"):
@@ -227,7 +231,7 @@ def scored_by(model_dir: Path, prompt: tuple[int, ...], completion: Completion, 
 
 
 def update_during_generation(lab: Lab, impl: str, sampling: SamplingParams) -> list[Completion]:
-    """Pull version 2 while version 1 generates long completions; return these."""
+    """Pull version 2 while version 1 generates long completions; return the completions."""
 
     async def scenario() -> list[Completion]:
         await pull(lab, impl, 1)
@@ -280,7 +284,7 @@ def test_only_the_first_completions_to_finish_are_kept(lab: Lab, impl: str) -> N
     assert all(len(completion.token_ids) <= 5 for completion in lab.do(scenario()))
 
 
-def test_round_of_several_callers_gives_the_bits_of_one(lab: Lab) -> None:
+def test_round_of_several_callers_equals_that_of_one_caller_bit_for_bit(lab: Lab) -> None:
     """Each caller sends half of the groups, one of them late, while an earlier request of another caller is decoding."""
 
     def group(index: int) -> list[GenerationRequest]:

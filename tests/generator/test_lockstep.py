@@ -1,4 +1,4 @@
-"""Rank 0's changes repeated on another rank, with engines that only log their calls."""
+"""Replay of rank 0's changes on another rank, with fake engines that log their calls."""
 
 from collections.abc import Iterable
 from multiprocessing import Pipe
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanrl.generator.lockstep import Abort, DivergedError, Follower, Leader, Turn, repeat
+from titanrl.generator.lockstep import Abort, DivergedError, Follower, Leader, Turn, apply_changes
 from titanrl.types import GenerationRequest, SamplingParams
 from titanrl.weights.manifest import WeightMismatchError
 
@@ -48,7 +48,7 @@ class LoggingEngine:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(["add", "abort", "restart", "step"]), max_size=30))
-def test_other_rank_repeats_the_changes_of_rank_0_between_the_same_steps(actions: list[str]) -> None:
+def test_follower_replays_rank_0_changes_between_the_same_steps(actions: list[str]) -> None:
     mine, theirs, (here, there) = LoggingEngine(), LoggingEngine(), Pipe()
     leader: Any = Leader(mine, [here])  # type: ignore[arg-type]
     follower = Follower(lambda: (theirs, there))  # type: ignore[arg-type,return-value]
@@ -60,18 +60,18 @@ def test_other_rank_repeats_the_changes_of_rank_0_between_the_same_steps(actions
         elif mine.running:
             leader.abort(iter(mine.running[:2]))
     leader.close()
-    follower.ended.result(timeout=10)
+    follower.stopped.result(timeout=10)
     assert theirs.log == mine.log
 
 
-def test_rank_with_another_number_of_requests_stops() -> None:
+def test_rank_with_a_different_number_of_requests_stops() -> None:
     engine, (here, there) = LoggingEngine(), Pipe()
     follower = Follower(lambda: (engine, there))  # type: ignore[arg-type,return-value]
     here.send(Turn((REQUEST, REQUEST), num_running=1, version=None))
     with pytest.raises(DivergedError, match="2 requests are running on this rank, 1 on rank 0"):
-        follower.ended.result(timeout=10)
+        follower.stopped.result(timeout=10)
     assert "step" not in engine.log
-    repeat(engine, Turn((Abort((0,)),), num_running=1, version=None))  # type: ignore[arg-type]
+    apply_changes(engine, Turn((Abort((0,)),), num_running=1, version=None))  # type: ignore[arg-type]
 
 
 def test_rank_that_cannot_start_fails_all_waiters() -> None:
@@ -79,7 +79,7 @@ def test_rank_that_cannot_start_fails_all_waiters() -> None:
         raise RuntimeError("no such device")
 
     follower = Follower(build)
-    for waiting in (follower.started, follower.ended):
+    for waiting in (follower.started, follower.stopped):
         with pytest.raises(RuntimeError, match="no such device"):
             waiting.result(timeout=10)
 
@@ -89,7 +89,7 @@ def test_swap_fails_when_rank_0_closes_before_it() -> None:
     follower = Follower(lambda: (LoggingEngine(), there))  # type: ignore[arg-type,return-value]
     swap = follower.swap(lambda model: None)
     here.close()
-    follower.ended.result(timeout=10)
+    follower.stopped.result(timeout=10)
     for refused in (swap, follower.swap(lambda model: None)):
-        with pytest.raises(WeightMismatchError, match="the engine of this rank has ended"):
+        with pytest.raises(WeightMismatchError, match="the engine of this rank has stopped"):
             refused.result(timeout=10)

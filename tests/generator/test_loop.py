@@ -1,4 +1,4 @@
-"""Commands and groups between the steps of an engine that only counts."""
+"""Commands and groups between decoding steps, with a fake engine."""
 
 import asyncio
 import threading
@@ -127,7 +127,7 @@ def test_draining_command_holds_back_the_commands_behind_it() -> None:
     asyncio.run(scenario())
 
 
-def test_draining_command_runs_at_once_without_valid_weights() -> None:
+def test_draining_command_runs_immediately_without_valid_weights() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
@@ -197,7 +197,7 @@ def test_decoding_pauses_without_valid_weights_and_resumes_with_the_next_ones() 
     asyncio.run(scenario())
 
 
-def test_refused_request_removes_its_whole_call_and_no_other() -> None:
+def test_refused_request_removes_only_the_requests_of_its_call() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
@@ -238,7 +238,7 @@ def hang(began: asyncio.Event, loop: asyncio.AbstractEventLoop, released: thread
     return run
 
 
-def test_turn_ends_while_a_command_waits_for_a_drain_but_not_while_a_step_hangs() -> None:
+def test_turn_returns_during_a_drain_but_not_while_a_step_hangs() -> None:
     async def scenario() -> None:
         engine, released = CountingEngine(), threading.Event()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
@@ -263,7 +263,7 @@ def test_turn_ends_while_a_command_waits_for_a_drain_but_not_while_a_step_hangs(
     asyncio.run(scenario())
 
 
-def test_start_over_waits_for_no_request_although_a_drain_does() -> None:
+def test_start_over_does_not_wait_for_draining_requests() -> None:
     async def scenario() -> None:
         engine = CountingEngine()
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type, return-value]

@@ -19,12 +19,12 @@ SHAPE = ModelShape(
 
 
 @pytest.mark.parametrize(("part", "rows"), [("q", (0, 128)), ("k", (128, 192)), ("v", (192, 256)), ("up", (384, 768))])
-def test_rows_of_a_projection_in_a_fused_parameter(part: str, rows: tuple[int, int]) -> None:
+def test_projection_rows_in_a_fused_parameter(part: str, rows: tuple[int, int]) -> None:
     assert (part_rows(SHAPE)[part].start, part_rows(SHAPE)[part].stop) == rows
 
 
 @pytest.mark.parametrize(("part", "rows"), [("q", (0, 64)), ("k", (64, 96)), ("v", (96, 128)), ("up", (192, 384))])
-def test_rows_of_a_projection_on_one_of_two_ranks(part: str, rows: tuple[int, int]) -> None:
+def test_projection_rows_on_one_of_two_ranks(part: str, rows: tuple[int, int]) -> None:
     assert (part_rows(SHAPE, tp=2)[part].start, part_rows(SHAPE, tp=2)[part].stop) == rows
 
 
@@ -37,7 +37,7 @@ def test_shard_is_a_slice_of_one_dimension() -> None:
 @pytest.mark.parametrize(
     ("num_rows", "rank", "num_real", "start"), [(128, 0, 112, 0), (64, 0, 64, 0), (64, 1, 48, 64), (16, 7, 0, 112)]
 )
-def test_rows_of_an_embedding_exclude_its_padding(num_rows: int, rank: int, num_real: int, start: int) -> None:
+def test_embedding_rows_exclude_the_padding(num_rows: int, rank: int, num_real: int, start: int) -> None:
     part = vocab_rows(torch.zeros(num_rows, 8), 112, rank)
     assert (part.shape, part.offset, len(part.local)) == ((112, 8), (start, 0), num_real)
 
@@ -73,7 +73,7 @@ def recipe() -> ModelDirectory:
     return found
 
 
-def test_targets_of_a_recipe_fill_all_parameters_but_the_padding() -> None:
+def test_recipe_targets_fill_all_parameters_except_padding() -> None:
     source = recipe()
     model = vllm_parameters(source.shape)
     for target in weight_targets(model, source).values():
@@ -84,7 +84,7 @@ def test_targets_of_a_recipe_fill_all_parameters_but_the_padding() -> None:
 
 
 @pytest.mark.parametrize("without", ["layers.{}.attention.qkv_linear.wk.weight", "norm.weight"])
-def test_parameter_that_the_family_does_not_fill_is_named(without: str) -> None:
+def test_error_names_a_parameter_that_the_family_does_not_fill(without: str) -> None:
     source = recipe()
     names = {ours: name for ours, name in source.family.vllm_names.items() if ours != without}
     parameter = source.family.vllm_names[without].parameter.format(0)

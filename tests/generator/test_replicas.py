@@ -1,4 +1,4 @@
-"""Two real replicas behind one weight sync: a replica that drains delays neither the other one nor the controller.
+"""Two real replicas and one weight sync: a draining replica delays neither the other replica nor the controller.
 
 They generate in bfloat16, which no other test does: replica 0 with torchtitan's model, replica 1 with vLLM's own.
 """
@@ -63,7 +63,7 @@ class Pair:
         return await self.pools[replica].generate([GenerationRequest(token_ids=PROMPT, sampling=sampling)] * count)
 
     async def decoding(self, replica: int, num_tokens: int) -> "asyncio.Task[list[Completion]]":
-        """Start a long completion; return when the engine is decoding it."""
+        """Start a long completion; return once the engine is decoding it."""
         task = asyncio.create_task(self.generate(replica, num_tokens))
         await asyncio.sleep(0)
         await self.generate(replica, 4)  # a later request; requests decode in step with each other
@@ -71,7 +71,7 @@ class Pair:
 
 
 class Sync:
-    """The weight sync of a run, as the controller has it."""
+    """The weight sync of a run, as in the controller."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -82,7 +82,7 @@ class Sync:
         return (await self.pair.publisher.publish(version, self.pair.state),)
 
     async def publish(self, updates: int = 1) -> asyncio.Event:
-        """Publish a version this many updates after the last one; the event is set when its slots are freed."""
+        """Publish a version this many updates after the last one; return an event that is set when its slots are freed."""
         freed = asyncio.Event()
 
         async def free() -> None:
@@ -183,7 +183,7 @@ def test_slots_are_freed_while_a_slow_replica_still_drains(pair: Pair) -> None:
     pair.do(scenario())
 
 
-def test_stats_return_at_once_while_a_pull_drains(pair: Pair) -> None:
+def test_stats_return_immediately_while_a_pull_drains(pair: Pair) -> None:
     async def scenario() -> None:
         sync = Sync(pair)
         await sync.publish()
@@ -201,7 +201,7 @@ def test_stats_return_at_once_while_a_pull_drains(pair: Pair) -> None:
     pair.do(scenario())
 
 
-def test_thirty_publications_of_two_updates_end_without_a_mismatch_under_drain(pair: Pair) -> None:
+def test_thirty_publications_under_drain_cause_no_mismatch(pair: Pair) -> None:
     async def keep_busy(replica: int, done: asyncio.Event) -> int:
         num_tokens = 0
         while not done.is_set():

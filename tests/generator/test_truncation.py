@@ -1,4 +1,4 @@
-"""Supports of truncated sampling from vLLM's sampler, and the private API that `titanrl.generator.truncation` uses."""
+"""Supports of truncated sampling recorded from vLLM's sampler, and checks of the private API used for it."""
 
 import ast
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ VOCAB_SIZE = 100
 
 
 def decoded(tensors: LogprobsTensors) -> Supports:
-    """Return the supports that a step of several requests delivers to each of them."""
+    """Return the supports that each of several requests receives from one step."""
     lists = tensors.tolists()
     rows = [lists.slice_request(row, 1) for row in range(len(lists.logprobs))]
     outputs = [EngineCoreOutput(request_id="0", new_token_ids=[0], new_logprobs=row) for row in rows]
@@ -65,7 +65,7 @@ def metadata(num_requests: int, **limits: Tensor | None) -> SamplingMetadata:
 
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> tuple[Sampler, SupportRecording]:
-    """Make vLLM's sampler with a recording, without an engine around it."""
+    """Build vLLM's sampler with a recording, but without an engine."""
     made = Sampler(logprobs_mode="processed_logprobs")
     core = SimpleNamespace(
         model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace())))
@@ -133,13 +133,13 @@ def test_output_without_supports_names_the_option_to_remove() -> None:
         support_words(EngineCoreOutput("0", [7], new_logprobs=alone), 70)
 
 
-def test_log_probabilities_of_further_tokens_are_not_overwritten() -> None:
+def test_log_probabilities_of_other_tokens_are_not_overwritten() -> None:
     tensors = LogprobsTensors(torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 3), torch.zeros(1))
-    with pytest.raises(AssertionError, match="further tokens"):
+    with pytest.raises(AssertionError, match="more than the sampled token"):
         with_supports(tensors, torch.zeros(1, 5))
 
 
-def test_vllm_still_has_the_attributes_that_the_recording_sets() -> None:
+def test_vllm_has_the_attributes_that_recording_sets() -> None:
     assert {"sample", "forward"} <= vars(Sampler).keys()
     assert "new_sampling_mask" in EngineCoreOutput.__struct_fields__
     package = find_spec("vllm")

@@ -1,4 +1,4 @@
-"""Functions that the tests of the shared buffer run in processes of their own. They import neither torch nor pytest."""
+"""Functions that tests of the shared buffer run in separate processes. They import neither torch nor pytest."""
 
 import multiprocessing
 import threading
@@ -23,7 +23,7 @@ def start(function: Callable[..., object], *arguments: Any) -> ForkServerProcess
 
 
 def end(processes: Sequence[ForkServerProcess], timeout_s: float = 60.0) -> None:
-    """Wait until processes ended well."""
+    """Wait until processes have exited successfully."""
     for process in processes:
         process.join(timeout_s)
     assert [process.exitcode for process in processes] == [0] * len(processes)
@@ -31,7 +31,7 @@ def end(processes: Sequence[ForkServerProcess], timeout_s: float = 60.0) -> None
 
 @contextmanager
 def two_hosts(capacity: int, example: Any, **options: Any) -> Iterator[SharedReplay]:
-    """Emulate hosts "a" and "b" with a shard each. Clients must name their host with `on_host`."""
+    """Emulate hosts "a" and "b" with one shard each. Clients select their host with `on_host`."""
     shards = [Shard("/dev/shm", "a"), Shard("/dev/shm", "b")]
     with SharedReplay(capacity, example, shards=shards, **options) as replay:
         servers = [start(serve_shard, replay, number) for number in range(2)]
@@ -65,14 +65,14 @@ def work(replay: SharedReplay) -> None:
 
 
 def overwrite(replay: SharedReplay) -> None:
-    """Write rows that hold their own handle everywhere, as fast as possible, until this process is ended."""
+    """Write rows filled with their handle, as fast as possible, until this process is killed."""
     while True:
         handles = replay.reserve(2)
         replay.commit(handles, {"row": np.repeat(handles[:, None], 16_384, axis=1)})
 
 
 def check_rows(replay: SharedReplay, num_batches: int) -> None:
-    """Fail if a row is not whole, or belongs to another item."""
+    """Fail if a row is torn or belongs to another item."""
     for _ in range(num_batches):
         batch = replay.sample(32)
         assert (batch.payload["row"] == batch.handles[:, None]).all(), "torn row"

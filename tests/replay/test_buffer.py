@@ -51,7 +51,7 @@ def test_batch_is_in_prompt_order() -> None:
     run(scenario())
 
 
-def test_round_has_all_free_slots_in_equal_parts() -> None:
+def test_round_distributes_all_free_slots_evenly() -> None:
     async def scenario() -> None:
         groups = buffer(6)
         reservations = await groups.reserve_round(3)
@@ -127,7 +127,7 @@ def test_batch_without_any_signal_is_replaced() -> None:
     run(scenario())
 
 
-def test_starvation_text_counts_tried_groups_and_their_rewards() -> None:
+def test_starvation_message_counts_tried_groups_and_their_rewards() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         for reservation, reward in zip(await groups.reserve(2), (0.0, 1.0), strict=True):
@@ -141,13 +141,13 @@ def test_starvation_text_counts_tried_groups_and_their_rewards() -> None:
     run(scenario())
 
 
-def test_starvation_text_counts_groups_without_a_token_to_train_on() -> None:
+def test_starvation_message_counts_groups_without_trainable_tokens() -> None:
     masked = make_record(0, rewards=(0.0, 1.0), num_sampled=(0, 0), has_payload=False)
     why = why_starved([masked], [], num_groups=1, waited_s=3.0)
     assert "the others: 1 without a token to train on (algorithm.mask_truncated, trainer.overlong);" in why
 
 
-def test_starvation_text_says_that_no_group_finished() -> None:
+def test_starvation_message_reports_that_no_group_finished() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         await groups.reserve(1)
@@ -174,7 +174,7 @@ def test_group_without_scored_rollout_is_replaced_and_counted() -> None:
     run(scenario())
 
 
-def test_scorer_that_fails_on_the_first_batch_ends_the_wait() -> None:
+def test_scorer_failing_on_the_first_batch_ends_the_wait() -> None:
     async def scenario() -> None:
         groups = buffer(4)
         taking = asyncio.create_task(groups.take_batch(2))
@@ -258,7 +258,7 @@ def test_groups_overtake_a_straggler_only_within_the_window() -> None:
     run(scenario())
 
 
-def test_next_index_is_the_oldest_prompt_no_batch_has_passed() -> None:
+def test_next_index_is_the_oldest_prompt_not_yet_in_a_batch() -> None:
     async def scenario() -> None:
         groups = buffer(4, window=4)
         first, second, third, fourth = await groups.reserve(4)
@@ -372,7 +372,7 @@ def test_bound_holds_with_a_window_and_several_updates_per_publication(overrides
         assert 0 < max(oldest.ages) <= oldest.bound
 
 
-def test_trained_group_of_equal_rewards_counts_as_without_signal() -> None:
+def test_trained_group_with_equal_rewards_is_counted_as_without_signal() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         first, second = await groups.reserve(2)
@@ -422,7 +422,7 @@ def test_group_that_is_too_small_frees_its_slot() -> None:
     run(scenario())
 
 
-def test_groups_without_signal_are_drops_of_their_own_reason() -> None:
+def test_groups_without_signal_are_counted_under_their_own_reason() -> None:
     async def scenario() -> None:
         groups = buffer(2, dynamic_sampling=True)
         first, second = await groups.reserve(2)
@@ -434,7 +434,7 @@ def test_groups_without_signal_are_drops_of_their_own_reason() -> None:
     run(scenario())
 
 
-def test_starvation_text_counts_filtered_groups() -> None:
+def test_starvation_message_counts_filtered_groups() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         await groups.commit([filtered(reservation) for reservation in await groups.reserve(2)])

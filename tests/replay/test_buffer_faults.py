@@ -1,4 +1,4 @@
-"""Rollout workers that die, with the groups that they were generating and those whose tokens only they had."""
+"""Deaths of rollout workers, with the groups they were generating and the groups whose tokens they held."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ def buffer(num_slots: int, **others: Any) -> GroupBuffer:
     return GroupBuffer(num_slots=num_slots, dynamic_sampling=False, **others)
 
 
-def test_groups_of_a_dead_worker_are_reserved_again_before_later_ones() -> None:
+def test_groups_of_a_dead_worker_are_reserved_before_later_ones() -> None:
     async def scenario() -> None:
         groups = buffer(6)
         lost, kept = await groups.reserve(3, shard=0), await groups.reserve(3, shard=1)
@@ -50,7 +50,7 @@ def test_groups_of_a_dead_worker_are_reserved_again_before_later_ones() -> None:
     run(scenario())
 
 
-def test_slots_freed_by_a_death_do_not_go_to_the_dead() -> None:
+def test_dead_worker_gets_none_of_the_slots_it_freed() -> None:
     async def scenario() -> None:
         groups = buffer(2)
         await groups.reserve(2, shard=0, worker=1)
@@ -64,7 +64,7 @@ def test_slots_freed_by_a_death_do_not_go_to_the_dead() -> None:
     run(scenario())
 
 
-def test_batch_given_back_keeps_what_has_its_tokens() -> None:
+def test_returned_batch_keeps_groups_whose_tokens_exist() -> None:
     async def scenario() -> None:
         groups = buffer(4)
         first, second = await groups.reserve(2, shard=0), await groups.reserve(2, shard=1)
@@ -108,7 +108,7 @@ def test_rewound_buffer_repeats_the_rounds_since_the_last_batch() -> None:
     run(scenario())
 
 
-def test_memory_forgets_groups_of_a_dead_shard_when_no_batch_uses_them() -> None:
+def test_memory_drops_groups_of_a_dead_shard_once_no_batch_uses_them() -> None:
     async def scenario() -> None:
         settings = ReplaySettings(capacity=4, num_replayed=4, alpha=0.0, max_uses=None, max_age=9, by_recency=False, seed=0)
         groups = buffer(4, memory=ReplayMemory(settings))
@@ -133,7 +133,7 @@ class World:
     config: Config
     rng: random.Random
     published: int = 0
-    """Version that the generators have."""
+    """Version of the generators' weights."""
     ages: list[int] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     """Positions trained on."""
@@ -191,7 +191,7 @@ class World:
         await asyncio.gather(killing, publishing, *self.workers.values(), return_exceptions=True)
 
     async def taken(self) -> Any:
-        """Take a batch until all of its tokens are there."""
+        """Take batches until one has all its tokens."""
         while True:
             batch = await self.groups.take_batch(self.config.rollout.groups_per_step)
             await asyncio.sleep(self.rng.random() * 0.002)
@@ -209,7 +209,7 @@ class World:
 
 
 @pytest.mark.parametrize("overrides", [(), ("rollout.window=0.5",), ("rollout.groups_per_step=1",)], ids=" ".join)
-def test_every_prompt_is_trained_once_within_the_bound_whoever_dies(overrides: tuple[str, ...]) -> None:
+def test_every_prompt_is_trained_once_within_the_bound_despite_deaths(overrides: tuple[str, ...]) -> None:
     num_deaths = num_given_back = 0
     for seed in range(4):
         settings = ["rollout.groups_per_step=4", "max_staleness=2", *overrides]
@@ -225,7 +225,7 @@ def test_every_prompt_is_trained_once_within_the_bound_whoever_dies(overrides: t
     assert num_given_back > 0
 
 
-def test_record_of_an_abandoned_group_leaves_its_tokens_to_be_deleted() -> None:
+def test_commit_of_an_abandoned_group_deletes_its_tokens() -> None:
     async def scenario() -> None:
         groups = buffer(1)
         (reservation,) = await groups.reserve(1)

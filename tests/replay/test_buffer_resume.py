@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The part of a configuration that decides the bound on staleness."""
+    """Settings that determine the staleness bound."""
 
     max_staleness: int
     groups_per_step: int
@@ -113,7 +113,7 @@ class Resumes(RuleBasedStateMachine):
             self.loop.close()
 
     def now(self, call: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of a call that does not have to wait; cancel any other."""
+        """Return the result of a call that completes without waiting; cancel the call otherwise."""
 
         async def attempt() -> T | None:
             task = asyncio.ensure_future(call)
@@ -161,7 +161,7 @@ class Resumes(RuleBasedStateMachine):
 
     @property
     def is_lost(self) -> bool:
-        """True if tokens of the batch are gone."""
+        """True if tokens of the batch are lost."""
         assert self.batch is not None
         groups = self.batch.records.groups
         held = handles_of(groups["handle"][groups["has_payload"].astype(bool)])
@@ -248,7 +248,7 @@ TestResumes = Resumes.TestCase
 TestResumes.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def test_synchronous_state_at_a_publication_samples_everything_again() -> None:
+def test_synchronous_state_at_a_publication_resamples_everything() -> None:
     sizes = Sizes(0, 2, 1, 0.0, dynamic_sampling=False, replay=False)
     buffer = sizes.buffer()
 
@@ -265,8 +265,8 @@ def test_synchronous_state_at_a_publication_samples_everything_again() -> None:
     assert [each.index for each in asyncio.run(again.reserve(4))] == [0, 1]
 
 
-def test_group_that_could_become_too_old_is_sampled_again() -> None:
-    """With fewer slots the bound is smaller than the age that a finished group can reach."""
+def test_group_that_could_become_too_old_is_resampled() -> None:
+    """With fewer slots, the bound is lower than the age that a finished group can reach."""
     wide, narrow = Sizes(3, 2, 1, 0.0, False, False), Sizes(0, 2, 1, 0.0, False, False)
     buffer = wide.buffer()
 

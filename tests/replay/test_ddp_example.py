@@ -1,4 +1,4 @@
-"""The example of four DDP ranks that share one buffer learns its task."""
+"""The example with four DDP ranks sharing one buffer learns its task."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Fetches from storage shards whose process ends."""
+"""Fetches from storage shards whose process dies."""
 
 import asyncio
 import pickle
@@ -17,7 +17,7 @@ WANTED = [(GroupHandle(shard=1, slot=2, serial=3), 0)]
 
 
 def shard(reply: Awaitable[list[bytes]]) -> Any:
-    """Return a shard that gives a reply."""
+    """Return a fake shard with this reply."""
 
     async def call_one(wanted: object) -> list[bytes]:
         return await reply
@@ -38,7 +38,7 @@ async def forgotten() -> list[bytes]:
     raise ActorError(KeyError("group"), "the group is gone")
 
 
-def test_fetch_ends_with_its_shard_on_whatever_thread_that_is_told() -> None:
+def test_fetch_fails_when_another_thread_reports_that_its_shard_died() -> None:
     async def main() -> None:
         shards = ShardDirectory()
         shards.use(0, shard(answer()))
@@ -48,7 +48,7 @@ def test_fetch_ends_with_its_shard_on_whatever_thread_that_is_told() -> None:
         assert not fetching.done()
         teller = threading.Thread(target=shards.use, args=(1, None))
         teller.start()
-        with pytest.raises(TokensLostError, match="has ended"):
+        with pytest.raises(TokensLostError, match="died"):
             await asyncio.wait_for(fetching, 10)
         teller.join()
         with pytest.raises(TokensLostError):
@@ -59,7 +59,7 @@ def test_fetch_ends_with_its_shard_on_whatever_thread_that_is_told() -> None:
     asyncio.run(main())
 
 
-def test_replacement_of_a_shard_ends_fetches_from_the_one_before() -> None:
+def test_replacing_a_shard_fails_fetches_from_the_previous_one() -> None:
     async def main() -> None:
         shards = ShardDirectory()
         shards.use(1, shard(silence()))

@@ -1,4 +1,4 @@
-"""Groups kept for replay: which stay, which are drawn and how often, their weights, and the buffer's slots with them."""
+"""Replay memory: eviction, draws and their frequencies, importance weights, and interaction with the buffer's slots."""
 
 import asyncio
 import math
@@ -31,14 +31,14 @@ def group(index: int, priority: float = 1.0, min_version: int = 0, shard: int = 
 
 
 def drawn_from(replay: ReplayMemory, version: int = 0, beta: float = 0.5) -> tuple[list[int], list[float]]:
-    """Draw once and release at once; return prompt indices and weights."""
+    """Draw once and release immediately; return prompt indices and weights."""
     table = RecordTable.join(replay.draw(version, beta))
     for shard, slot, serial in table.handles.tolist():
         replay.release(GroupHandle(shard=shard, slot=slot, serial=serial), None)
     return table.groups["index"].tolist(), table.groups["weight"].tolist()
 
 
-def test_frequencies_of_the_first_draw_are_in_proportion_to_the_leaves() -> None:
+def test_first_draw_is_proportional_to_the_leaves() -> None:
     replay = memory(num_replayed=1, alpha=0.6)
     priorities = [0.1, 1.0, 2.0, 5.0, 0.0]
     assert replay.add(group(i, priority) for i, priority in enumerate(priorities)) == []
@@ -49,7 +49,7 @@ def test_frequencies_of_the_first_draw_are_in_proportion_to_the_leaves() -> None
     assert chi_square < 18.5, "p < 0.001 at four degrees of freedom"
 
 
-def test_weight_is_the_power_of_the_probability_and_at_most_one() -> None:
+def test_weights_are_powers_of_probabilities_and_at_most_one() -> None:
     replay = memory(num_replayed=4, alpha=0.5)
     replay.add(group(i, priority) for i, priority in enumerate([4.0, 1.0, 9.0, 16.0]))
     indices, weights = drawn_from(replay, beta=0.7)
@@ -88,7 +88,7 @@ def test_recency_prefers_young_groups_by_their_age_at_the_draw() -> None:
     assert counts[0] / 2000 == pytest.approx(1 / 10, abs=0.03)  # 1/9 against 1
 
 
-def test_oldest_group_leaves_first_unless_a_batch_contains_it() -> None:
+def test_oldest_group_is_evicted_first_unless_a_batch_contains_it() -> None:
     replay = memory(capacity=3, num_replayed=1)
     replay.add([group(0, 1e9), group(1, 0.0), group(2, 0.0)])
     (record,) = replay.draw(0, 0.5)
@@ -120,7 +120,7 @@ def replaying_buffer(num_slots: int = 2, first_index: int = 0, **others: Any) ->
 
 
 async def step(groups: GroupBuffer, version: int, *, shard: int = 0) -> tuple[list[int], list[int], list[GroupHandle]]:
-    """Fill the free slots, take a batch of two with its replays, and train on it; also return what the shard may delete."""
+    """Fill the free slots, then take and train a batch of two with replayed groups; also return the deletable payloads."""
     reservations = await groups.reserve(2, shard)
     dropped = groups.take_dropped(shard)
     for reservation in reservations:
@@ -149,7 +149,7 @@ def test_trained_groups_move_to_the_memory_and_free_a_slot() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-def test_every_deleted_payload_is_named_once_to_its_shard() -> None:
+def test_every_deleted_payload_is_reported_once_to_its_shard() -> None:
     async def scenario() -> None:
         groups = replaying_buffer()
         dropped: dict[int, list[GroupHandle]] = {0: [], 1: []}
@@ -165,7 +165,7 @@ def test_every_deleted_payload_is_named_once_to_its_shard() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [10, 100_000])
-def test_messages_of_a_group_take_less_than_2_kb(num_tokens: int) -> None:
+def test_messages_about_a_group_are_smaller_than_2_kb(num_tokens: int) -> None:
     """Pickle every message to and from the owner, for eight completions with three rewards each."""
 
     async def scenario() -> int:

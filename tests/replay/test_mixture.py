@@ -1,4 +1,4 @@
-"""A mixture in the buffer: ratios of trained groups under drops and unequal latencies, and exact resumption."""
+"""Task mixtures in the buffer: ratios of trained groups with drops and unequal latencies, and exact resumption."""
 
 import asyncio
 import pickle
@@ -23,7 +23,7 @@ NAMES = ("sums", "words")
 
 
 def mixture_of(weights: Sequence[float], curriculum: CurriculumConfig | None = None) -> Mixture:
-    """Return a mixture of tasks with these weights, the first of them with a curriculum."""
+    """Return a mixture of tasks with these weights. The first task has a curriculum."""
     levels = 1 if curriculum is None else curriculum.num_levels
     samplers = [None if curriculum is None else SuccessRate(curriculum, seed=1), *[None] * len(weights)]
     return Mixture(
@@ -106,7 +106,7 @@ def test_draws_without_drops_follow_the_weights_closely() -> None:
     assert mixture.draw(12) == Draw(place=9, task=0)
 
 
-def test_one_task_has_the_order_of_its_stream_and_no_state() -> None:
+def test_single_task_follows_its_stream_and_has_no_state() -> None:
     mixture = Mixture()
     assert [mixture.draw(index) for index in (7, 8)] == [Draw(7), Draw(8)]
     assert mixture.state_dict() is None
@@ -138,7 +138,7 @@ def test_rewound_groups_get_the_same_prompts_and_counts() -> None:
 
 
 def resumed(simulation: Simulation) -> tuple[Simulation, list[int]]:
-    """Return a simulation that continues with the state of another one, and the positions that it samples again."""
+    """Return a simulation that resumes from the state of another one, and the positions that it resamples."""
     state = pickle.loads(pickle.dumps((simulation.buffer.state(), simulation.buffer.prompts_state((), None))))
     other = Simulation(
         mixture_of([3.0, 1.0], CurriculumConfig(levels=5, window=4, raise_at=0.3, lower_at=0.2)),
@@ -153,7 +153,7 @@ def resumed(simulation: Simulation) -> tuple[Simulation, list[int]]:
     return other, list(state[0].in_flight)
 
 
-def test_resumed_run_keeps_ratio_places_and_level() -> None:
+def test_resumed_run_keeps_ratios_positions_and_level() -> None:
     curriculum = CurriculumConfig(levels=5, window=4, raise_at=0.3, lower_at=0.2)
     simulation = Simulation(mixture_of([3.0, 1.0], curriculum), (1.0, 5.0), (0.5, 0.0), Random(3))
 
@@ -176,7 +176,7 @@ def test_resumed_run_keeps_ratio_places_and_level() -> None:
     assert abs(other.trained[0] / other.trained.total() - 0.75) <= 0.015
 
 
-def test_state_of_a_synchronous_run_leaves_out_what_is_sampled_again() -> None:
+def test_state_of_a_synchronous_run_excludes_resampled_groups() -> None:
     async def run() -> None:
         curriculum = CurriculumConfig(levels=2, window=2, raise_at=0.4, lower_at=0.0)
         simulation = Simulation(mixture_of([1.0, 1.0], curriculum), (1.0, 1.0), (0.0, 0.0), Random(3), num_slots=8)
@@ -195,7 +195,7 @@ def test_state_of_a_synchronous_run_leaves_out_what_is_sampled_again() -> None:
     asyncio.run(run())
 
 
-def test_changed_tasks_keep_their_counts_by_name_and_drop_the_choices() -> None:
+def test_changed_tasks_keep_counts_by_name_and_drop_past_draws() -> None:
     before = mixture_of([1.0, 1.0])
     draws = [before.draw(index) for index in range(4)]
     before.train([0, 1, 2])
@@ -207,7 +207,7 @@ def test_changed_tasks_keep_their_counts_by_name_and_drop_the_choices() -> None:
     assert draws[3] == Draw(place=1, task=1)
 
 
-def test_batch_given_back_or_discarded_returns_its_turns() -> None:
+def test_returned_or_discarded_batch_is_not_counted_as_trained() -> None:
     async def run() -> Mapping[str, object]:
         simulation = Simulation(mixture_of([1.0, 1.0]), (1.0, 1.0), (0.0, 0.0), Random(3))
         batch = await simulation.step()
@@ -255,7 +255,7 @@ def test_starvation_names_the_task_whose_groups_are_dropped() -> None:
     assert "with a signal by task: sums 2 of 2, words 0 of 2" in asyncio.run(run())
 
 
-def test_checkpoint_of_other_tasks_has_its_groups_sampled_again() -> None:
+def test_groups_in_a_checkpoint_of_other_tasks_are_resampled() -> None:
     simulation = Simulation(mixture_of([1.0, 1.0]), (1.0, 1.0), (0.0, 0.0), Random(3))
 
     async def run() -> None:

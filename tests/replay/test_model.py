@@ -1,4 +1,4 @@
-"""Prioritized replay against a short reference model: all verbs, in any order."""
+"""Prioritized replay compared with a short reference model: all operations, in any order."""
 
 import pickle
 from typing import Any
@@ -62,7 +62,7 @@ PRIORITY, VERSION = st.floats(0, 1e3), st.integers(0, 8)
 
 
 class AgainstModel(RuleBasedStateMachine):
-    """The buffer behaves like the list, whatever the order of the calls."""
+    """The buffer behaves like the list for any order of calls."""
 
     def __init__(self) -> None:
         super().__init__()

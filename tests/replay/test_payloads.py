@@ -20,7 +20,7 @@ def contents(payloads: Payloads, of: GroupHandle) -> list[bytes]:
     return [bytes(part) for part in payloads.get(of)]
 
 
-def test_groups_beyond_the_limit_are_in_files_without_a_name(tmp_path: Path) -> None:
+def test_groups_beyond_the_memory_limit_are_in_unnamed_files(tmp_path: Path) -> None:
     payloads = Payloads(250, tmp_path)
     groups = {handle(slot): [bytes([slot]) * 60, bytes([slot + 100]) * 40] for slot in range(6)}
     for key, parts in groups.items():
@@ -37,7 +37,7 @@ def test_group_larger_than_the_limit_is_stored(tmp_path: Path) -> None:
     assert payloads.usage.num_spilled_bytes == 6
 
 
-def test_reused_slot_and_dropped_group_are_gone(tmp_path: Path) -> None:
+def test_overwritten_and_dropped_groups_cannot_be_read(tmp_path: Path) -> None:
     payloads = Payloads(100, tmp_path)
     payloads.put(handle(0, 1), [b"old"])
     payloads.put(handle(0, 2), [b"new"])
@@ -53,7 +53,7 @@ def test_reused_slot_and_dropped_group_are_gone(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.booleans()), max_size=30))
-def test_any_order_of_writes_and_deletions_equals_a_dictionary(tmp_path_factory, operations) -> None:
+def test_any_order_of_writes_and_deletions_behaves_like_a_dictionary(tmp_path_factory, operations) -> None:
     payloads, expected = Payloads(64, tmp_path_factory.mktemp("spill")), {}
     for serial, (slot, size, is_write) in enumerate(operations):
         current = next((key for key in expected if key.slot == slot), None)

@@ -1,4 +1,4 @@
-"""Batches that are drawn ahead."""
+"""Batches drawn in advance."""
 
 import threading
 import time
@@ -16,14 +16,14 @@ def filled(seed: int = 0) -> PrioritizedReplay:
     return replay
 
 
-def test_batches_come_in_the_order_of_the_draws() -> None:
+def test_batches_are_returned_in_draw_order() -> None:
     plain, replay = filled(), filled()
     with Prefetch(replay, 8, depth=3) as batches:
         for _, batch in zip(range(10), batches, strict=False):
             assert batch.handles.tolist() == plain.sample(8).handles.tolist()
 
 
-def test_next_batch_is_drawn_before_it_is_asked_for() -> None:
+def test_next_batch_is_drawn_before_it_is_requested() -> None:
     replay = PrioritizedReplay(4, alpha=1.0, eps=0.0)
     replay.extend(np.arange(2), [1.0, 0.0])
     with Prefetch(replay, 50, depth=1) as batches:
@@ -34,7 +34,7 @@ def test_next_batch_is_drawn_before_it_is_asked_for() -> None:
         assert set(next(batches).payload) == {1}
 
 
-def test_error_of_a_draw_is_raised_by_next() -> None:
+def test_next_raises_the_error_of_a_draw() -> None:
     with Prefetch(PrioritizedReplay(4), 2, timeout_s=0.01) as batches, pytest.raises(EmptyReplayError, match="no item"):
         next(batches)
 
@@ -46,7 +46,7 @@ def test_draw_waits_for_a_writer() -> None:
         assert next(batches).payload.shape == (2, 2)
 
 
-def test_closed_iterator_ends_and_leaves_no_thread() -> None:
+def test_closed_iterator_stops_and_leaves_no_thread() -> None:
     started = time.monotonic()
     with Prefetch(filled(), 2, depth=2) as batches:
         next(batches)

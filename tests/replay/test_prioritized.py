@@ -54,7 +54,7 @@ def test_alpha_zero_is_uniform() -> None:
     assert set(batch.weights) == {1.0}
 
 
-def test_change_of_alpha_uses_the_priorities() -> None:
+def test_setting_alpha_recomputes_leaves_from_priorities() -> None:
     replay = filled(np.array([1.0, 3.0]), alpha=0.0, eps=0.0)
     replay.alpha = 1.0
     assert {(handle, p) for handle, p in zip(*draws(replay, 100), strict=True)} == {(0, 0.25), (1, 0.75)}
@@ -84,7 +84,7 @@ def test_new_items_enter_with_the_highest_priority() -> None:
     assert dict(zip(*draws(replay, 200), strict=True))[4] == 8.0 / (8.0 + 2.0 + 0.5 + 1.0)
 
 
-def test_late_priority_does_not_hit_the_next_item() -> None:
+def test_late_priority_does_not_affect_the_next_item() -> None:
     replay = filled(np.ones(4), alpha=1.0, eps=0.0)
     replay.extend(np.array([4, 5]))
     assert replay.update_priorities([0, 1, 2], [100.0, 100.0, 3.0]) == 2
@@ -119,7 +119,7 @@ def test_reserved_item_is_sampled_only_after_its_commit() -> None:
     assert set(replay.sample(200).payload) == {2, 30, 40}
 
 
-def test_commit_after_its_slot_was_reserved_again_is_dropped() -> None:
+def test_commit_is_dropped_after_its_slot_was_reserved_again() -> None:
     replay = PrioritizedReplay(2)
     late = replay.reserve(2)
     replay.extend(np.array([10]))
@@ -141,7 +141,7 @@ def test_released_items_and_reservations_are_gone() -> None:
     assert replay.update_priorities([1], [5.0]) == 1
 
 
-def test_sequence_numbers_pass_32_bits() -> None:
+def test_sequence_numbers_exceed_32_bits() -> None:
     replay = filled(np.ones(8))
     state = replay.state_dict()
     state["owners"] += 2**31 - 8
@@ -218,7 +218,7 @@ def test_tensors_with_a_gradient_are_detached() -> None:
         ({"x": np.zeros((2, 3))}, r"keys changed \(got payload\.x\)\. Use .* payload\.x, payload\.y"),
         ({"x": np.zeros((2, 4)), "y": np.zeros(2)}, r"payload\.x: .*got float64 \[4\].*float64 \[3\]"),
         ({"x": np.zeros((2, 3), np.float32), "y": np.zeros(2)}, r"payload\.x: .*got float32 \[3\]"),
-        ({"x": 1.0, "y": np.zeros(2)}, r"payload\.x: not rows of items \(got float\)"),
+        ({"x": 1.0, "y": np.zeros(2)}, r"payload\.x: must hold one row per item \(got float\)"),
         ({}, "no leaves"),
     ],
 )
@@ -231,7 +231,7 @@ def test_payload_that_does_not_fit_is_refused(payload: Any, message: str) -> Non
 
 
 @pytest.mark.parametrize("priorities", [[1.0], [1.0, np.nan], [1.0, np.inf], [[1.0, 1.0]]])
-def test_wrong_priorities_are_refused_and_change_nothing(priorities: Any) -> None:
+def test_invalid_priorities_are_refused_and_change_nothing(priorities: Any) -> None:
     replay = filled(np.array([1.0, 1.0]))
     with pytest.raises(ValueError, match="priorities: "):
         replay.update_priorities([0, 1], priorities)
@@ -247,12 +247,12 @@ def test_unknown_handles_are_refused(handles: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"alpha": -1}, {"beta": (0.4, -1.0)}, {"beta_steps": 0}, {"eps": -1}, {"initial_priority": 0}]
 )
-def test_wrong_option_is_named(options: dict[str, Any]) -> None:
+def test_error_names_the_invalid_option(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         PrioritizedReplay(4, **options)
 
 
-def test_empty_buffer_names_its_reason() -> None:
+def test_error_of_an_empty_buffer_names_the_reason() -> None:
     replay = PrioritizedReplay(4, eps=0.0)
     replay.reserve(3)
     with pytest.raises(EmptyReplayError, match=r"no item was committed \(3 are reserved\)"):

@@ -13,7 +13,7 @@ def numbers(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def test_rows_lie_in_the_shards_of_their_numbers() -> None:
+def test_row_shards_follow_from_sequence_numbers() -> None:
     rows = Rows(4, 2, 2)
     assert rows.per_shard == 3
     assert (rows.assign(0, numbers(0, 1, 2, 3)) // 3).tolist() == [0, 1, 0, 1]
@@ -37,7 +37,7 @@ def test_row_is_reused_after_its_writer_and_its_readers_have_finished() -> None:
     assert rows.assign(0, numbers(6)) == first[0]
 
 
-def test_late_write_of_an_overtaken_reservation_is_recognized() -> None:
+def test_late_write_of_an_overtaken_reservation_is_detected() -> None:
     rows = Rows(1, 1, 1)
     late = rows.assign(0, numbers(0))
     current = rows.assign(1, numbers(1))
@@ -50,7 +50,7 @@ def test_late_write_of_an_overtaken_reservation_is_recognized() -> None:
         rows.assign(0, numbers(2))
 
 
-def test_end_of_a_session_frees_what_it_held() -> None:
+def test_ending_a_session_frees_its_rows() -> None:
     rows = Rows(4, 1, 4)
     held = rows.assign(7, numbers(0, 1, 2, 3))
     rows.end_writes(held[:2])
@@ -64,7 +64,7 @@ def test_end_of_a_session_frees_what_it_held() -> None:
     assert rows.describe() == "writers hold 4 rows, readers 0"
 
 
-def test_work_of_ended_reservations_is_given_out_again_first() -> None:
+def test_work_of_ended_reservations_is_handed_out_first() -> None:
     work = WorkList(5)
     assert work.take(numbers(10, 11, 12)).tolist() == [0, 1, 2]
     work.finish(numbers(11))
@@ -77,7 +77,7 @@ def test_work_of_ended_reservations_is_given_out_again_first() -> None:
     assert restored.take(numbers(1, 2, 3, 4)).tolist() == [0, 2, 3, 4]
 
 
-def test_reply_that_a_client_did_not_read_is_undone() -> None:
+def test_unread_reply_is_undone() -> None:
     shards = (Shard("/dev/shm", "elsewhere"),)
     owner = Owner(
         OwnerSettings(

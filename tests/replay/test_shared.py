@@ -1,4 +1,4 @@
-"""A buffer that processes share: writes, draws, rows, hosts and saved states."""
+"""Shared buffer of several processes: writes, draws, rows, hosts and saved states."""
 
 import multiprocessing
 import pickle
@@ -23,7 +23,7 @@ def replay() -> Iterator[SharedReplay]:
 
 
 def other(replay: SharedReplay) -> SharedReplay:
-    """Return another client, like one in another process."""
+    """Return a second client, as in another process."""
     client: SharedReplay = pickle.loads(pickle.dumps(replay))
     return client
 
@@ -45,7 +45,7 @@ def test_four_processes_write_every_item_once(shards: Any) -> None:
             assert state["owners"].tolist() == list(range(10_000))
 
 
-def test_spawned_process_gets_a_client_of_its_own(replay: SharedReplay) -> None:
+def test_spawned_process_gets_its_own_client(replay: SharedReplay) -> None:
     process = multiprocessing.get_context("spawn").Process(target=write_one, args=(replay, 7))
     process.start()
     assert replay.sample(1, timeout_s=60).payload["id"].tolist() == [7]
@@ -54,7 +54,7 @@ def test_spawned_process_gets_a_client_of_its_own(replay: SharedReplay) -> None:
 
 
 def fill(buffer: Any) -> list[list[int]]:
-    """Write and draw; return the handles that were drawn."""
+    """Write and draw; return the drawn handles."""
     rng = np.random.default_rng(0)
     drawn = []
     for step in range(12):
@@ -68,7 +68,7 @@ def fill(buffer: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_draws_are_those_of_one_buffer(shards: int) -> None:
+def test_draws_equal_those_of_a_buffer_in_one_process(shards: int) -> None:
     alone = PrioritizedReplay(100, seed=3, beta_steps=10)
     expected = fill(alone)
     with SharedReplay(100, EXAMPLE, shards=shards, seed=3, beta_steps=10) as replay:
@@ -81,7 +81,7 @@ def test_draws_are_those_of_one_buffer(shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_saved_state_loads_into_other_shards_and_one_process(shards: int) -> None:
+def test_saved_state_loads_with_other_shards_and_into_one_process(shards: int) -> None:
     with SharedReplay(100, EXAMPLE, shards=2, seed=3) as replay:
         fill(replay)
         replay.reserve(10)
@@ -100,7 +100,7 @@ def test_saved_state_loads_into_other_shards_and_one_process(shards: int) -> Non
         assert restored.extend(items([1])).tolist() == [370]
 
 
-def test_reservation_of_an_earlier_life_is_stale(replay: SharedReplay) -> None:
+def test_reservation_from_before_a_restore_is_stale(replay: SharedReplay) -> None:
     replay.extend(items(range(4)))
     state, writer = replay.state_dict(), other(replay)
     late = writer.reserve(1)
@@ -145,7 +145,7 @@ def test_row_being_copied_is_not_overwritten(replay: SharedReplay) -> None:
     assert set(replay.sample(200).payload["id"]) == {20, 21, 22, 23}
 
 
-def test_writer_that_was_overtaken_writes_into_no_other_item(replay: SharedReplay) -> None:
+def test_overtaken_writer_does_not_write_into_another_item(replay: SharedReplay) -> None:
     slow = other(replay)
     late = slow.reserve(4)
     replay.extend(items(range(4)))
@@ -165,7 +165,7 @@ def test_reserved_item_is_sampled_only_after_its_commit(replay: SharedReplay) ->
     assert len(replay) == 0
 
 
-def test_late_priority_does_not_hit_the_next_item(replay: SharedReplay) -> None:
+def test_late_priority_does_not_affect_the_next_item(replay: SharedReplay) -> None:
     replay.extend(items(range(4)))
     replay.extend(items([4, 5]))
     assert other(replay).update_priorities([0, 1, 2], [100.0, 100.0, 3.0]) == 2
@@ -198,7 +198,7 @@ def test_reader_waits_for_an_item_of_another_client(replay: SharedReplay) -> Non
         (lambda replay: replay.sample(0), "batch_size"),
     ],
 )
-def test_wrong_call_names_the_argument_and_changes_nothing(replay: SharedReplay, call: Any, message: str) -> None:
+def test_invalid_call_names_the_argument_and_changes_nothing(replay: SharedReplay, call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(replay)
     assert replay.stats().num_reserved == 0
@@ -218,20 +218,20 @@ def test_wrong_call_names_the_argument_and_changes_nothing(replay: SharedReplay,
         ({"address": ("192.0.2.1", 0)}, "address: cannot listen"),
     ],
 )
-def test_wrong_option_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_error_names_the_invalid_option(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SharedReplay(**{"capacity": 4, "example": EXAMPLE, "folder": str(tmp_path), **options})
     assert not any(tmp_path.iterdir())
 
 
-def test_shard_without_a_server_is_named() -> None:
+def test_error_names_a_shard_without_a_server() -> None:
     message = r"shard 0: no process serves it .*serve_shard\(replay, 0\) on elsewhere"
     shards = [Shard("/dev/shm", "elsewhere")]
     with SharedReplay(4, EXAMPLE, shards=shards, reply_s=1.0) as replay, pytest.raises(ReplayClosedError, match=message):
         replay.extend(items([1]))
 
 
-def test_forked_client_has_a_session_of_its_own(replay: SharedReplay) -> None:
+def test_forked_client_has_its_own_session(replay: SharedReplay) -> None:
     replay.reserve(2)
     process = multiprocessing.get_context("fork").Process(target=replay.extend, args=(items([8]),))
     process.start()

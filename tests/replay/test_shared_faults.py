@@ -1,4 +1,4 @@
-"""A shared buffer whose processes are killed or stopped, or whose items are all too old."""
+"""Shared buffer with killed or stopped processes, or with items that are all too old."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ from tests.replay.processes import (
 from titanrl.replay import EmptyReplayError, PrioritizedReplay, ReplayClosedError, SharedReplay
 
 
-def test_killed_writer_gives_its_slots_back() -> None:
+def test_slots_of_a_killed_writer_are_freed() -> None:
     with SharedReplay(3, EXAMPLE, spare=1) as replay:
         ours, theirs = CONTEXT.Pipe()
         writer = start(reserve_and_stay, replay, 3, theirs)
@@ -59,14 +59,14 @@ def test_expired_lease_is_never_sampled_and_its_commit_is_stale() -> None:
         assert len(replay.take_work(1).indices) == 0
 
 
-def test_wait_for_work_of_others_has_a_deadline() -> None:
+def test_waiting_for_work_held_by_others_has_a_deadline() -> None:
     with SharedReplay(4, EXAMPLE, num_work=1) as replay:
         replay.take_work(1)
         with pytest.raises(EmptyReplayError, match=r"take_work: .* reserved by others after 0\.05 s \(1 items\)"):
             replay.take_work(1, timeout_s=0.05)
 
 
-def test_groups_are_neither_lost_nor_doubled_when_writers_are_killed() -> None:
+def test_killed_writers_neither_lose_nor_duplicate_groups() -> None:
     rng = random.Random(0)
     with SharedReplay(12_000, EXAMPLE, shards=2, num_work=10_000) as replay:
         writers = [start(work, replay) for _ in range(4)]
@@ -88,7 +88,7 @@ def test_groups_are_neither_lost_nor_doubled_when_writers_are_killed() -> None:
     assert sorted(written.tolist()) == list(range(10_000))
 
 
-def test_work_that_was_not_committed_is_done_after_a_restore() -> None:
+def test_uncommitted_work_is_done_after_a_restore() -> None:
     with SharedReplay(8, EXAMPLE, num_work=5) as replay:
         first, second = replay.take_work(2), replay.take_work(1)
         replay.commit(first.handles[:1], items(first.indices[:1]))
@@ -103,7 +103,7 @@ def test_work_that_was_not_committed_is_done_after_a_restore() -> None:
 
 
 @pytest.mark.parametrize("hosts", [False, True])
-def test_reader_never_sees_a_row_that_is_overwritten(hosts: bool) -> None:
+def test_reader_never_sees_a_row_being_overwritten(hosts: bool) -> None:
     example = {"row": np.zeros(16_384, np.int64)}
     options = {"spare": 16, "initial_priority": 1.0}
     context = two_hosts(8, example, **options) if hosts else SharedReplay(8, example, **options)
@@ -116,7 +116,7 @@ def test_reader_never_sees_a_row_that_is_overwritten(hosts: bool) -> None:
             writer.join()
 
 
-def test_calls_fail_at_once_when_the_owner_is_killed() -> None:
+def test_calls_fail_immediately_when_the_owner_is_killed() -> None:
     with SharedReplay(4, EXAMPLE) as replay:
         assert replay._process is not None
         failed: list[str] = []
@@ -132,7 +132,7 @@ def test_calls_fail_at_once_when_the_owner_is_killed() -> None:
         replay.reserve(1)
         replay._process.kill()
         reader.join(20)
-        assert [error.startswith("replay buffer does not answer: ") for error in failed] == [True]
+        assert [error.startswith("replay buffer does not respond: ") for error in failed] == [True]
         with pytest.raises(ReplayClosedError):
             replay.extend(items([1]))
         folders = replay._folders
@@ -141,7 +141,7 @@ def test_calls_fail_at_once_when_the_owner_is_killed() -> None:
         replay.stats()
 
 
-def test_calls_to_a_stopped_owner_end_at_their_deadline() -> None:
+def test_calls_to_a_stopped_owner_fail_at_their_deadline() -> None:
     with SharedReplay(4, EXAMPLE, reply_s=1.0) as replay:
         assert replay._process is not None
         replay.extend(items([1]))
@@ -159,7 +159,7 @@ def test_calls_to_a_stopped_owner_end_at_their_deadline() -> None:
         assert replay.sample(1).payload["id"].tolist() == [1]
 
 
-def test_owner_ends_with_the_process_that_started_it() -> None:
+def test_owner_exits_with_its_parent_process() -> None:
     ours, theirs = CONTEXT.Pipe()
     process = start(own_a_buffer, theirs)
     replay, folders = ours.recv()
@@ -206,7 +206,7 @@ def test_item_older_than_max_staleness_is_never_sampled(buffers: Callable[..., B
     assert len(replay) == 4
 
 
-def test_reader_waits_for_fresh_items_and_names_the_reason(buffers: Callable[..., Buffer]) -> None:
+def test_reader_waits_for_fresh_items_and_its_error_names_the_reason(buffers: Callable[..., Buffer]) -> None:
     replay = buffers(max_staleness=1)
     replay.extend(items([0, 1, 2]), versions=[3, 2, 1])
     replay.set_version(5)

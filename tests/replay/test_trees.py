@@ -29,7 +29,7 @@ def test_sum_at_or_above_the_total_finds_the_last_positive_leaf(size: int) -> No
     assert tree.find(np.array([tree.total, 2 * tree.total])).tolist() == [size // 2] * 2
 
 
-def test_leaf_of_zero_is_never_found() -> None:
+def test_leaf_with_value_zero_is_never_found() -> None:
     rng = np.random.default_rng(0)
     values = rng.lognormal(sigma=4, size=100_000) * (rng.random(100_000) < 0.3)
     tree = PriorityTree(len(values))
@@ -54,7 +54,7 @@ def test_minimum_ignores_zeros() -> None:
     assert tree.minimum == 0.5
 
 
-def test_updates_leave_no_drift() -> None:
+def test_updates_do_not_accumulate_rounding_errors() -> None:
     rng = np.random.default_rng(1)
     tree, fresh = PriorityTree(100_000), PriorityTree(100_000)
     for scale in (1e12, 1e-12, 1.0) * 30:
@@ -66,7 +66,7 @@ def test_updates_leave_no_drift() -> None:
 
 
 @pytest.mark.parametrize("size", [100, MAX_ROOT + 1, 64 * MAX_ROOT + 5])
-def test_updates_of_ranges_and_of_single_leaves_mix(size: int) -> None:
+def test_updates_of_ranges_and_single_leaves_can_be_mixed(size: int) -> None:
     rng = np.random.default_rng(2)
     tree, fresh = PriorityTree(size), PriorityTree(size)
     for _ in range(20):

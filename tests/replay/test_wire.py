@@ -1,4 +1,4 @@
-"""Calls between processes: errors, sessions, replies that are not read, and the bytes that the owner of a buffer sees."""
+"""Remote calls: errors, sessions, unread replies, and the bytes that the owner of a buffer receives."""
 
 import threading
 from collections.abc import Iterator
@@ -59,15 +59,15 @@ def test_call_returns_the_reply_or_raises_its_exception(link: Link) -> None:
     assert link.call("add", np.ones(3), 1).tolist() == [2.0] * 3
 
 
-def test_message_without_reply_comes_before_the_next_call(link: Link, verbs: Verbs) -> None:
+def test_message_without_reply_arrives_before_the_next_call(link: Link, verbs: Verbs) -> None:
     link.send("note", 1)
     link.call("add", 1, 2)
     assert verbs.seen == [1]
 
 
-def test_reply_that_is_not_read_is_reported(verbs: Verbs) -> None:
+def test_unread_reply_is_reported(verbs: Verbs) -> None:
     link = Link(verbs.server.address, KEY, "server", 0.3)
-    with pytest.raises(ReplayClosedError, match=r"server does not answer: no reply after 0\.3 s"):
+    with pytest.raises(ReplayClosedError, match=r"server does not respond: no reply after 0\.3 s"):
         link.call("wait")
     verbs.go.set()
     assert verbs.lost.wait(20)
@@ -86,13 +86,13 @@ def test_session_ends_when_its_client_closes(link: Link, verbs: Verbs) -> None:
 
 
 def test_client_with_another_key_is_refused(verbs: Verbs) -> None:
-    with pytest.raises(ReplayClosedError, match="it has another key"):
+    with pytest.raises(ReplayClosedError, match="it uses a different key"):
         Link(verbs.server.address, b"guess", "server", 20.0).call("add", 1, 2)
     assert verbs.seen == []
 
 
-def test_server_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ReplayClosedError, match=r"server does not answer: .*No such file"):
+def test_error_names_a_server_that_does_not_exist() -> None:
+    with pytest.raises(ReplayClosedError, match=r"server does not respond: .*No such file"):
         Link("/tmp/no-such-folder/s", KEY, "server", 1.0).call("add", 1, 2)
 
 

@@ -42,7 +42,7 @@ def constant_state(value: float, num_tensors: int, numel: int) -> dict[str, torc
 
 
 def publish_versions(pipe: Connection, num_versions: int, pause_after: int, num_tensors: int, numel: int) -> None:
-    """Publish versions without waiting for readers, each with its number in every element; pause once for a message."""
+    """Publish versions without waiting for readers; every element equals the version. Pause once until a message arrives."""
 
     async def run() -> None:
         store: Any = MemoryStore()
@@ -60,7 +60,7 @@ def publish_versions(pipe: Connection, num_versions: int, pause_after: int, num_
 
 
 class Writer(Actor):
-    """A trainer rank that publishes the given state dicts."""
+    """A trainer rank that publishes given state dicts."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -78,7 +78,7 @@ class Writer(Actor):
 
 
 class Reader(Actor):
-    """A generator rank that pulls into the given tensors and returns them."""
+    """A generator rank that pulls into given tensors and returns them."""
 
     def __init__(self, reader: WeightReader) -> None:
         self._reader = reader
@@ -101,18 +101,18 @@ class Reader(Actor):
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Result of a pull by a rank."""
+    """Result of a pull by one rank."""
 
     tensor: torch.Tensor
     """Weights of the rank."""
     num_received: int
     """Bytes that the rank has received for its host."""
     error: str = ""
-    """Message of a pull that was refused."""
+    """Error message of a refused pull."""
 
 
 class HostReader(Actor):
-    """A generator rank that holds a half of the rows of one tensor."""
+    """A generator rank that holds half of the rows of one tensor."""
 
     def __init__(self, reader: WeightReader, shape: tuple[int, int]) -> None:
         self._reader = reader
@@ -131,7 +131,7 @@ class HostReader(Actor):
 
 
 class Wire:
-    """A network for `HostTransport`: sends its process id to a socket and reads the bytes from it."""
+    """Fake network for `HostTransport` that sends its process id to a socket and reads the bytes from the socket."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -151,7 +151,7 @@ class Wire:
 
 
 def read_from_wire(pipe: Connection, folder: str, transport: HostTransport) -> None:
-    """Fetch each manifest that arrives; reply with its bytes, or with the error, and with the number of bytes received here."""
+    """Fetch each manifest that arrives; reply with its bytes or the error, and with the total bytes received here."""
     os.environ[HOST_FOLDER] = folder
 
     async def run() -> None:

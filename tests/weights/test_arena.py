@@ -1,4 +1,4 @@
-"""Arenas between real processes: sharing, refused mappings, and the state after a crash."""
+"""Arenas shared by real processes: mappings, refusals, and the state after a crash."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A short run of the weight-sync benchmark, with two FSDP2 ranks that write and one reader."""
+"""A short run of the weight-sync benchmark with two FSDP2 writers and one reader."""
 
 import json
 import subprocess

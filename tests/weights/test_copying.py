@@ -1,4 +1,4 @@
-"""Copies with a cast in the same pass: by torch, by `_stream` past the caches, and on a GPU."""
+"""Copies that cast in the same pass: by torch, by `_stream` (bypassing the caches), and on a GPU."""
 
 import asyncio
 from typing import Any
@@ -29,12 +29,12 @@ TYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 
 
 Block = tuple[torch.Tensor, torch.Tensor]
-"""A whole tensor, and a block of it."""
+"""A full tensor and a block of it."""
 
 
 @st.composite
 def blocks(draw: st.DrawFn, dtype: torch.dtype, shape: tuple[int, ...]) -> Block:
-    """Draw a block of a shape inside a larger tensor, with permuted dimensions."""
+    """Draw a block of the given shape inside a larger tensor with permuted dimensions."""
     order = draw(st.permutations(range(len(shape))))
     margins = [(draw(st.integers(0, 3)), draw(st.integers(0, 3))) for _ in shape]
     room = [before + shape[dim] + after for dim, (before, after) in zip(order, margins, strict=True)]

@@ -1,4 +1,4 @@
-"""Changes that checksums detect."""
+"""Checksums detect changed, swapped and outdated bytes."""
 
 import pytest
 import torch

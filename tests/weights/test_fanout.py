@@ -1,4 +1,4 @@
-"""Fan-out inside a host: one process receives, the others map; if it ends in the middle, another one takes over."""
+"""Fan-out within a host: one process receives and the others map; if the receiver dies, another process takes over."""
 
 import asyncio
 import multiprocessing
@@ -33,7 +33,7 @@ TIMEOUT_S = 60
 
 
 class Link:
-    """The other end of the readers' network: accepts transfers one by one, and sends what the test says."""
+    """Remote end of the readers' network: accepts transfers one at a time and sends bytes chosen by the test."""
 
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -42,7 +42,7 @@ class Link:
         self._listener.settimeout(TIMEOUT_S)
 
     def accept(self) -> tuple[socket.socket, int, int]:
-        """Wait for a transfer; return its connection, the process that receives, and the version."""
+        """Wait for a transfer; return its connection, the id of the receiving process, and the version."""
         connection, _ = self._listener.accept()
         pid, version = connection.makefile().readline().split()
         return connection, int(pid), int(version)
@@ -64,7 +64,7 @@ class Link:
 
 
 class Ranks:
-    """Processes of hosts that fetch from the link."""
+    """Processes on emulated hosts that fetch from the link."""
 
     def __init__(self, folder: Path, num_hosts: int, num_ranks: int) -> None:
         self.link = Link(f"{folder}/link")
@@ -87,17 +87,17 @@ class Ranks:
             theirs.close()
 
     def number(self, pid: int) -> int:
-        """Return the number of the rank with this process id."""
+        """Return the rank with this process id."""
         return [process.pid for process in self.processes].index(pid)
 
     def fetch(self, version: int, ranks: "list[int] | range") -> None:
-        """Request a version of some ranks."""
+        """Request a version on the given ranks."""
         manifest = WeightManifest(version, 0, "layout", 4, None, 2, (RdmaHandle(None, None, 4),))
         for rank in ranks:
             self.pipes[rank].send(manifest)
 
     def reply(self, rank: int) -> tuple[bytes | str, int]:
-        """Return bytes or error of a rank's last fetch, and the number of bytes that it received in all."""
+        """Return the bytes or the error of a rank's last fetch, and the total bytes that the rank received."""
         assert self.pipes[rank].poll(TIMEOUT_S), f"rank {rank} does not reply"
         reply: tuple[bytes | str, int] = self.pipes[rank].recv()
         return reply
@@ -137,7 +137,7 @@ def test_one_rank_receives_and_all_get_the_exact_bytes() -> None:
         assert not ranks.link.has_another()
 
 
-def test_death_of_the_receiver_in_the_middle_lets_another_rank_take_over() -> None:
+def test_another_rank_takes_over_when_the_receiver_dies_during_a_transfer() -> None:
     with running_ranks(3) as ranks:
         ranks.fetch(1, range(3))
         connection, victim, _ = ranks.link.accept()
@@ -156,7 +156,7 @@ def test_death_of_the_receiver_in_the_middle_lets_another_rank_take_over() -> No
         assert [ranks.reply(rank)[0] for rank in alive] == [bytes([5, 6, 7, 8])] * 2
 
 
-def test_death_of_the_receiver_afterwards_costs_one_transfer() -> None:
+def test_receiver_death_after_a_transfer_costs_one_more_transfer() -> None:
     with running_ranks(2) as ranks:
         ranks.fetch(1, range(2))
         connection, victim, _ = ranks.link.accept()
@@ -173,7 +173,7 @@ def test_death_of_the_receiver_afterwards_costs_one_transfer() -> None:
         assert ranks.reply(other) == (bytes([1, 2, 3, 4]), 4)
 
 
-def test_failed_transfer_is_an_error_and_is_tried_again() -> None:
+def test_failed_transfer_raises_and_the_next_request_retries_it() -> None:
     with running_ranks(2) as ranks:
         for _ in range(2):
             ranks.fetch(1, [0])
@@ -192,7 +192,7 @@ def test_failed_transfer_is_an_error_and_is_tried_again() -> None:
         assert [ranks.reply(rank)[0] for rank in range(2)] == [bytes([1, 2, 3, 4])] * 2
 
 
-def test_hosts_receive_at_the_same_time() -> None:
+def test_hosts_receive_concurrently() -> None:
     with running_ranks(2, num_hosts=2) as ranks:
         ranks.fetch(1, range(4))
         transfers = [ranks.link.accept() for _ in range(2)]  # both, before a byte of one has arrived
@@ -211,7 +211,7 @@ NUM_BYTES = 2 * 256 * 128
 
 
 def weights(version: int) -> torch.Tensor:
-    """Return the weights of a version, all of them integers that bfloat16 can represent."""
+    """Return the weights of a version: integers that bfloat16 represents exactly."""
     return torch.arange(256 * 128, dtype=torch.float32).view(SHAPE) % 251 - version
 
 
@@ -271,7 +271,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 async def pull(readers: Any, commit: Commit) -> list[Pulled]:
-    """Pull on all ranks at the same time; return their replies, host by host."""
+    """Pull on all ranks concurrently; return their replies, host by host."""
     return [reply for _, reply in (await readers.pull.call(commit)).items()]
 
 
@@ -305,7 +305,7 @@ def test_eight_ranks_on_two_hosts_receive_each_version_twice(world: World) -> No
     world.do(scenario())
 
 
-def test_older_of_two_versions_can_be_pulled_after_the_newer(world: World) -> None:
+def test_older_version_can_be_pulled_after_the_newer_one(world: World) -> None:
     async def scenario() -> None:
         readers = world.readers()
         first, second = await world.publish(20), await world.publish(21)

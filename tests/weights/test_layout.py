@@ -1,4 +1,4 @@
-"""Boxes and bytes of state dicts: random shardings against torch and numpy, and real DTensors on four ranks."""
+"""Boxes and bytes of state dicts: random shardings compared with torch and numpy, and real DTensors on four ranks."""
 
 import math
 from pathlib import Path
@@ -39,7 +39,7 @@ VALUE = torch.arange(21.0).view(7, 3)
 
 @st.composite
 def shardings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]:
-    """Draw a shape, a mesh, and a placement for each mesh dimension: shards, interleaved shards and replicas, even or not."""
+    """Draw a shape, a mesh, and one placement per mesh dimension: even or uneven shards, interleaved shards, or replicas."""
     shape = tuple(draw(st.lists(st.integers(1, 11), min_size=1, max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = st.integers(0, len(shape) - 1)
@@ -59,7 +59,7 @@ def pieces_of(
 
 
 def local_array(value: np.ndarray, pieces: tuple[Piece, ...]) -> np.ndarray:
-    """Return the local array of a rank with these pieces."""
+    """Return the local array of a rank that holds these pieces."""
     shape = tuple(
         max((piece.local.offset[dim] + piece.local.shape[dim] for piece in pieces), default=0) for dim in range(value.ndim)
     )
@@ -71,7 +71,7 @@ def local_array(value: np.ndarray, pieces: tuple[Piece, ...]) -> np.ndarray:
 
 @settings(deadline=None)  # the machine may be busy
 @given(shardings(), shardings())
-def test_any_sharding_is_rebuilt_from_any_other(
+def test_any_sharding_can_be_rebuilt_from_any_other(
     source: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],
     target: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],
 ) -> None:
@@ -99,7 +99,7 @@ def test_any_sharding_is_rebuilt_from_any_other(
 
 @settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
-def test_fsdp_over_tp_holds_what_two_chunkings_select(size: int, dp: int, tp: int) -> None:
+def test_fsdp_over_tp_equals_chunking_twice(size: int, dp: int, tp: int) -> None:
     """FSDP2 splits the TP shard and describes the result as `(_StridedShard(0, tp), Shard(0))`."""
     placements = (_StridedShard(0, split_factor=tp) if tp > 1 else Shard(0), Shard(0))
     for at_dp, at_tp in np.ndindex((dp, tp)):
@@ -119,7 +119,7 @@ def nth(value: torch.Tensor, num_chunks: int, index: int) -> torch.Tensor:
     return parts[index] if index < len(parts) and len(value) else value[:0]
 
 
-def test_lone_strided_shard_is_several_boxes() -> None:
+def test_strided_shard_without_other_splits_has_several_boxes() -> None:
     held = held_indices(8, dim_splits([_StridedShard(0, split_factor=2)], [2], [1], 0))
     assert index_runs(held) == [(2, 2), (6, 2)]
     held = held_indices(8, dim_splits([Shard(0), _StridedShard(0, split_factor=2)], [2, 2], [1, 0], 0))
@@ -176,7 +176,7 @@ def unpack(folder: Path, what: str, targets: dict[str, torch.Tensor]) -> list[By
     return layouts
 
 
-def test_shards_of_four_ranks_fill_whole_tensors(packed: Path) -> None:
+def test_shards_of_four_ranks_fill_the_full_tensors(packed: Path) -> None:
     names = ("rows", "columns", "interleaved", "replica", "plain")
     targets = {name: torch.zeros(7, 3, dtype=torch.bfloat16) for name in names}
     targets |= {"tiny": torch.zeros(1, dtype=torch.bfloat16), "buffer": torch.zeros(7, 3)}
@@ -218,7 +218,7 @@ def test_square_matrix_and_its_transposed_view_are_not_tied() -> None:
     assert entry_view(data, plan.layout.entries[1]).tolist() == [[0, 2], [1, 3]]
 
 
-def test_bytes_are_cast_and_entries_start_at_cache_lines() -> None:
+def test_values_are_cast_and_entries_are_aligned_to_cache_lines() -> None:
     state = {"w": torch.tensor([1.0, 1.0 + 2**-10]), "v": torch.ones(3)}
     plan = plan_pack(state, 0, torch.bfloat16)
     assert [entry.byte_offset for entry in plan.layout.entries] == [0, 64]

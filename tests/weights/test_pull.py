@@ -1,4 +1,4 @@
-"""Pulls: readers accept only complete versions that fit, even while a writer overwrites its arenas."""
+"""Readers pull only complete and matching versions, even while a writer overwrites its arenas."""
 
 import asyncio
 import multiprocessing
@@ -42,16 +42,16 @@ def pull(reader: WeightReader, commit: Commit, targets: Targets) -> None:
 
 WRONG = {
     r"tensors not published: \['extra.weight'\]": STATE | {"extra.weight": torch.ones(1)},
-    r"published but not wanted: \['head.weight'\]": {"norm.weight": torch.zeros(2, 3)},
-    r"norm.weight: published as torch.float32\[2, 3\], wanted as torch.float32\[3, 2\]": STATE
+    r"published but not expected: \['head.weight'\]": {"norm.weight": torch.zeros(2, 3)},
+    r"norm.weight: published as torch.float32\[2, 3\], expected as torch.float32\[3, 2\]": STATE
     | {"norm.weight": torch.zeros(3, 2)},
-    r"head.weight: published as torch.float32\[2\], wanted as torch.bfloat16\[2\]": STATE
+    r"head.weight: published as torch.float32\[2\], expected as torch.bfloat16\[2\]": STATE
     | {"head.weight": torch.zeros(2, dtype=torch.bfloat16)},
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_mismatched_tensor_is_named_before_anything_is_written(text: str) -> None:
+def test_mismatched_tensor_is_reported_before_anything_is_written(text: str) -> None:
     store: Any = MemoryStore()
     commit, _publisher = publish(store, 1, STATE)
     targets = {name: torch.full_like(value, -1) for name, value in WRONG[text].items()}
@@ -84,7 +84,7 @@ def test_layout_is_stored_once_and_read_once() -> None:
 
 
 @pytest.mark.parametrize(("verify", "is_found"), [("off", False), ("sampled", True), ("full", True)])
-def test_digest_detects_bytes_changed_behind_the_header(verify: Verify, is_found: bool) -> None:
+def test_digest_detects_bytes_that_changed_after_publication(verify: Verify, is_found: bool) -> None:
     store: Any = MemoryStore()
     commit, publisher = publish(store, 1, STATE, verify)
     publisher._arenas[0].data[0] += 1
@@ -149,7 +149,7 @@ def replace_in_mapping(targets: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("change", [transpose_in_place, move_in_place, replace_in_mapping])
-def test_reader_notices_changed_targets_in_the_same_mapping(change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def test_reader_detects_changed_targets_in_the_same_mapping(change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     store: Any = MemoryStore()
     state = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
     commit, _publisher = publish(store, 1, state)
@@ -166,7 +166,7 @@ def test_reader_refuses_a_target_that_was_reshaped() -> None:
     reader, targets = WeightReader("run", store), {"w": torch.zeros(2, 3)}
     pull(reader, commit, targets)
     targets["w"].data = targets["w"].data.view(3, 2)
-    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2, 3\], wanted as torch.float32\[3, 2\]"):
+    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2, 3\], expected as torch.float32\[3, 2\]"):
         pull(reader, commit, targets)
 
 
@@ -203,7 +203,7 @@ class WriterProcess:
         return received
 
     def stop_in_mid_push(self, newest: WeightManifest) -> tuple[WeightManifest, ArenaHandle]:
-        """Freeze the process while it writes an arena; return the newest manifest it sent, and that arena."""
+        """Freeze the process while it writes an arena; return the newest manifest that it sent, and the arena."""
         arenas: dict[ArenaHandle, MappedArena] = {}
         assert self.process.pid is not None
         while True:

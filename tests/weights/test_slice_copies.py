@@ -1,4 +1,4 @@
-"""Planned slice copies, compared with numpy."""
+"""Planned slice copies compared with numpy slicing."""
 
 import itertools
 
@@ -51,15 +51,15 @@ def test_copies_rebuild_any_block_from_any_tiling(case: tuple[tuple[int, int], l
     np.testing.assert_array_equal(target, value[wanted.slices_within(whole(shape))])
 
 
-def test_missing_and_extra_tensors_are_named() -> None:
+def test_missing_and_unexpected_tensors_are_named() -> None:
     published = layouts("old.weight", (2,), [Box((0,), (2,))])
-    with pytest.raises(WeightMismatchError, match=r"not published: \['new.weight'\].*not wanted: \['old.weight'\]"):
+    with pytest.raises(WeightMismatchError, match=r"not published: \['new.weight'\].*not expected: \['old.weight'\]"):
         plan_copies(published, {"new.weight": everything((2,))})
 
 
 @pytest.mark.parametrize("target", [everything((3,)), everything((2,), "torch.bfloat16")])
 def test_tensor_of_another_shape_or_dtype_is_named(target: Target) -> None:
-    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2\], wanted as"):
+    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2\], expected as"):
         plan_copies(layouts("w", (2,), [Box((0,), (2,))]), {"w": target})
 
 
@@ -89,5 +89,5 @@ def test_empty_targets_need_no_published_box() -> None:
     published = layouts("w", (2,), [Box((0,), (2,))])
     copies = plan_copies(published, {"w": everything((2,)), "empty": Target((0, 3), FLOAT, ())})
     assert [copy.name for copy in copies] == ["w"]
-    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2\], wanted as torch.float32\[0\]"):
+    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2\], expected as torch.float32\[0\]"):
         plan_copies(published, {"w": Target((0,), FLOAT, ())})

@@ -1,4 +1,4 @@
-"""Change detection: replaced, moved and reshaped tensors are noticed without a new state dict."""
+"""Replaced, moved and reshaped tensors are detected without a new state dict."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def model() -> nn.Module:
     return layers
 
 
-def test_live_state_lists_the_models_own_tensors_once() -> None:
+def test_live_state_returns_the_models_own_tensors_once() -> None:
     module = model()
     live = LiveState(module)
     tensors = live.tensors()
@@ -38,7 +38,7 @@ def test_live_state_lists_the_models_own_tensors_once() -> None:
     assert live.tensors() is tensors
 
 
-def test_live_state_notices_replaced_tensors() -> None:
+def test_live_state_detects_replaced_tensors() -> None:
     module = model()
     live = LiveState(module)
     before = live.tensors()
@@ -74,7 +74,7 @@ def test_fingerprint_changes_with_strides_shape_and_dtype_in_place(change: Calla
     assert not fingerprint.matches(state)
 
 
-def test_fingerprint_follows_the_block_of_a_part() -> None:
+def test_fingerprint_includes_the_block_of_a_part() -> None:
     part = PartOf(torch.ones(2), (4,), (0,))
     fingerprint = TensorFingerprint({"w": part})
     assert fingerprint.matches({"w": part})
@@ -82,7 +82,7 @@ def test_fingerprint_follows_the_block_of_a_part() -> None:
     assert not fingerprint.matches({"w": part})
 
 
-def test_local_part_is_to_local_and_fingerprint_follows_it(tmp_path: Path) -> None:
+def test_local_part_equals_to_local_and_is_fingerprinted(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         value = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
@@ -118,7 +118,7 @@ def test_moved_weights_are_published_from_their_new_memory() -> None:
     asyncio.run(scenario())
 
 
-def test_weights_transposed_in_place_are_published_as_they_are_now() -> None:
+def test_weights_transposed_in_place_are_published_transposed() -> None:
     store: Any = MemoryStore()
     publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
     state, target = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"w": torch.zeros(2, 2)}

@@ -1,4 +1,4 @@
-"""The order of push, pull, slot release and store records, with failures and slow replicas."""
+"""Order of push, pull, slot release and store records, also with failures and slow replicas."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,7 +11,7 @@ from titanrl.weights.sync import Leases, WeightSync
 
 
 class World:
-    """A store, a trainer rank and some generators that log every call."""
+    """Fake store, trainer rank and generators that log every call."""
 
     def __init__(self, num_replicas: int = 1) -> None:
         self.log: list[str] = []
@@ -81,7 +81,7 @@ def test_received_bytes_of_all_pulls_are_added_once() -> None:
     asyncio.run(scenario())
 
 
-def test_version_without_generators_frees_slots_at_once() -> None:
+def test_version_without_generators_frees_slots_immediately() -> None:
     async def scenario() -> None:
         world = World(num_replicas=0)
         await world.publish(1)
@@ -92,7 +92,7 @@ def test_version_without_generators_frees_slots_at_once() -> None:
     asyncio.run(scenario())
 
 
-def test_two_versions_are_kept_and_records_go_before_bytes() -> None:
+def test_old_versions_lose_their_record_before_their_bytes() -> None:
     async def scenario() -> None:
         world = World()
         for version in (1, 2, 3):
@@ -128,7 +128,7 @@ def test_slots_are_freed_while_a_slow_replica_still_pulls() -> None:
     asyncio.run(scenario())
 
 
-def test_slots_are_freed_in_the_order_of_the_versions() -> None:
+def test_slots_are_freed_in_version_order() -> None:
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()
 
@@ -247,7 +247,7 @@ def test_every_waiter_gets_the_error_of_a_publication() -> None:
     asyncio.run(scenario())
 
 
-def test_further_reader_delays_only_the_push_that_overwrites_its_version() -> None:
+def test_additional_reader_delays_only_the_push_that_overwrites_its_version() -> None:
     async def scenario() -> None:
         world, go_on = World(), asyncio.Event()
 

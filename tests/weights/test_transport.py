@@ -1,4 +1,4 @@
-"""torchstore and every transport, between real processes."""
+"""torchstore and every transport between real processes."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator
@@ -124,7 +124,7 @@ def test_second_rdma_fetch_does_not_change_the_first(world: World) -> None:
     assert_is_state(world.do(scenario()))
 
 
-def test_store_keeps_records_and_missing_versions_are_named(world: World) -> None:
+def test_store_keeps_records_and_errors_name_missing_versions(world: World) -> None:
     async def scenario() -> None:
         store = world.store
         await store.put("run/x", {"a": (1, 2)})

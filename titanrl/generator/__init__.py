@@ -1,1 +1,1 @@
-"""Generators: vLLM engines driven in-process, with weights that change in place."""
+"""Generators: in-process vLLM engines whose weights are updated in place."""

@@ -1,7 +1,6 @@
-"""Generator actor: one rank of a vLLM engine whose weights are pulled from the trainer.
+"""The `Generator` actor: one rank of a vLLM engine that pulls its weights from the trainer.
 
-Importing this module does not import torch, because a process that only calls generators, such as a rollout worker, does not
-need it.
+Importing this module does not import torch. Processes that only call generators, such as rollout workers, do not need it.
 """
 
 import asyncio
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from titanrl.weights.pull import Targets, WeightReader
 
 Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad]
-"""Finished groups of a `generate` call, each with its index in the call, and the engine's load."""
+"""Finished groups of a `generate` call as (index in the call, completions) pairs, and the engine's load."""
 GroupRequest = tuple[Sequence[GenerationRequest], int]
-"""Requests of a group, and how many of their completions it needs."""
+"""Requests of a group, and the number of completions to keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class GeneratorSetup:
     """Everything a generator needs to start."""
 
     model_dir: Path
-    """Hugging Face directory; the generator reads only its config."""
+    """Hugging Face directory. The generator reads only its config, unless `reader` is None."""
     config: GeneratorConfig
     """Engine options."""
     device: Device
@@ -53,19 +52,19 @@ class GeneratorSetup:
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     reader: "WeightReader | None"
-    """Source of the weights. With None the weights are those of `model_dir` and never change."""
+    """Source of the weights. If None, vLLM loads the weights of `model_dir`, and they never change."""
     family: str | None = None
     """`model.family` of the configuration."""
 
 
 class Generator(Actor):
-    """One vLLM engine shared by many callers. It serves only with weights that it has pulled completely.
+    """One vLLM engine shared by many callers. It refuses requests unless its weights are complete.
 
-    With `generator.tp` a replica is a mesh of this actor with one rank per tensor-parallel rank: call `start`, `pull_weights`
-    and `close` on all ranks, `follow` on all but rank 0, and everything else on rank 0.
+    With `generator.tp` > 1, a replica is a mesh of this actor, one per tensor-parallel rank. Call `start`, `pull_weights` and
+    `close` on all ranks, `follow` on all ranks except 0, and every other endpoint on rank 0.
 
-    Every endpoint that is used during a run is concurrent, because Monarch starts no concurrent endpoint while a plain one
-    runs, and a pull may wait for running requests to finish (`on_update: drain`).
+    All endpoints used during a run are concurrent. Monarch starts no concurrent endpoint while a plain one runs, and a pull
+    may wait for running requests to finish (`on_update: drain`).
     """
 
     def __init__(self, setup: GeneratorSetup) -> None:
@@ -83,7 +82,7 @@ class Generator(Actor):
 
     @endpoint
     async def start(self) -> None:
-        """Import vLLM and build the engine; return when it can pull weights."""
+        """Import vLLM and build the engine; return when it is ready to pull weights."""
         from titanrl.models.titan import prepare_torchtitan
 
         prepare_torchtitan(self._setup.device)
@@ -98,9 +97,9 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def follow(self) -> None:
-        """Return when rank 0 has closed; raise if this rank can no longer follow it."""
+        """Wait until rank 0 closes; raise if this rank can no longer follow it."""
         assert self._follower is not None, "rank 0 follows no other rank"
-        await asyncio.wrap_future(self._follower.ended)
+        await asyncio.wrap_future(self._follower.stopped)
 
     @concurrent_endpoint
     async def generate(
@@ -112,8 +111,8 @@ class Generator(Actor):
     ) -> None:
         """Sample completions and send each group to `replies` as soon as `num_kept` of its requests have finished.
 
-        All requests of a call join the batch at the same decoding step, as soon as `admission` allows it. The engine aborts the
-        remaining requests of a finished group. The call returns when every group has been sent.
+        All requests of a call join the batch at the same decoding step, as soon as `admission` allows it. Once a group is
+        complete, the engine aborts its remaining requests. The call returns when every group has been sent.
         """
         finished: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
 
@@ -142,24 +141,24 @@ class Generator(Actor):
 
     async def _submit_round(self, parts: Mapping[int, GroupRequest]) -> "dict[int, Future[list[Completion]]]":
         groups, num_kept = zip(*parts.values(), strict=True)
-        # The engine is idle, unless a round was abandoned; its requests would change the batches of this one.
+        # Requests left over from an abandoned round would change this round's batches. Otherwise the engine is already idle.
         results = await self._loop.submit(groups, num_kept, when_drained=True)
         return dict(zip(parts, results, strict=True))
 
     @concurrent_endpoint
     async def abandon_round(self) -> None:
-        """Forget the requests of a round that is not complete, because a worker or another generator has ended."""
-        self._rounds.reset(StoppedError("a worker or generator has ended"))
+        """Drop the requests of an incomplete round, because a worker or another generator died."""
+        self._rounds.reset(StoppedError("a worker or generator died"))
 
     @concurrent_endpoint
     async def probe(self) -> None:
-        """Return when the event loop runs and the engine has ended its current step, which shows that neither hangs."""
+        """Return once the engine has finished its current step, which shows that neither it nor the event loop hangs."""
         if self._rank == 0:
             await self._loop.turn()
 
     @concurrent_endpoint
     async def expect_weights(self, version: int) -> None:
-        """Hold new requests until the pull of `version` has finished; running requests continue."""
+        """Hold back new requests until the pull of `version` has finished; running requests continue."""
         self._expected = max(self._expected, version)
         if self._expected > self._pulled:  # the pull may have finished before this call arrived
             self._up_to_date.clear()
@@ -168,14 +167,14 @@ class Generator(Actor):
     async def pull_weights(self, commit: Commit) -> int:
         """Load a committed version between two decoding steps; `on_update` decides what happens to running requests.
 
-        Pulls run one after another, in the order in which they were requested. If a pull fails, the generator refuses
-        requests until a later pull succeeds.
+        Pulls run one at a time, in the order of the calls. After a failed pull, the generator refuses requests until a later
+        pull succeeds.
 
         Returns:
-            Bytes that this rank has received since the last pull, other than through shared memory.
+            Bytes that this rank has received since the last pull, not counting shared memory.
 
         Raises:
-            WeightMismatchError: The version is gone, or does not match this model.
+            WeightMismatchError: The version no longer exists, or does not match this model.
         """
         on_update = self._setup.config.on_update
 
@@ -203,13 +202,13 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def start_over(self, reader: "WeightReader | None") -> None:
-        """Drop requests and weights, because the run restarts; `reader` is the source of the weights from now on."""
+        """Drop all requests and weights because the run restarts; later pulls use `reader`."""
         reason = "the run restarts, and the weights are not published yet"
         self._rounds.reset(StoppedError(reason))
         if self._follower is None:
-            await self._loop.start_over(reason)  # ends the requests for which a pull may wait
-        async with self._pulling:  # a pull that was requested earlier has ended
-            if self._follower is None:  # that pull may have let requests continue
+            await self._loop.start_over(reason)  # fails the requests that a draining pull waits for
+        async with self._pulling:  # earlier pulls have finished
+            if self._follower is None:  # an earlier pull may have let held requests continue
                 await self._loop.start_over(reason)
             if self._setup.reader is not None:
                 self._setup.reader.close()
@@ -219,15 +218,15 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def stats(self) -> GenerationStats:
-        """Return the work done since the last call."""
+        """Return the work done since the previous call."""
         return self._loop.take_stats()
 
     @endpoint
     async def close(self) -> None:
-        """Stop the engine's thread; the threads of the other ranks stop with that of rank 0."""
+        """Stop the engine's thread. The threads of the other ranks exit when rank 0 closes."""
         if self._follower is not None:
             self._follower.close()
-            await asyncio.wait({asyncio.wrap_future(self._follower.ended)})
+            await asyncio.wait({asyncio.wrap_future(self._follower.stopped)})
         else:
             await self._loop.close()
         if self._leader is not None:
@@ -263,15 +262,15 @@ class Generator(Actor):
         return engine, leader
 
     async def _fetch(self, commit: Commit) -> "tuple[Callable[[torch.nn.Module], None], bool]":
-        """Fetch a version; return a function that writes it into the model, and True if the fetch succeeded.
+        """Fetch a version; return a function that writes it into the model, and whether the fetch succeeded.
 
-        If the fetch failed, the function raises the error instead. Every pull is then one swap on every rank, and all ranks
-        fail at the same step.
+        After a failed fetch, the returned function raises the error. So every pull is one weight swap on every rank, and all
+        ranks fail at the same step.
         """
         assert self._setup.reader is not None, "a frozen model pulls no weights"
         try:
             fetched = await self._setup.reader.fetch(commit)
-        except Exception as error:  # of any kind: the engine must not serve older weights
+        except Exception as error:  # whatever the error, the engine must stop serving older weights
             return partial(_raise, error), False
         return lambda model: fetched.copy_into(self._weight_targets(model)), True
 
@@ -280,10 +279,10 @@ class Generator(Actor):
         return self._setup.reader.take_received()
 
     def _weight_targets(self, model: "torch.nn.Module") -> "Targets":
-        """Return the model's tensors by the trainer's names; always the same mapping, so that the reader keeps its plan."""
+        """Map the trainer's names to the model's tensors. The mapping is cached, so that the reader can reuse its copy plan."""
         if not self._targets:
             if self._setup.config.model_impl == "titan":
-                from titanrl.generator import titan  # imports torchtitan, which takes long; vLLM's own model needs none of it
+                from titanrl.generator import titan  # imports torchtitan, which is slow; vLLM's own model does not need it
 
                 self._targets = titan.weight_targets(model)
             else:

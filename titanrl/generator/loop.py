@@ -1,4 +1,4 @@
-"""EngineLoop: the thread that decodes while requests are running and executes commands between two steps."""
+"""The engine's thread, which decodes while requests are running and executes commands between decoding steps."""
 
 import asyncio
 import queue
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class EngineStoppedError(StoppedError):
-    """The engine's thread has stopped; the text gives the reason."""
+    """The engine's thread has stopped; the message gives the reason."""
 
 
 @dataclass(slots=True)
@@ -44,10 +44,10 @@ class _Command:
 
 
 class EngineLoop:
-    """Owner of an engine and of the only thread that touches it. Call its methods from an event loop.
+    """Owner of an engine and of the only thread that uses it. Call the methods from an event loop.
 
-    Commands run in the order in which they were sent. One that waits for a drain also holds back all commands behind it,
-    new requests included.
+    Commands run in the order in which they were sent. A command that waits for a drain blocks all later commands, including
+    new requests.
     """
 
     def __init__(self, build: Callable[[], "Engine | Leader"]) -> None:
@@ -69,10 +69,10 @@ class EngineLoop:
     ) -> list[Future[list[Completion]]]:
         """Add all requests to the batch at the same step; return one future per group.
 
-        With `when_drained` they first wait until all earlier requests have finished.
+        With `when_drained`, the requests first wait until all earlier requests have finished.
 
-        When `num_kept` requests of a group have finished, the engine aborts the rest, and the future returns the completions
-        in the order of their requests. If the engine refuses one request, none of the call is added.
+        When `num_kept` requests of a group have finished, the engine aborts the rest. The future then returns the completions
+        in request order. If the engine refuses any request, none of this call's requests are added.
         """
         return await self.call(lambda engine: self._add_groups(engine, groups, num_kept), when_drained=when_drained)
 
@@ -89,7 +89,7 @@ class EngineLoop:
         return await asyncio.wrap_future(command.result)
 
     async def turn(self) -> None:
-        """Wait until the thread has ended its current step, or command; a drain does not delay it.
+        """Wait until the thread has finished its current step or command, without waiting for a drain.
 
         Raises:
             EngineStoppedError: The thread has stopped.
@@ -102,7 +102,7 @@ class EngineLoop:
         await asyncio.wrap_future(turned)
 
     async def start_over(self, reason: str) -> None:
-        """Drop the requests and the weights. Commands sent earlier run first, but no drain waits for a request any more.
+        """Drop all requests and the weights. Commands sent earlier run first, but no longer wait for requests to drain.
 
         Raises:
             EngineStoppedError: The thread has stopped.
@@ -118,7 +118,7 @@ class EngineLoop:
         self.take_stats()
 
     def take_stats(self) -> GenerationStats:
-        """Return the work done since the last call."""
+        """Return the work done since the previous call."""
         now = time.perf_counter()
         stats = GenerationStats(num_tokens=self._num_tokens, busy_s=self._busy_s, wall_s=now - self._since, num_replicas=1)
         self._num_tokens, self._busy_s, self._since = 0, 0.0, now
@@ -131,14 +131,14 @@ class EngineLoop:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self, build: Callable[[], "Engine | Leader"]) -> None:
-        """Run the thread; however it ends, every pending future gets a result."""
+        """Run the thread. When it exits for any reason, every pending future fails with that reason."""
         reason = "the engine was closed"
         try:
             engine = build()
             while self._run_commands(engine):
                 self._step(engine)
                 self._end_turn()
-        except Exception as error:  # the edge of the thread: every pending future gets the cause
+        except Exception as error:  # thread boundary: every pending future gets the cause
             reason = f"the engine failed: {error!r}"
             raise
         finally:
@@ -182,7 +182,7 @@ class EngineLoop:
         before = set(self._waiting)
         try:
             return [self._add_group(engine, *group) for group in zip(groups, num_kept, strict=True)]
-        except Exception:  # the caller gets it; the requests added before it must not stay
+        except Exception:  # raised to the caller, after removing the requests that were already added
             self._abort(engine, self._waiting.keys() - before)
             raise
 
@@ -190,16 +190,16 @@ class EngineLoop:
         self, engine: "Engine | Leader", requests: Sequence[GenerationRequest], num_kept: int
     ) -> Future[list[Completion]]:
         group = _Group(Future(), [None] * len(requests), num_kept)
-        if not requests:  # a group of a round that needs no more turns
+        if not requests:  # a group that needs no more turns in this round
             group.result.set_result([])
         for index, request in enumerate(requests):
             self._waiting[engine.add(request)] = (group, index)
         return group.result
 
     def _deliver(self, engine: "Engine | Leader", finished: "Finished") -> None:
-        """Store a completion in its group; the last one resolves the group's future and aborts its spare requests."""
+        """Store a completion in its group; the last one needed resolves the group's future and aborts the spare requests."""
         if finished.ticket not in self._waiting:
-            return  # a spare that finished at the same step as the last completion its group needed
+            return  # a spare that finished at the same step as the last completion that its group needed
         group, index = self._waiting.pop(finished.ticket)
         group.completions[index] = finished.completion
         group.num_missing -= 1
@@ -223,7 +223,7 @@ class EngineLoop:
             result.set_exception(error)
 
     def _stop(self, reason: str) -> None:
-        """Fail everything that is pending."""
+        """Fail all pending groups, turns and commands."""
         self._stopped = reason
         self._fail_groups(EngineStoppedError(reason))
         while not self._turns.empty():

@@ -1,4 +1,4 @@
-"""The trainer's tensors as views into the fused parameters of vLLM's own model, of which a rank may hold only a shard."""
+"""Views into the fused, possibly sharded parameters of vLLM's own models, one for each of the trainer's tensors."""
 
 import re
 from collections import Counter
@@ -14,10 +14,10 @@ from titanrl.weights.layout import PartOf, local_part
 def weight_targets(
     model: torch.nn.Module, source: ModelDirectory, rank: int = 0, tp: int = 1
 ) -> dict[str, torch.Tensor | PartOf]:
-    """Return vLLM's tensor for each name of the trainer's state dict; slices of fused parameters are views.
+    """Map the names of the trainer's state dict to vLLM's tensors, as views of fused parameters where needed.
 
     Raises:
-        ValueError: The names of the family do not fill a parameter, which would keep the zeros that it was built with.
+        ValueError: The family's names do not fill a parameter completely. It would keep its initial zeros.
     """
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     layers = sorted({int(match[1]) for name in parameters if (match := re.match(r"model\.layers\.(\d+)\.", name))})
@@ -30,7 +30,7 @@ def weight_targets(
         for layer in layers if "{}" in ours else [0]:
             parameter = name.parameter.format(layer)
             held = targets[ours.format(layer)] = held_part(parameters[parameter], name, shape, rank, tp)
-            # No pull fills the padding of a vocabulary.
+            # Pulls do not fill the padding of the vocabulary, so count it as filled.
             num_filled[parameter] += (parameters[parameter] if name.part == "vocab" else local_part(held)).numel()
     if left := [name for name, value in parameters.items() if num_filled[name] < value.numel()]:
         raise ValueError(
@@ -41,7 +41,7 @@ def weight_targets(
 
 
 def held_part(parameter: torch.Tensor, name: VllmName, shape: ModelShape, rank: int, tp: int) -> torch.Tensor | PartOf:
-    """Return the rows of vLLM's parameter that belong to one of the trainer's tensors, and their place in that tensor."""
+    """Return the rows of vLLM's parameter that belong to one of the trainer's tensors, with their position if sharded."""
     if name.part == "vocab":
         return vocab_rows(parameter, shape.vocab_size, rank)
     held = parameter if name.part is None else parameter[part_rows(shape, tp)[name.part]]
@@ -49,13 +49,13 @@ def held_part(parameter: torch.Tensor, name: VllmName, shape: ModelShape, rank: 
 
 
 def vocab_rows(held: torch.Tensor, vocab_size: int, rank: int) -> PartOf:
-    """Return a rank's rows of an embedding without padding: vLLM pads the vocabulary before sharding it."""
+    """Return a rank's rows of an embedding, without the padding that vLLM adds to the vocabulary before sharding it."""
     start = min(rank * len(held), vocab_size)
     return PartOf(held[: vocab_size - start], (vocab_size, held.shape[1]), (start, 0))
 
 
 def share_of(held: torch.Tensor, dim: int, rank: int, tp: int) -> PartOf:
-    """Return a rank's even shard of a tensor along one dimension."""
+    """Describe `held` as the shard of a tensor that is split evenly over `tp` ranks along one dimension."""
     size = held.shape[dim]
     shape, offset = list(held.shape), [0] * held.ndim
     shape[dim], offset[dim] = tp * size, rank * size

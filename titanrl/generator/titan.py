@@ -1,4 +1,4 @@
-"""The trainer's model definition inside vLLM: torchtitan's wrapper, configured to receive weights instead of loading them."""
+"""The trainer's model definition inside vLLM: torchtitan's wrapper, set up to receive weights instead of loading them."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT
 
 
 def register_titan_model(source: ModelDirectory, device: Device, max_len: int, tp: int = 1) -> None:
-    """Register torchtitan's definition of a directory's model with vLLM, for sequences up to `max_len`, over `tp` ranks."""
+    """Register torchtitan's definition of the model with vLLM, for sequences of up to `max_len` tokens on `tp` ranks."""
     register_to_vllm(
         source.spec(device, max_len),
         parallelism=InferenceParallelismConfig(tensor_parallel_degree=tp),
@@ -32,9 +32,9 @@ def register_titan_model(source: ModelDirectory, device: Device, max_len: int, t
 
 
 def unwrap_forward(model: torch.nn.Module) -> None:
-    """Remove torchtitan's wrappers around the forward of the model and its modules, which redistribute tensors over ranks.
+    """Remove torchtitan's wrappers around `forward`, which redistribute tensors over ranks, from the model and its modules.
 
-    One rank has nothing to redistribute, and the wrappers take a sixth of a decoding step of a tiny model.
+    A single rank has nothing to redistribute, and the wrappers take a sixth of a decoding step of a tiny model.
     """
     assert "spmd_context" in vars(model), "torchtitan no longer enters a mesh context in its forward pass"
     vars(model)["spmd_context"] = contextlib.nullcontext
@@ -45,7 +45,7 @@ def unwrap_forward(model: torch.nn.Module) -> None:
 
 
 def weight_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by the names of the trainer's state dict, DTensors if it is sharded; tied ones appear once."""
+    """Map the trainer's state-dict names to the model's tensors: DTensors if it is sharded, tied tensors only once."""
     held = {name.removeprefix("model."): parameter.data for name, parameter in model.named_parameters()}
     assert isinstance(model, VLLMModelWrapper)
     targets: dict[str, torch.Tensor] = plain_tensor_to_dtensor_state_dict(

@@ -1,12 +1,13 @@
-"""Supports of truncated sampling from vLLM 0.32.0, whose private API this module uses. `tests/generator/test_truncation.py`
-checks it.
+"""Supports of truncated sampling (top-k, top-p, min-p), recorded from the samplers of vLLM 0.32.0.
 
-vLLM's model runner V2, which needs Triton, can return sampling masks itself. The runner that other machines use cannot. Its
-sampler computes the log-probabilities after truncation, -inf outside the support, and drops them when it has sampled. Here they
-are read before that, and the supports travel as further columns of the sampled tokens' log-probability ids: vLLM slices, copies
-and delivers these with the request they belong to.
+vLLM's model runner V2, which needs Triton, can return sampling masks. The runner used on other machines cannot: its sampler
+computes the log-probabilities after truncation, with -inf outside the support, and discards them after sampling. This module
+reads them first and appends the support to the sampled tokens' log-probability ids, as additional columns. vLLM slices, copies
+and delivers these columns together with the request.
 
-Shapes: N requests of a step, V vocabulary entries, W words of a bitmap, K columns of words.
+This module uses vLLM's private API; `tests/generator/test_truncation.py` checks it.
+
+Shapes: N requests of a step, V vocabulary entries, K columns of words.
 """
 
 from itertools import pairwise
@@ -24,10 +25,10 @@ from titanrl.supports import WORD_BITS, Int32Array, bitmap_words, words_of
 
 
 class SupportRecording:
-    """Switch that makes an engine's outputs carry the support of each sampled token. While it is off, it costs nothing."""
+    """Recording of the support of each sampled token in an engine's outputs. It costs nothing while it is off."""
 
     def __init__(self, engine: LLMEngine, vocab_size: int) -> None:
-        """Prepare the sampler of this rank; start switched off."""
+        """Patch the sampler of this rank; recording is initially off."""
         core = engine_core(engine)
         self._vocab_size = vocab_size
         self._sampler: Any = core.model_executor.driver_worker.worker.model_runner.sampler
@@ -42,7 +43,7 @@ class SupportRecording:
             self._sampler.sample, self._sampler.forward = self._sample_and_keep, self._forward_with_supports
 
     def switch(self, is_on: bool) -> None:
-        """Turn the recording on or off between two steps."""
+        """Turn recording on or off; call this between two steps."""
         self._is_on = is_on
         if self._has_masks:
             self._sampler.return_sampling_mask = is_on
@@ -63,14 +64,14 @@ class SupportRecording:
 
 
 def with_supports(tensors: LogprobsTensors, logprobs_NV: Tensor) -> LogprobsTensors:
-    """Append the number of words of each row's support and the words to the ids that belong to the log-probabilities."""
-    assert tensors.logprob_token_ids.shape[1] == 1, "vLLM returned log-probabilities of further tokens"
+    """Append each row's support to the log-probability ids: the number of its words, then the words."""
+    assert tensors.logprob_token_ids.shape[1] == 1, "vLLM returned log-probabilities of more than the sampled token"
     words = torch.cat(encoded(logprobs_NV > -torch.inf), dim=1)
     return tensors._replace(logprob_token_ids=torch.cat([tensors.logprob_token_ids, words], dim=1))
 
 
 def encoded(is_kept_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the words of each row as `Supports` defines them, `[N, K]`, and how many there are, `[N, 1]`."""
+    """Encode each row of a mask as `Supports` defines; return the number of words, `[N, 1]`, and the words, `[N, K]`."""
     num_rows, vocab_size = is_kept_NV.shape
     num_bitmap = bitmap_words(vocab_size)
     sizes_N = is_kept_NV.sum(-1)
@@ -80,8 +81,8 @@ def encoded(is_kept_NV: Tensor) -> tuple[Tensor, Tensor]:
     lists = (counts_N < num_bitmap).nonzero()[:, 0]
     rows, ids = (is_kept_NV[lists] & (counts_N[lists, None] > 0)).nonzero(as_tuple=True)
     ends = counts_N[lists].cumsum(0)
-    places = torch.arange(len(ids), device=ids.device) - (ends - counts_N[lists])[rows]
-    words_NK[lists[rows], places] = ids.to(torch.int32)
+    columns = torch.arange(len(ids), device=ids.device) - (ends - counts_N[lists])[rows]
+    words_NK[lists[rows], columns] = ids.to(torch.int32)
 
     bitmaps = (counts_N == num_bitmap).nonzero()[:, 0]
     if len(bitmaps):
@@ -93,10 +94,10 @@ def encoded(is_kept_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def support_words(output: EngineCoreOutput, vocab_size: int) -> list[Int32Array]:
-    """Return the words of the support of each token in an output, which the engine recorded.
+    """Return the recorded support of each token in an output, encoded as words.
 
     Raises:
-        RuntimeError: vLLM's options in `generator.vllm` select a way of sampling that does not return them.
+        RuntimeError: Options in `generator.vllm` select a sampling method whose supports cannot be recorded.
     """
     if output.new_sampling_mask is not None:
         mask = output.new_sampling_mask
@@ -107,7 +108,7 @@ def support_words(output: EngineCoreOutput, vocab_size: int) -> list[Int32Array]
     columns = output.new_logprobs.logprob_token_ids
     if columns.shape[1] < 2:
         raise RuntimeError(
-            "generator.vllm: vLLM returned a token of truncated sampling without the tokens that could be sampled. "
+            "generator.vllm: vLLM did not return the support of a token from truncated sampling. "
             "Remove options that change how it samples, such as speculative decoding."
         )
     return [row[2 : 2 + row[1]].astype(np.int32) for row in columns]

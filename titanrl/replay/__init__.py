@@ -1,4 +1,4 @@
-"""Replay: the run's buffer of slots, records and storage shards, and prioritized buffers that are usable alone."""
+"""Replay buffers: the run's buffer of slots, records and storage shards, and standalone prioritized buffers."""
 
 from titanrl.replay.batches import EmptyReplayError, ReplayBatch, ReplayClosedError, ReplayFullError, ReplayOptions, ReplayStats
 from titanrl.replay.owner import Shard

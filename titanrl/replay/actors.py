@@ -21,7 +21,7 @@ from titanrl.types import GroupHandle, GroupRecord, Rollout
 
 
 class ReplayBuffer(Actor):
-    """Slots and records of groups. Tokens never pass through this actor."""
+    """Actor with the slots and records of groups. Tokens never pass through it."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class ReplayBuffer(Actor):
         replay: ReplaySettings | None,
         prompts: Callable[[], Mixture],
     ) -> None:
-        """Start empty; see `GroupBuffer`.
+        """Create an empty buffer.
 
         Args:
-            num_slots: see there.
-            window: see there.
-            dynamic_sampling: see there.
-            first_index: see there.
-            replay: settings of the memory; None makes none.
-            prompts: makes the choice of prompts, in this process.
+            num_slots: See `GroupBuffer`.
+            window: See `GroupBuffer`.
+            dynamic_sampling: See `GroupBuffer`.
+            first_index: See `GroupBuffer`.
+            replay: Settings of the replay memory; None disables replay.
+            prompts: Factory of the mixture that chooses prompts; called in this process.
         """
         self._buffer = GroupBuffer(
             num_slots=num_slots,
@@ -64,56 +64,56 @@ class ReplayBuffer(Actor):
             worker: Number of workers that the shard had before the caller.
 
         Returns:
-            The reservations, and the groups that the shard may delete.
+            The reservations, and the groups whose payloads the shard may delete.
         """
         return await self._buffer.reserve(limit, shard, worker), self._buffer.take_dropped(shard)
 
     @concurrent_endpoint
     async def reserve_round(self, shard: int, num_shards: int, worker: int) -> tuple[list[Reservation], list[GroupHandle]]:
-        """Wait until the worker of every shard calls and a slot is free, then reserve all free slots.
+        """Wait until the workers of all shards have called and a slot is free, then reserve all free slots.
 
         Returns:
-            The reservations for all shards, in prompt order, and the groups that the caller's shard may delete.
+            The reservations for all shards in prompt order, and the groups whose payloads the caller's shard may delete.
 
         Raises:
-            StoppedError: A worker or generator has ended; the caller calls again.
+            StoppedError: A worker or generator died; call again.
         """
         await self._may_begin.wait()
-        if self._buffer.has_ended(shard, worker):
+        if self._buffer.has_died(shard, worker):
             return [], []
         return await self._rounds.add({shard: None}, num_shards), self._buffer.take_dropped(shard)
 
     @concurrent_endpoint
     async def hold_rounds(self) -> None:
-        """Let no round begin until `rewind`."""
+        """Prevent new rounds until `rewind`."""
         self._may_begin.clear()
-        self._rounds.reset(StoppedError("a worker or generator has ended"))
+        self._rounds.reset(StoppedError("a worker or generator died"))
 
     @concurrent_endpoint
     async def rewind(self, handles: Table | None) -> list[int]:
-        """Sample everything after the last batch again, in new rounds; see `GroupBuffer.rewind`."""
+        """Schedule resampling of everything after the last batch, in new rounds; see `GroupBuffer.rewind`."""
         again = await self._buffer.rewind(handles)
         self._may_begin.set()
         return again
 
     @concurrent_endpoint
     async def lose_shard(self, shard: int, worker: int) -> list[int]:
-        """Sample again what a shard held; see `GroupBuffer.lose_shard`."""
+        """Schedule resampling of a shard's groups; see `GroupBuffer.lose_shard`."""
         return await self._buffer.lose_shard(shard, worker)
 
     @concurrent_endpoint
     async def give_back(self, handles: Table) -> list[int]:
-        """Take back a batch that cannot be trained on; see `GroupBuffer.give_back`."""
+        """Accept the return of a batch that cannot be trained on; see `GroupBuffer.give_back`."""
         return await self._buffer.give_back(handles)
 
     @concurrent_endpoint
     async def commit(self, records: Sequence[GroupRecord], usage: ShardUsage) -> None:
-        """Add finished groups of one shard, whose payloads are already in it."""
+        """Add finished groups whose payloads are already stored in one shard."""
         await self._buffer.commit(records, usage)
 
     @concurrent_endpoint
     async def fail(self, error: str) -> None:
-        """Make the next `take_batch` raise, because a worker failed."""
+        """Make the next `take_batch` raise the error of a failed worker."""
         await self._buffer.fail(error)
 
     @concurrent_endpoint
@@ -138,20 +138,20 @@ class ReplayBuffer(Actor):
 
     @concurrent_endpoint
     async def release(self, handles: Table, priorities: DoubleArray | None) -> None:
-        """Free the slots of batches, or move their groups to the memory; see `GroupBuffer.release`."""
+        """Free the slots of batches, or move their groups to the replay memory; see `GroupBuffer.release`."""
         await self._buffer.release(handles, priorities)
 
     @concurrent_endpoint
     async def discard(self, handles: Table, before_version: int) -> None:
-        """Free the slots of a batch, and those of groups with a token older than `before_version`."""
+        """Free the slots of a batch, and of groups with a token older than `before_version`."""
         await self._buffer.discard(handles, before_version)
 
     @concurrent_endpoint
     async def save(self, path: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
-        """Write the state to a file; return the controller's part of it. See `GroupBuffer.state`."""
+        """Write the state to a file and return the subset that the controller needs; see `GroupBuffer.state`."""
         state = self._buffer.state(trained, from_index)
         prompts = self._buffer.prompts_state(trained, from_index)
-        # At once, because later calls change what the state refers to.
+        # Pickle before the first await, because later calls change the objects that the state refers to.
         files = {path: pickle.dumps(state, pickle.HIGHEST_PROTOCOL)}
         if prompts is not None:
             files[path.with_name(PROMPTS_FILE)] = pickle.dumps(prompts, pickle.HIGHEST_PROTOCOL)
@@ -162,11 +162,11 @@ class ReplayBuffer(Actor):
 
     @concurrent_endpoint
     async def probe(self) -> None:
-        """Return, which shows that the event loop runs."""
+        """Return immediately, which shows that the event loop is running."""
 
     @concurrent_endpoint
     async def load(self, path: Path, freshness: Freshness, num_shards: int) -> Restored:
-        """Continue with a state; see `GroupBuffer.restore`."""
+        """Restore a saved state; see `GroupBuffer.restore`."""
         state = pickle.loads(await asyncio.to_thread(path.read_bytes))
         assert isinstance(state, BufferState), f"{path} is not the state of a buffer"
         file = path.with_name(PROMPTS_FILE)
@@ -178,20 +178,20 @@ class ReplayBuffer(Actor):
 
 
 def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
-    """Pickle each segment. Only the worker that made it and the trainer rank that uses it pay for the conversion."""
+    """Pickle each segment, so that only the worker that creates it and the trainer rank that uses it convert it."""
     return tuple(pickle.dumps(segment, pickle.HIGHEST_PROTOCOL) for rollout in rollouts for segment in rollout.segments)
 
 
 class StorageShard(Actor):
-    """Pickled segments of the groups with a signal that one rollout worker made. It lives in the worker's process."""
+    """Storage for the pickled segments of one rollout worker's groups with a signal. It runs in the worker's process."""
 
     def __init__(self, number: int, buffer: Any, memory_bytes: int, folder: Path) -> None:
-        """Start empty.
+        """Create an empty shard.
 
         Args:
             number: Number of the shard.
             buffer: The `ReplayBuffer` actor.
-            memory_bytes: Bytes to hold in memory; further groups are moved to files.
+            memory_bytes: Memory limit in bytes. Groups beyond it are moved to files, oldest first.
             folder: Folder for these files.
         """
         self._number, self._buffer = number, buffer
@@ -205,9 +205,9 @@ class StorageShard(Actor):
         records: Sequence[GroupRecord] = (),
         dropped: Sequence[GroupHandle] = (),
     ) -> None:
-        """Store the segments of groups, then commit their records. A record never arrives before its payload.
+        """Store the segments of groups, then commit their records, so that a record never arrives before its payload.
 
-        The new segments overwrite the previous contents of their slots. Those of `dropped` groups are deleted.
+        The new segments overwrite the previous contents of their slots. Segments of `dropped` groups are deleted.
         """
         self._payloads.drop(dropped)
         for handle, segments in groups.items():
@@ -220,13 +220,13 @@ class StorageShard(Actor):
         """Return segments by handle and index among the group's segments.
 
         Raises:
-            KeyError: A slot holds another group by now.
+            KeyError: A slot now holds another group, or none.
         """
         return [bytes(self._payloads.get(handle)[segment]) for handle, segment in wanted]
 
     @concurrent_endpoint
     async def save(self, folder: Path, handles: Sequence[GroupHandle]) -> None:
-        """Start to write this shard's groups among `handles` to a file of its own, in a thread. Later calls may delete them."""
+        """Start a thread that writes this shard's groups among `handles` to its file. Later calls may delete the groups."""
         held = {handle: self._payloads.get(handle) for handle in handles if handle.shard == self._number}
         self._saving = asyncio.create_task(asyncio.to_thread(_write_groups, shard_file(folder, self._number), held))
 
@@ -238,13 +238,13 @@ class StorageShard(Actor):
 
     @concurrent_endpoint
     async def load(self, folder: Path, moves: Sequence[Move]) -> None:
-        """Read the groups that belong to this shard now, given as their handles when they were written, and now."""
-        own = {before: now for before, now in moves if now.shard == self._number}
-        for shard in {before.shard for before in own}:
+        """Read the groups that now belong to this shard. `moves` maps saved handles to current ones."""
+        missing = {saved: current for saved, current in moves if current.shard == self._number}
+        for shard in {saved.shard for saved in missing}:
             content = pickle.loads(await asyncio.to_thread(shard_file(folder, shard).read_bytes))
-            for before in own.keys() & content.keys():
-                self._payloads.put(own.pop(before), content[before])
-        assert not own, f"{folder} does not have the tokens of {list(own)}"
+            for saved in missing.keys() & content.keys():
+                self._payloads.put(missing.pop(saved), content[saved])
+        assert not missing, f"{folder} does not have the tokens of {list(missing)}"
 
 
 def _write_groups(path: Path, groups: Mapping[GroupHandle, Parts]) -> None:
@@ -253,9 +253,9 @@ def _write_groups(path: Path, groups: Mapping[GroupHandle, Parts]) -> None:
 
 
 RECORDS_FILE = "records.pkl"
-"""File of the buffer's state in a checkpoint."""
+"""File with the buffer's state in a checkpoint."""
 PROMPTS_FILE = "prompts.pkl"
-"""File beside it with the state of the choice of prompts, with a mixture or a curriculum."""
+"""File next to it with the state of prompt selection; only with a mixture or a curriculum."""
 
 
 def shard_file(folder: Path, shard: int) -> Path:

@@ -1,4 +1,4 @@
-"""Carriers of the replay buffer: reservations, batches and replayed groups."""
+"""Data types of the replay buffer: reservations, batches and replayed groups."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,19 @@ class Reservation:
     handle: GroupHandle
     """Slot and storage shard of its payload."""
     draw: Draw
-    """Its prompt."""
+    """The prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Groups of earlier batches, drawn for another one."""
+    """Groups of earlier batches that were drawn for another batch."""
 
     records: RecordTable
     """Records of the groups, with their importance weights."""
     num_stored: int
-    """Groups in the memory, also those that are too old or were used too often to be drawn."""
+    """Groups in the memory, including those that are too old or were used too often to be drawn."""
     num_evicted: int
-    """Groups that left the memory since the run began, because newer ones needed their place."""
+    """Groups evicted from the memory by newer ones since the start of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,39 +41,39 @@ class Batch:
     """The groups of one optimizer step, in prompt order."""
 
     records: RecordTable
-    """Records of the new groups. With `dynamic_sampling` all of them have a signal."""
+    """Records of the new groups. With `dynamic_sampling`, every group has a signal."""
     num_tried: int
     """Groups of the batch, plus groups discarded since the previous batch."""
     num_without_signal: int
-    """Tried groups whose rewards were all equal. A group without any reward does not count."""
+    """Tried groups whose rewards were all equal, excluding groups without any reward."""
     next_index: int
-    """First position of the prompt stream that no batch has passed; a resumed run starts here."""
+    """First position of the prompt stream that was neither taken nor discarded; a resumed run starts here."""
     num_in_flight: int
     """Groups being generated or scored when the batch was taken."""
     num_ready: int
     """Finished groups that remain for a later batch."""
     num_held: int
-    """Slots of earlier batches that are not freed yet, because the generators have not pulled the weights."""
+    """Slots of earlier batches that are not freed yet, because the generators have not pulled the new weights."""
     num_tried_rollouts: int
     """Rollouts of the tried groups, including those whose reward failed."""
     num_tried_tokens: int
     """Tokens that the generators sampled for the tried groups."""
     num_errors: int
-    """Rollouts of the tried groups whose reward failed. They were left out of their groups."""
+    """Rollouts of the tried groups whose reward failed. They were excluded from their groups."""
     first_error: str
     """Error of the first of these rollouts; empty if there is none."""
     drops: Mapping[DropReason, int]
     """Number of groups discarded since the previous batch, by reason."""
     counts: Mapping[str, int]
-    """Numbers of the episodes of the tried groups, if an environment was used."""
+    """Episode counts of the tried groups, if an environment was used."""
     usage: ShardUsage
     """Size of the groups in all storage shards."""
     environment: Mapping[str, Mapping[str, tuple[float, int]]] = field(default_factory=dict)
-    """Sum of the numbers that environments reported for the tried groups, and of how many rollouts, by task and name."""
+    """Values that environments reported for the tried groups, by task and name: their sum, and the number of rollouts."""
     replayed: Replayed | None = None
-    """Groups of earlier batches that join this one; None without replay."""
+    """Groups of earlier batches that were added to this one; None without replay."""
     prompts: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the choice of prompts, with a mixture or a curriculum."""
+    """Metrics of prompt selection, with a mixture or a curriculum."""
     drops_by_task: Mapping[str, int] = field(default_factory=dict)
     """Number of groups discarded since the previous batch, by task."""
 
@@ -85,13 +85,13 @@ class Batch:
         usage: Sequence[ShardUsage],
         **numbers: Any,
     ) -> Self:
-        """Return the batch of some groups.
+        """Build a batch from finished groups.
 
         Args:
             groups: Groups of the batch, in prompt order.
             last: Groups discarded since the previous batch.
             usage: Size of each storage shard.
-            numbers: Further fields.
+            numbers: Remaining fields.
         """
         tried = [*groups, *last.discarded]
         failed = [group.record for group in tried if group.record.num_errors]
@@ -126,7 +126,7 @@ class Batch:
 
 
 def _summed_by_task(records: Sequence[GroupRecord]) -> dict[str, dict[str, tuple[float, int]]]:
-    """Add up the numbers that environments reported, by task and name. The order of prompts makes the sums repeatable."""
+    """Add up the values that environments reported, by task and name. Prompt order makes the sums reproducible."""
     sums: dict[str, dict[str, tuple[float, int]]] = {}
     for record in sorted(records, key=lambda record: record.index):
         for name, (total, num) in record.metrics.items():

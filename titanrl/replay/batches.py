@@ -1,4 +1,4 @@
-"""Carriers, options and exceptions of the buffers that are usable alone."""
+"""Data types, options and exceptions of the standalone replay buffers."""
 
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -11,19 +11,19 @@ from titanrl.replay.trees import Floats, Integers
 
 
 class EmptyReplayError(TitanRLError):
-    """No item could be sampled in time; the text says why."""
+    """No item could be sampled in time; the message gives the reason."""
 
 
 class ReplayClosedError(TitanRLError):
-    """The process that serves a buffer or one of its shards does not answer; the text names it."""
+    """The process that serves a buffer or one of its shards does not respond; the message names it."""
 
 
 class ReplayFullError(TitanRLError):
-    """No row of a shared buffer became free in time; the text says who holds them."""
+    """No row of a shared buffer became free in time; the message says how many rows writers and readers hold."""
 
 
 class ReplayOptions(TypedDict, total=False):
-    """Options of a prioritized buffer, all of them optional."""
+    """Optional settings of a prioritized buffer."""
 
     alpha: float
     """Exponent of priorities, 0.6 by default; 0 samples uniformly."""
@@ -32,9 +32,9 @@ class ReplayOptions(TypedDict, total=False):
     beta_steps: int
     """Learner steps until the last value of beta; 100,000 by default."""
     eps: float
-    """Addend of priorities, 1e-8 by default, so that an item with priority 0 can be sampled again."""
+    """Term added to every priority, so that an item with priority 0 can still be sampled; 1e-8 by default."""
     initial_priority: float
-    """Priority of new items until a higher one was given; 1 by default."""
+    """Priority of new items until a higher priority has been set; 1 by default."""
     max_staleness: int | None
     """Items older than the current version minus this are never sampled; None, the default, samples items of any age."""
     seed: int
@@ -43,7 +43,7 @@ class ReplayOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Items that were drawn, without their payload."""
+    """Items drawn from a buffer, without their payload."""
 
     handles: Integers
     """Sequence numbers, `[B]`."""
@@ -64,7 +64,7 @@ class ReplayBatch:
     """
 
     payload: Any
-    """Copies of the items, nested like the payloads that were written, with `[B]` as the first dimension."""
+    """Copies of the items, nested like the written payloads, with `[B]` as the first dimension."""
     handles: Integers
     """Sequence numbers of the items, `[B]`, for `update_priorities`."""
     weights: npt.NDArray[np.float32]
@@ -72,7 +72,7 @@ class ReplayBatch:
     probabilities: Floats
     """Probability of each item when it was drawn, `[B]`."""
     versions: Integers
-    """Version of the policy that made each item, `[B]`; 0 if none was given."""
+    """Version of the policy that produced each item, `[B]`; by default the policy version at the time of writing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,18 @@ class ReplayStats:
     num_items: int
     """Committed items in the buffer, including those that are too old or have a priority of zero."""
     capacity: int
-    """Slots."""
+    """Number of slots."""
     num_reserved: int
-    """Handles that were reserved, including those of every write."""
+    """Handles that were reserved, including one for every written item."""
     num_committed: int
     """Items that were written."""
     num_sampled: int
     """Items that were drawn."""
     num_stale_updates: int
-    """Priorities of items that were overwritten or released."""
+    """Priority updates for items that were overwritten or released."""
     num_stale_commits: int
     """Commits of reservations that were overwritten or released, or whose lease expired."""
     num_expired: int
-    """Reservations that ended without a commit: their lease expired, or their writer died."""
+    """Reservations that ended without a commit, because their lease expired or their writer died."""
     num_bytes: int
     """Bytes of the payload columns."""

@@ -1,12 +1,12 @@
-"""The buffer's bookkeeping, without actors: it reserves slots, collects finished groups, and picks the next batch.
+"""`GroupBuffer`: the buffer's logic without actors. It reserves slots, collects finished groups and selects the next batch.
 
 A slot is reserved when a prompt is admitted. It is freed only after the generators have pulled the weights trained on its
 group. With B slots, P groups between two publications and a window of W, no token is trained on more than (B + W - 2) // P
-publications after it was sampled; docs/async.md proves it. The buffer never discards a group because of its age, so long
-completions are as likely to be trained on as short ones.
+publications after it was sampled; docs/async.md proves it. Unless `discard` is called, no group is dropped because of its age,
+so long completions are as likely to be trained on as short ones.
 
-With a memory, a group that was trained on moves there when its slot is released, and the slot is replaced by another one. The
-groups that a batch replays are in addition to the new ones, so none of the above depends on them.
+With a replay memory, a trained group moves there when its slot is released, and keeps its storage location. Replayed groups are
+added to the new groups of a batch, so the bound does not depend on them.
 """
 
 import asyncio
@@ -51,16 +51,16 @@ class GroupBuffer:
         memory: ReplayMemory | None = None,
         mixture: Mixture | None = None,
     ) -> None:
-        """Start empty.
+        """Create an empty buffer.
 
         Args:
-            num_slots: Limit of groups that are in flight, finished or not yet released.
-            dynamic_sampling: Discard a group without signal and free its slot at once, so that another prompt replaces it.
-            window: Limit of how far a batch may leave prompt order: at most `window - 1` younger groups overtake a group in
-                flight. 1 keeps the order of prompts.
+            num_slots: Maximum number of groups that are in flight, finished or not yet released.
+            dynamic_sampling: Discard groups without a signal and free their slots immediately for other prompts.
+            window: Limit on reordering: at most `window - 1` younger groups may overtake a group in flight. 1 preserves
+                prompt order.
             first_index: First position of the prompt stream; greater than 0 after a resume.
-            memory: Groups to replay; None stores none.
-            mixture: Chooses the prompts; None takes those of one task in order.
+            memory: Memory for replayed groups; None disables replay.
+            mixture: Source of prompts; None takes the prompts of one task in order.
         """
         self.mixture = mixture or Mixture()
         self._num_slots = num_slots
@@ -72,7 +72,7 @@ class GroupBuffer:
         self._dynamic_sampling = dynamic_sampling
         self._window = window
         self._next_index = first_index
-        self._again: deque[int] = deque()  # earlier positions to reserve first, because they are sampled again, ascending
+        self._again: deque[int] = deque()  # earlier positions to sample again, ascending; reserved first
         self._in_flight: dict[int, GroupHandle] = {}  # by prompt index, oldest first
         self._ready: dict[int, Finished] = {}
         self._overtakers: set[int] = set()  # taken while an older group was in flight
@@ -82,37 +82,37 @@ class GroupBuffer:
         self._oldest_version = -1  # groups with an older token are discarded
         self._abandoned: set[GroupHandle] = set()  # groups whose commit is ignored
         self._lost: set[GroupHandle] = set()  # groups of unreleased batches whose tokens are gone
-        self._ended: dict[int, int] = {}  # by shard: its last worker that has ended
+        self._dead: dict[int, int] = {}  # last dead worker by shard
         self._failure: str | None = None
         self._changed = asyncio.Condition()
 
     async def reserve(self, limit: int, shard: int = 0, worker: int = 0) -> list[Reservation]:
-        """Wait until a slot is free, then reserve up to `limit` slots for groups whose payloads a shard will hold.
+        """Wait until a slot is free, then reserve up to `limit` slots for groups whose payloads a shard will store.
 
-        `worker` counts the workers that the shard has had. One that has ended meanwhile gets no slots.
+        `worker` is the number of workers that the shard had before. A worker that has died in the meantime gets no slots.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._slots.room() or self.has_ended(shard, worker))
-            room = 0 if self.has_ended(shard, worker) else self._slots.room()
+            await self._changed.wait_for(lambda: self._slots.room() or self.has_died(shard, worker))
+            room = 0 if self.has_died(shard, worker) else self._slots.room()
             return [self._reserve(shard) for _ in range(min(limit, room))]
 
     async def reserve_round(self, num_shards: int) -> list[Reservation]:
-        """Wait until a slot is free, then reserve all free slots, in equal parts for the payloads of each shard."""
+        """Wait until a slot is free, then reserve all free slots, distributed evenly over the shards."""
         async with self._changed:
             await self._changed.wait_for(self._slots.room)
             room = self._slots.room()
-            return [self._reserve(place * num_shards // room) for place in range(room)]
+            return [self._reserve(i * num_shards // room) for i in range(room)]
 
-    def has_ended(self, shard: int, worker: int) -> bool:
-        """Return True if `lose_shard` was called for this worker of a shard, or a later one."""
-        return worker <= self._ended.get(shard, -1)
+    def has_died(self, shard: int, worker: int) -> bool:
+        """Return True if `lose_shard` was called for this worker of a shard, or for a later one."""
+        return worker <= self._dead.get(shard, -1)
 
     def take_dropped(self, shard: int) -> list[GroupHandle]:
-        """Return the groups of a shard whose slots were freed since the last call, so that it deletes their payloads."""
+        """Return the groups of a shard that were dropped since the last call, so that it can delete their payloads."""
         return self._slots.take_dropped(shard)
 
     async def commit(self, records: Sequence[GroupRecord], usage: ShardUsage | None = None) -> None:
-        """Add finished groups of one shard, and note its size."""
+        """Add finished groups of one shard and record the shard's size."""
         async with self._changed:
             for record in records:
                 self._add(record)
@@ -121,13 +121,13 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def fail(self, error: str) -> None:
-        """Make the next `take_batch` raise, because a worker failed."""
+        """Make the next `take_batch` raise the error of a failed worker."""
         async with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     async def take_batch(self, num_groups: int) -> Batch:
-        """Wait for `num_groups` finished groups and take the first ones in prompt order, at least one of them with a signal.
+        """Wait for `num_groups` finished groups and take the first ones in prompt order. At least one has a signal.
 
         At most `window - 1` younger groups overtake a group in flight.
 
@@ -145,13 +145,13 @@ class GroupBuffer:
         return self._take(picked)
 
     def replay(self, version: int, beta: float) -> Replayed:
-        """Draw groups of the memory for a batch; see `ReplayMemory.draw`."""
+        """Draw groups from the memory for a batch; see `ReplayMemory.draw`."""
         assert self._memory is not None, "there is no memory"
         drawn = RecordTable.join(self._memory.draw(version, beta))
         return Replayed(drawn, num_stored=len(self._memory), num_evicted=self._memory.num_evicted)
 
     async def wait_until_full(self) -> None:
-        """Wait until every slot holds a finished group, taken or not. The rollout workers are idle then."""
+        """Wait until every slot holds a finished group, taken or not, so that the rollout workers are idle."""
         async with self._changed:
             await self._changed.wait_for(lambda: not (self._slots.room() or self._in_flight) or self._failure is not None)
 
@@ -165,23 +165,23 @@ class GroupBuffer:
 
         Args:
             handles: Groups of batches, as a table of `HANDLE`.
-            priorities: Priority of each group for replay, NaN for one that has none; None if they were not trained on and must
-                not be replayed again.
+            priorities: Replay priority of each group, NaN for a group without one; None if the groups were not trained on and
+                must not be replayed again.
         """
         async with self._changed:
             self._release(handles, priorities)
             self._changed.notify_all()
 
     async def lose_shard(self, shard: int, worker: int = 0) -> list[int]:
-        """Sample again what a shard held or was to hold, because its process and the worker in it have ended.
+        """Schedule resampling of the groups that a shard held or was going to hold, because its process died.
 
-        Groups of batches stay, because the trainer may have their tokens already; if not, `give_back` samples them again.
+        Groups in batches stay, because the trainer may already have their tokens. If it does not, `give_back` resamples them.
 
         Returns:
             Positions that will be sampled again, ascending.
         """
         async with self._changed:
-            self._ended[shard] = worker
+            self._dead[shard] = worker
             in_flight = [index for index, handle in self._in_flight.items() if handle.shard == shard]
             held = [index for index, group in self._ready.items() if group.has_tokens_in(shard)]
             self._sample_again([*in_flight, *held])
@@ -195,20 +195,20 @@ class GroupBuffer:
         return sorted([*in_flight, *held])
 
     async def give_back(self, handles: Table) -> list[int]:
-        """Take back the groups of a batch that cannot be trained on; the ones whose tokens are lost are sampled again.
+        """Make the groups of a batch that cannot be trained on ready again; resample those whose tokens are lost.
 
         Returns:
             Positions that will be sampled again, ascending.
         """
         async with self._changed:
-            lost = self._take_back(handles)
+            lost = self._return_batch(handles)
             self._sample_again(lost)
             self._changed.notify_all()
         return sorted(lost)
 
     async def rewind(self, handles: Table | None = None) -> list[int]:
-        """Sample again everything after the last batch that was trained on. The rounds are then those that a run without a
-        fault has, so its numbers repeat.
+        """Schedule resampling of everything after the last trained batch. The rounds, and therefore the results, are then the
+        same as in a run without faults.
 
         Args:
             handles: Groups of a batch that cannot be trained on.
@@ -217,7 +217,7 @@ class GroupBuffer:
             Positions that will be sampled again, ascending.
         """
         async with self._changed:
-            lost = [] if handles is None else self._take_back(handles)
+            lost = [] if handles is None else self._return_batch(handles)
             discarded = [group.record.index for group in self._discarded]
             again = sorted([*self._in_flight, *self._ready, *lost, *discarded])
             self._discarded, self._drops = [], Counter()
@@ -226,11 +226,11 @@ class GroupBuffer:
         return again
 
     def state(self, trained: Sequence[TrainedBatch] = (), from_index: int | None = None) -> BufferState:
-        """Return the state that a resumed run continues with.
+        """Return the state from which a resumed run continues.
 
         Args:
             trained: Batches trained on since the last publication.
-            from_index: Sample everything from this position on again, instead of continuing with the finished groups.
+            from_index: Position from which everything is sampled again; None continues with the finished groups.
         """
         memory = None if self._memory is None else self._memory.state_dict()
         if from_index is not None:
@@ -256,13 +256,13 @@ class GroupBuffer:
         )
 
     def prompts_state(self, trained: Sequence[TrainedBatch], from_index: int | None) -> dict[str, Any] | None:
-        """Return the state of the mixture that belongs to `state`."""
+        """Return the state of the mixture that matches `state`."""
         used = {handle for handles, _ in trained for handle in handles_of(handles)}
         untrained = [group.record.index for group in self._taken.values() if group.record.handle not in used]
         return self.mixture.state_dict(untrained=untrained, from_index=from_index)
 
     def restore(self, state: BufferState, freshness: Freshness, num_shards: int) -> Restored:
-        """Continue with a state, before the first reservation. The mixture has continued with its own."""
+        """Restore a state. Call this before the first reservation and after restoring the mixture."""
         kept, again = split_by_freshness(state, freshness, self._num_slots)
         has_memory = self._memory is not None and state.memory is not None
         held = state.held if has_memory else [group.without_tokens() for group in state.held]
@@ -295,7 +295,7 @@ class GroupBuffer:
 
         Args:
             handles: Groups of a batch, as a table of `HANDLE`.
-            before_version: Groups with a token older than this version are discarded, too, now and when they finish.
+            before_version: Also discard groups with a token older than this version, now and when they finish.
         """
         async with self._changed:
             self._oldest_version = before_version
@@ -322,7 +322,7 @@ class GroupBuffer:
         return Reservation(index, handle, self.mixture.draw(index))
 
     def _sample_again(self, indices: Collection[int]) -> None:
-        """Free the slots of positions in flight or ready, and reserve them again before any later one."""
+        """Free the slots of positions in flight or ready, and queue the positions before all later ones."""
         self.mixture.give_back(index for index in indices if index in self._in_flight or index in self._ready)
         for index in indices:
             if index in self._in_flight:
@@ -333,8 +333,8 @@ class GroupBuffer:
                 self._free(self._ready.pop(index).record.handle)
         self._again = deque(sorted({*self._again, *indices}))
 
-    def _take_back(self, handles: Table) -> list[int]:
-        """Make the groups of a batch ready again; return the positions of those whose tokens are lost, which are not."""
+    def _return_batch(self, handles: Table) -> list[int]:
+        """Make the groups of a batch ready again, unless their tokens are lost; return the positions of the lost groups."""
         lost = []
         for handle in handles_of(handles):
             if self._memory is not None and handle in self._memory:
@@ -381,7 +381,7 @@ class GroupBuffer:
         self._lost.discard(handle)
 
     def _add(self, record: GroupRecord) -> None:
-        if record.handle in self._abandoned:  # sent before its worker knew
+        if record.handle in self._abandoned:  # its worker committed it before learning of this
             self._abandoned.remove(record.handle)
             self._slots.drop(record.handle)
             return
@@ -410,7 +410,7 @@ class GroupBuffer:
         self._free(group.record.handle)
 
     def _pick(self, num_groups: int) -> list[int]:
-        """Return the indices of the next batch, oldest first; fewer than `num_groups` if the batch is not complete.
+        """Return the positions of the next batch, oldest first; fewer than `num_groups` if the batch is not complete.
 
         A complete batch without any signal is discarded, because there is nothing to train on.
         """

@@ -1,6 +1,6 @@
-"""Payloads of a replay buffer: dictionaries of arrays, tensors or objects, stored as one column per leaf.
+"""Columnar storage for payloads of a replay buffer: nested dictionaries with one column per leaf.
 
-A leaf is a numpy array, a torch tensor or a list of any objects. Torch is used only if the caller's payload has tensors.
+A leaf is a numpy array, a torch tensor or a list of arbitrary objects. Torch is used only if the caller's payload has tensors.
 """
 
 import sys
@@ -15,29 +15,29 @@ Path = tuple[str, ...]
 
 
 class Columns:
-    """Slots whose columns are created by the first write."""
+    """Columns of a fixed number of slots. The first write creates the columns."""
 
     def __init__(self, capacity: int, columns: dict[Path, Any] | None = None) -> None:
-        """Start without columns, or with given ones."""
+        """Start without columns, or with existing ones."""
         self._capacity = capacity
         self._columns: dict[Path, Any] = columns or {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the columns; for objects, those of the references."""
+        """Bytes of the columns. For objects, only the references are counted."""
         return sum(int(column.nbytes) for column in self._columns.values())
 
     def check(self, payload: Any) -> int:
-        """Return the number of items of a payload.
+        """Validate a payload and return its number of items.
 
         Raises:
-            ValueError: Its leaves differ in length, or do not fit into the columns.
+            ValueError: The leaves differ in length or do not match the columns.
         """
         leaves = dict(leaves_of(payload))
         lengths = {path: len(leaf) for path, leaf in leaves.items()}
         if len(set(lengths.values())) != 1:
             shown = ", ".join(f"{leaf_name(path)}: {length}" for path, length in lengths.items())
-            raise ValueError(f"payload: leaves must have equal lengths (got {shown or 'no leaves'}). Give one row per item.")
+            raise ValueError(f"payload: leaves must have equal lengths (got {shown or 'no leaves'}). Use one row per item.")
         if self._columns and leaves.keys() != self._columns.keys():
             got, expected = (", ".join(map(leaf_name, paths)) for paths in (leaves, self._columns))
             raise ValueError(f"payload: the keys changed (got {got}). Use those of the first write: {expected}.")
@@ -50,7 +50,7 @@ class Columns:
         return next(iter(lengths.values()))
 
     def write(self, index: Index, payload: Any, part: Index) -> None:
-        """Store a part of the items of a payload that `check` accepted in the slots `index`."""
+        """Write the items `part` of a payload into the slots `index`. `check` must have accepted the payload."""
         for path, leaf in leaves_of(payload):
             if path not in self._columns:
                 self._columns[path] = _new_column(self._capacity, leaf)
@@ -60,7 +60,7 @@ class Columns:
                 self._columns[path][_indexer(leaf, index)] = leaf[_indexer(leaf, part)]
 
     def read(self, index: npt.NDArray[np.int64]) -> Any:
-        """Return a copy of the items of these slots, nested like the payload of the first write."""
+        """Return copies of the items in these slots, nested like the payload of the first write."""
         torch = sys.modules.get("torch")
         tensor_index = None
         found: dict[Path, Any] = {}
@@ -74,7 +74,7 @@ class Columns:
         return _nested(found)
 
     def all(self) -> Any:
-        """Return all slots without a copy, nested like the payload of the first write."""
+        """Return all slots without copying, nested like the payload of the first write."""
         return _nested(self._columns)
 
     def state(self, num_slots: int) -> dict[Path, Any]:
@@ -90,7 +90,7 @@ class Columns:
 
 
 def single(item: Any) -> Any:
-    """Return a payload of one item. Numbers become arrays; other values that are no arrays or tensors become objects."""
+    """Convert one item to a payload. Numbers become arrays; values other than arrays and tensors become objects."""
     if isinstance(item, Mapping):
         return {key: single(value) for key, value in item.items()}
     if isinstance(item, np.ndarray | np.generic | int | float):
@@ -106,7 +106,7 @@ def map_tensors(payload: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves_of(payload: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the arrays, tensors and lists of a payload, with their keys.
+    """Yield the arrays, tensors and lists of a payload with their key paths.
 
     Raises:
         ValueError: A leaf has no rows.
@@ -120,7 +120,7 @@ def leaves_of(payload: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, payload
     else:
         raise ValueError(
-            f"{leaf_name(path)}: not rows of items (got {type(payload).__name__}). Give an array, a tensor or a list."
+            f"{leaf_name(path)}: must hold one row per item (got {type(payload).__name__}). Use an array, a tensor or a list."
         )
 
 
@@ -143,7 +143,7 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def _kind(leaf: Any) -> object:
-    """Return what all rows of a column share."""
+    """Return the properties that all rows of a column must share."""
     if isinstance(leaf, list | tuple) or leaf.dtype == object:
         return "objects"
     return (is_tensor(leaf), leaf.dtype, tuple(leaf.shape[1:]))
@@ -154,7 +154,7 @@ def _text(leaf: Any) -> str:
 
 
 def leaf_name(path: Path) -> str:
-    """Return the name of a leaf, for messages."""
+    """Return the name of a leaf for error messages."""
     return ".".join(("payload", *path))
 
 

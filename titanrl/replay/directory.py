@@ -1,7 +1,8 @@
-"""The storage shards that a process fetches from. A fetch ends at once if its shard has ended.
+"""Fetches from storage shards, which fail immediately when the shard's process dies.
 
-torchmonarch reports the end of a process to callers in other processes only after many seconds, and starts no endpoint of an
-actor while a plain one of it runs. So a trainer that waits for a shard learns of its end through another actor of its process.
+torchmonarch reports the death of a process to callers in other processes only after many seconds. It also starts no endpoint of
+an actor while a plain endpoint of that actor runs. A trainer that waits for a shard is therefore notified by another actor in
+its process, `ShardNews`.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ from titanrl.types import GroupHandle, Segment
 
 
 class TokensLostError(TitanRLError):
-    """Tokens of a batch are gone, because the rollout worker that held them has ended."""
+    """Tokens of a batch are lost because the rollout worker that held them died."""
 
 
 class ShardDirectory:
-    """The `StorageShard` actors by number, for all actors of a process. Each of these has an event loop of its own."""
+    """The `StorageShard` actors by number, shared by all actors of a process, which run on different event loops."""
 
     def __init__(self) -> None:
         """Start without shards."""
@@ -29,30 +30,30 @@ class ShardDirectory:
         self._fetches: dict[asyncio.Future[None], int] = {}
 
     def use(self, number: int, shard: Any | None) -> None:
-        """Fetch from a new shard, or from none until there is one. Fetches from the previous one fail."""
+        """Replace a shard, with None until its successor exists. Running fetches from the previous one fail."""
         with self._lock:
             self._shards[number] = shard
-            lost = [ended for ended, place in self._fetches.items() if place == number]
-        for ended in lost:
-            ended.get_loop().call_soon_threadsafe(_finish, ended)
+            lost = [died for died, source in self._fetches.items() if source == number]
+        for died in lost:
+            died.get_loop().call_soon_threadsafe(_finish, died)
 
     async def fetch(self, number: int, wanted: Sequence[tuple[GroupHandle, int]]) -> list[Segment]:
         """Fetch segments from a shard, by handle and index among the group's segments.
 
         Raises:
-            TokensLostError: The process that held them has ended.
+            TokensLostError: The process that held them died.
         """
-        lost = TokensLostError(f"the storage shard of groups {wanted[0][0]} and others has ended")
-        ended = asyncio.get_running_loop().create_future()
+        lost = TokensLostError(f"the storage shard that held {wanted[0][0]} died")
+        died = asyncio.get_running_loop().create_future()
         with self._lock:
             shard = self._shards[number]
-            self._fetches[ended] = number
+            self._fetches[died] = number
         reply: asyncio.Task[list[bytes]] | None = None
         try:
             if shard is None:
                 raise lost
             reply = asyncio.create_task(resolve(shard.get.call_one(wanted)), name="fetch")
-            await asyncio.wait({reply, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reply, died}, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
                 raise lost
             return [pickle.loads(segment) for segment in reply.result()]
@@ -64,22 +65,22 @@ class ShardDirectory:
             if reply is not None:
                 reply.cancel()
             with self._lock:
-                del self._fetches[ended]
+                del self._fetches[died]
 
 
-def _finish(ended: "asyncio.Future[None]") -> None:
-    if not ended.done():
-        ended.set_result(None)
+def _finish(died: "asyncio.Future[None]") -> None:
+    if not died.done():
+        died.set_result(None)
 
 
 SHARDS = ShardDirectory()
-"""The shards of this process."""
+"""Shards known to this process."""
 
 
 class ShardNews(Actor):
-    """Tells the process of a trainer rank which storage shards there are."""
+    """Actor that informs the process of a trainer rank about new and lost storage shards."""
 
     @concurrent_endpoint
     async def use(self, number: int, shard: Any | None) -> None:
-        """Let the process fetch from a new shard, or from none; see `ShardDirectory.use`."""
+        """Replace a shard in this process; see `ShardDirectory.use`."""
         SHARDS.use(number, shard)

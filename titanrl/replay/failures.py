@@ -1,4 +1,4 @@
-"""The reasons for which no batch can be taken, and the texts that explain them."""
+"""Exceptions for batches that cannot be taken, and the messages that explain why."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from titanrl.types import GroupRecord
 
 
 class StarvationError(TitanRLError):
-    """No batch with a signal was complete in time; the text names the cause and what to change."""
+    """No batch with a signal was complete in time; the message names the cause and a fix."""
 
 
 class RolloutError(TitanRLError):
-    """A rollout worker failed; the text is the worker's exception."""
+    """A rollout worker failed; the message is the worker's exception."""
 
 
 class ScorerError(RolloutError):
-    """The reward failed on every completion; the text has its first exception."""
+    """The reward failed on every completion; the message contains the first exception."""
 
 
 def scorer_failed(tried: str, error: str) -> ScorerError:
-    """Return the exception for a reward, or an environment, that failed on everything that was tried."""
+    """Return the exception for a reward or environment that failed on the completions that `tried` describes."""
     if error.startswith("data.environment: "):
-        return ScorerError(f"{error} (and so did {tried}). Correct the environment, or raise its time limits.")
+        return ScorerError(f"{error} (it affects {tried}). Correct the environment, or raise its time limits.")
     return ScorerError(
         f"data.rewards: the reward failed on {tried} (first error: {error}). Correct the reward; if it lacks time or memory, "
         "raise sandbox.timeout_s or sandbox.memory_bytes."
@@ -30,7 +30,7 @@ def scorer_failed(tried: str, error: str) -> ScorerError:
 
 
 def all_scorers_failed(records: Sequence[GroupRecord]) -> ScorerError:
-    """Return the exception for a reward that failed on all of the first groups."""
+    """Return the exception for a reward that failed on all completions of the first groups."""
     num_rollouts = sum(record.num_errors for record in records)
     return scorer_failed(f"all {num_rollouts} completions of the first {len(records)} groups", records[0].first_error)
 
@@ -41,7 +41,7 @@ def why_starved(tried: Sequence[GroupRecord], indices: Sequence[int], num_groups
     Args:
         tried: Groups that finished since the last batch.
         indices: Positions of the prompts whose groups are in flight, oldest first.
-        num_groups: Groups of a batch.
+        num_groups: Groups per batch.
         waited_s: Seconds since the batch was requested.
     """
     in_flight = f"groups in flight: {len(indices)}"

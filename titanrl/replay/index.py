@@ -1,11 +1,11 @@
-"""Metadata of a replay buffer: sequence numbers, priorities, leases, versions and draws, but no payload.
+"""Metadata of a prioritized replay buffer: sequence numbers, priorities, leases, versions and draws, but no payload.
 
 Prioritized experience replay (Schaul et al., 2016, arXiv:1511.05952) with exact probabilities and unique handles. Item i has a
 leaf (|p_i| + eps)^alpha in a tree. It is drawn with probability P_i = leaf_i / sum of leaves, and its importance weight is
 (N P_i)^-beta divided by the largest such weight of the buffer, which is (leaf_i / smallest leaf)^-beta.
 
-Every item has a sequence number of 64 bits, its handle. Its slot is the number modulo the capacity. A slot remembers the
-number of its item, so a priority that arrives after the item was overwritten has no effect.
+Every item has a 64-bit sequence number, its handle. Its slot is this number modulo the capacity. Each slot stores the number of
+its item, so a priority update that arrives after the item was overwritten has no effect.
 """
 
 import heapq
@@ -24,13 +24,13 @@ from titanrl.replay.trees import Floats, Integers, PriorityTree
 NO_ITEM = -1
 ANY_VERSION = int(np.iinfo(np.int64).min)
 Store = Callable[[Integers | slice, Integers | slice], None]
-"""A function that writes the payload of slots; its second argument selects these items of the caller's payload."""
+"""Function that writes the payload of slots. Its second argument selects the items from the caller's payload."""
 
 logger = logging.getLogger(__name__)
 
 
 class ReplayIndex:
-    """Slots of a buffer that overwrites its oldest item when it is full. All methods are safe to call from several threads."""
+    """Slots of a buffer that overwrites its oldest items when full. All methods can be called from several threads."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ReplayIndex:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start empty. `ReplayOptions` describes the options; `clock` returns the seconds that leases count."""
+        """Create an empty index. `ReplayOptions` describes the options; `clock` returns the time for leases in seconds."""
         require(capacity >= 1, "capacity", capacity, "Use at least 1.")
         require(beta_steps >= 1, "beta_steps", beta_steps, "Use at least 1.")
         require(0.0 <= eps < np.inf, "eps", eps, "Use a finite number of at least 0.")
@@ -53,7 +53,7 @@ class ReplayIndex:
         require(max_staleness is None or max_staleness >= 0, "max_staleness", max_staleness, "Use at least 0, or None.")
         self.capacity = capacity
         self.changed = threading.Condition()
-        """Lock of all metadata; notified when items can be sampled or reservations end."""
+        """Lock for all metadata. It is notified when items become available or reservations end."""
         self._beta_ends = beta if isinstance(beta, tuple) else (beta, beta)
         require(min(self._beta_ends) >= 0.0, "beta", beta, "Use numbers of at least 0.")
         self._beta_steps = beta_steps
@@ -83,7 +83,7 @@ class ReplayIndex:
 
     @property
     def alpha(self) -> float:
-        """Exponent of priorities. Setting it computes every leaf again from its priority."""
+        """Exponent of priorities. Setting it recomputes every leaf from its priority."""
         return self._alpha
 
     @alpha.setter
@@ -102,7 +102,7 @@ class ReplayIndex:
 
     @property
     def step(self) -> int:
-        """Learner step, which decides beta."""
+        """Learner step, which determines beta."""
         return self._step
 
     def set_step(self, step: int) -> None:
@@ -112,13 +112,13 @@ class ReplayIndex:
 
     @property
     def version(self) -> int:
-        """Newest version of the policy that was reported."""
+        """Newest policy version that was set."""
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Report the version of the policy. Items older than `max_staleness` allows are not sampled from now on.
+        """Set the policy version. Items older than `max_staleness` allows are no longer sampled.
 
-        A report of an older version than the current one has no effect.
+        A version older than the current one has no effect.
         """
         require(version >= 0, "version", version, "Use the number of published versions.")
         with self.changed:
@@ -130,7 +130,7 @@ class ReplayIndex:
     def append(
         self, num_items: int, priorities: npt.ArrayLike | None, versions: npt.ArrayLike | None, store: Store
     ) -> Integers:
-        """Store new items in the next slots, and return their handles."""
+        """Store new items in the next slots and return their handles."""
         with self.changed:
             values = self._checked_priorities(priorities, num_items)
             ages = self._checked_versions(versions, num_items)
@@ -143,7 +143,7 @@ class ReplayIndex:
             return np.arange(first, self._next)
 
     def reserve(self, num_items: int, lease_s: float | None = None) -> Integers:
-        """Reserve the next slots and return their handles. Items in them leave the buffer."""
+        """Reserve the next slots and return their handles. Items in these slots are removed."""
         self.check_count(num_items)
         require(lease_s is None or 0.0 < lease_s < np.inf, "lease_s", lease_s, "Use a number of seconds above 0, or None.")
         with self.changed:
@@ -163,14 +163,14 @@ class ReplayIndex:
         store: Store,
         is_written: npt.NDArray[np.bool_] | bool = True,
     ) -> npt.NDArray[np.bool_]:
-        """Store the items of reservations, so that they can be sampled. Return which of the reservations were open.
+        """Store the items of reservations, so that they can be sampled. Return a mask of the reservations that were open.
 
         Args:
-            handles: Sequence numbers, each once.
+            handles: Sequence numbers without duplicates.
             priorities: One per item; by default the highest priority so far.
-            versions: Version of the policy, one for all or one per item; by default the current one.
-            store: Writes the payload of the slots that are open.
-            is_written: Marks the handles that count; the others are stale.
+            versions: Policy version, one for all items or one per item; by default the current version.
+            store: Function that writes the payload of the open slots.
+            is_written: Mask of the handles to commit; the others are treated as stale.
         """
         with self.changed:
             self.expire()
@@ -178,19 +178,19 @@ class ReplayIndex:
             values = self._checked_priorities(priorities, len(numbers))
             ages = self._checked_versions(versions, len(numbers))
             if len(np.unique(numbers)) != len(numbers):
-                raise ValueError(f"handles: give each item's own handle, once (got {len(numbers)} handles).")
+                raise ValueError(f"handles: must contain each item's handle once (got {len(numbers)} handles).")
             is_open = self.is_open(numbers) & is_written
-            places = np.flatnonzero(is_open)
-            if len(places):
-                slots = numbers[places] % self.capacity
-                store(slots, places)
-                self._admit(slots, numbers[places], values[places], ages[places])
-            self._counts["stale_commits"] += len(numbers) - len(places)
+            positions = np.flatnonzero(is_open)
+            if len(positions):
+                slots = numbers[positions] % self.capacity
+                store(slots, positions)
+                self._admit(slots, numbers[positions], values[positions], ages[positions])
+            self._counts["stale_commits"] += len(numbers) - len(positions)
             self.changed.notify_all()
             return is_open
 
     def release(self, handles: npt.ArrayLike) -> int:
-        """Remove items and reservations. Return the number of handles that were removed or overwritten before."""
+        """Remove items and reservations. Return the number of handles that had already been removed or overwritten."""
         with self.changed:
             self.expire()
             numbers = np.unique(self.checked_handles(handles))
@@ -203,7 +203,7 @@ class ReplayIndex:
             return len(numbers) - len(slots)
 
     def end_leases(self, numbers: Integers) -> None:
-        """Remove those of the reservations that are still open, and count them as expired."""
+        """Remove the reservations that are still open, and count them as expired."""
         with self.changed:
             numbers = numbers[self.is_open(numbers)]
             self._owners[numbers % self.capacity] = NO_ITEM
@@ -211,17 +211,17 @@ class ReplayIndex:
             self.changed.notify_all()
 
     def expire(self) -> None:
-        """Remove reservations whose lease is over."""
+        """Remove reservations whose lease has expired."""
         while self._leases and self._leases[0][0] <= self._clock():
             _, first, end = heapq.heappop(self._leases)
             self.end_leases(np.arange(first, end))
 
     def next_expiry_s(self) -> float:
-        """Return the seconds until the next lease can expire; infinite without leases."""
+        """Return the seconds until the next lease can expire; infinity without leases."""
         return self._leases[0][0] - self._clock() if self._leases else np.inf
 
     def is_open(self, numbers: Integers) -> npt.NDArray[np.bool_]:
-        """Mark reservations that are neither committed nor removed."""
+        """Return a mask of the reservations that are neither committed nor removed."""
         is_open: npt.NDArray[np.bool_] = self._owners[numbers % self.capacity] == _reserved(numbers)
         return is_open
 
@@ -230,7 +230,7 @@ class ReplayIndex:
         return self._owners[self._owners >= 0]
 
     def draw(self, batch_size: int, timeout_s: float) -> Draw:
-        """Draw items with replacement, each in proportion to its leaf; wait up to `timeout_s` for a first one.
+        """Draw items with replacement, in proportion to their leaves. Wait up to `timeout_s` until an item can be sampled.
 
         Raises:
             EmptyReplayError: No item could be sampled in time.
@@ -253,7 +253,7 @@ class ReplayIndex:
             return Draw(self._owners[slots], weights, leaves / tree.total, self._versions[slots])
 
     def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
-        """Set priorities; the absolute value counts. The last priority of a repeated handle wins.
+        """Set the priorities of items to the absolute values given. The last priority of a repeated handle wins.
 
         Returns:
             Number of handles whose item was overwritten or released. They have no effect.
@@ -273,7 +273,7 @@ class ReplayIndex:
             return num_stale
 
     def stats(self, num_bytes: int) -> ReplayStats:
-        """Return counters; the payload has `num_bytes`."""
+        """Return the counters; `num_bytes` is the size of the payload."""
         with self.changed:
             self.expire()
             counts = {f"num_{name}": count for name, count in self._counts.items()}
@@ -282,7 +282,7 @@ class ReplayIndex:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of everything that decides the next draws."""
+        """Return copies of everything that determines the next draws."""
         with self.changed:
             num_slots = min(self._next, self.capacity)
             return {
@@ -306,16 +306,16 @@ class ReplayIndex:
             }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved state fits.
+        """Check that a saved state fits this buffer.
 
         Raises:
             ValueError: The capacities differ.
         """
         saved = state["capacity"]
-        require(saved == self.capacity, "capacity", self.capacity, f"Use {saved}, as when the buffer was saved.")
+        require(saved == self.capacity, "capacity", self.capacity, f"Use {saved}, as in the saved buffer.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace metadata, settings, counters and the generator of random numbers."""
+        """Replace metadata, settings, counters and the state of the random number generator."""
         with self.changed:
             num_slots = len(state["owners"])
             self._alpha, self._eps, self._beta_ends = state["alpha"], state["eps"], tuple(state["beta"])
@@ -342,7 +342,7 @@ class ReplayIndex:
         """
         numbers = np.array(handles, np.int64)
         if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < self._next):
-            raise ValueError("handles: not handles of this buffer. Use those that extend, reserve or sample returned.")
+            raise ValueError("handles: not handles of this buffer. Use handles returned by extend, reserve or sample.")
         return numbers
 
     def check_count(self, num_items: int) -> None:
@@ -354,7 +354,7 @@ class ReplayIndex:
         return ANY_VERSION if self._max_staleness is None else self._version - self._max_staleness
 
     def _spans(self, num_items: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the slots of the next items, and which of the items they are, without a wrap."""
+        """Yield contiguous slots for the next items and the matching slice of the items; split where the slots wrap."""
         done = 0
         while done < num_items:
             slot = self._next % self.capacity
@@ -363,7 +363,7 @@ class ReplayIndex:
             done += count
 
     def _claim(self, slots: slice) -> Integers:
-        """Give slots to new sequence numbers, and return these."""
+        """Assign new sequence numbers to slots and return the numbers."""
         numbers = np.arange(self._next, self._next + slots.stop - slots.start)
         self._num_items -= int(np.count_nonzero(self._owners[slots] >= 0))
         self._owners[slots] = _reserved(numbers)
@@ -408,20 +408,20 @@ class ReplayIndex:
             return np.full(count, self._max_priority)
         values = np.abs(np.asarray(priorities, np.float64))
         if values.shape != (count,):
-            raise ValueError(f"priorities: one per item is needed (got shape {list(values.shape)} for {count} items).")
+            raise ValueError(f"priorities: must have one value per item (got shape {list(values.shape)} for {count} items).")
         if count and not values.max() < np.inf:
-            raise ValueError("priorities: a value is not finite. Check the loss that they come from.")
+            raise ValueError("priorities: all values must be finite. Check the loss from which they are computed.")
         return values
 
     def _checked_versions(self, versions: npt.ArrayLike | None, count: int) -> Integers:
         values = np.asarray(self._version if versions is None else versions, np.int64)
         if values.shape not in {(), (count,)}:
-            raise ValueError(f"versions: one, or one per item, is needed (got shape {list(values.shape)} for {count} items).")
+            raise ValueError(f"versions: must be one value or one per item (got shape {list(values.shape)} for {count} items).")
         return np.broadcast_to(values, (count,))
 
 
 def _reserved(numbers: Integers) -> Integers:
-    """Return the marks of slots whose items are not committed: numbers below `NO_ITEM`."""
+    """Encode the owners of slots whose items are not committed, as numbers below `NO_ITEM`."""
     return NO_ITEM - 1 - numbers
 
 

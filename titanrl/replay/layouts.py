@@ -1,4 +1,4 @@
-"""Fixed layouts of payloads: columns of arrays and tensors in one memory-mapped file."""
+"""Fixed payload layouts: columns of arrays and tensors in one memory-mapped file."""
 
 import mmap
 import os
@@ -22,13 +22,13 @@ class Field:
     """
 
     path: Path
-    """Keys that lead to the column."""
+    """Nested keys of the column."""
     dtype: Any
-    """Type of its elements, numpy's or torch's."""
+    """Element type, from numpy or torch."""
     shape: tuple[int, ...]
     """Shape of an item."""
     row_bytes: int
-    """Bytes of an item."""
+    """Bytes per item."""
     is_tensor: bool
     """True for a torch tensor, False for a numpy array."""
 
@@ -37,10 +37,10 @@ Layout = tuple[Field, ...]
 
 
 def layout_of(example: Any) -> Layout:
-    """Return the layout of items like an example, which is one item.
+    """Derive the layout from one example item.
 
     Raises:
-        ValueError: It has other objects than arrays, tensors and numbers.
+        ValueError: A leaf is not an array, a tensor or a number, or it has no elements.
     """
     fields = []
     for path, leaf in leaves_of(single(example)):
@@ -57,27 +57,27 @@ def layout_of(example: Any) -> Layout:
 
 
 def file_size(layout: Layout, num_rows: int) -> int:
-    """Return the bytes of a file with this many rows."""
+    """Return the size in bytes of a file with `num_rows` rows."""
     return sum(-(-field.row_bytes * num_rows // ALIGNMENT) * ALIGNMENT for field in layout)
 
 
 def template(layout: Layout) -> Columns:
-    """Return columns without rows, to check payloads against."""
+    """Return columns without rows, for validating payloads."""
     return Columns(0, {field.path: _column(field, bytearray(field.row_bytes), 1, 0)[:0] for field in layout})
 
 
 def map_file(path: FilePath, layout: Layout, num_rows: int) -> Columns:
-    """Map a file into memory. All processes that map it share its rows."""
+    """Map a file into memory. All processes that map it share the rows."""
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), file_size(layout, num_rows))
     return Columns(num_rows, dict(_columns(layout, memory, num_rows)))
 
 
 def create_file(path: FilePath, size: int) -> None:
-    """Create a file and reserve its bytes, so that a write into the mapped memory never fails.
+    """Create a file and allocate its disk space, so that writes to the mapped memory never fail.
 
     Raises:
-        ValueError: The folder has no room for it.
+        ValueError: The folder has not enough space.
     """
     with path.open("xb") as file:
         try:
@@ -85,7 +85,7 @@ def create_file(path: FilePath, size: int) -> None:
         except OSError as error:
             raise ValueError(
                 f"folder: no room for a shard of {size:,} bytes (got {path.parent}: {error.strerror}). "
-                "Use a folder on another disk, a smaller capacity or smaller items."
+                "Use a folder on another disk, a smaller capacity, or smaller items."
             ) from None
 
 

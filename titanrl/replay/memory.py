@@ -1,11 +1,11 @@
-"""Groups that were trained on and may be drawn again: which are kept, and which of them join the next batch.
+"""Replay memory: stores groups that were trained on, and draws some of them for the next batch.
 
-Group i has a leaf p_i^alpha in a tree. The groups of a batch are drawn one after another, each in proportion to its leaf among
-those that are left, so no group is in a batch twice. The importance weight of a group is (N P_i)^-beta divided by the largest
+Group i has a leaf (|p_i| + EPS)^alpha in a tree. The groups of a batch are drawn without replacement: one after another, each
+in proportion to its leaf among the remaining groups. The importance weight of a group is (N P_i)^-beta divided by the largest
 such weight of the groups that could be drawn, as in prioritized experience replay (arXiv:1511.05952), where P_i is the
 probability of the first draw.
 
-The order of the draws depends on the order of the groups alone, and not on the storage shards that hold their tokens.
+The draws depend only on the order of the groups, not on the storage shards that hold their tokens.
 """
 
 from collections import Counter
@@ -20,27 +20,27 @@ from titanrl.tables import PackedRecord
 from titanrl.types import GroupHandle
 
 EPS = 1e-6
-"""Addend of priorities, so that a group with priority 0 can be drawn."""
+"""Term added to priorities, so that a group with priority 0 can be drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """Settings of a memory; `ReplayConfig` describes those with the same name."""
+    """Settings of a memory. `ReplayConfig` describes the fields with the same names."""
 
     capacity: int
     num_replayed: int
-    """Groups to draw for a batch."""
+    """Groups to draw per batch."""
     alpha: float
     max_uses: int | None
     max_age: int
     by_recency: bool
-    """True if the priority is 1 / (1 + age) at the time of the draw, whatever priority a group was stored with."""
+    """True to use 1 / (1 + age) at the time of the draw as the priority, instead of the stored priority."""
     seed: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Stored:
-    """A group of the memory."""
+    """A group in the memory."""
 
     handle: GroupHandle
     """Location of its tokens."""
@@ -49,25 +49,25 @@ class Stored:
     """Oldest policy version among its sampled tokens."""
     priority: float
     num_uses: int = 1
-    """Batches that contained it."""
+    """Number of batches that contained it."""
 
 
 class ReplayMemory:
-    """The stored groups, oldest first."""
+    """Stored groups, oldest first."""
 
     def __init__(self, settings: ReplaySettings) -> None:
-        """Start empty."""
+        """Create an empty memory."""
         self._settings = settings
         self._groups: dict[int, Stored] = {}  # by slot
-        self._in_use: Counter[int] = Counter()  # slots of groups in batches that are not released
-        self._lost: set[int] = set()  # slots of such groups whose tokens are gone
+        self._in_use: Counter[int] = Counter()  # slots of groups in unreleased batches
+        self._lost: set[int] = set()  # slots of such groups whose tokens are lost
         self._rng = np.random.default_rng(settings.seed)
         self.num_evicted = 0
-        """Groups that were removed because a newer one needed their place."""
+        """Groups that were removed to make room for newer ones."""
 
     @property
     def capacity(self) -> int:
-        """Largest number of groups."""
+        """Maximum number of groups."""
         return self._settings.capacity
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class ReplayMemory:
         return stored is not None and stored.handle == handle
 
     def draw(self, version: int, beta: float) -> list[PackedRecord]:
-        """Draw the replayed groups of a batch; fewer if fewer are eligible. Each record has its importance weight.
+        """Draw up to `num_replayed` eligible groups for a batch. Each returned record has its importance weight.
 
         Args:
             version: Version of the weights that the batch will train.
@@ -107,41 +107,41 @@ class ReplayMemory:
         return drawn
 
     def release(self, handle: GroupHandle, priority: float | None) -> None:
-        """End the use of a drawn group by a batch; store its new priority, if there is one."""
-        assert self._in_use[handle.slot] > 0, "group released that no batch contains"
+        """Record that a batch no longer uses a drawn group; store the group's new priority, if given."""
+        assert self._in_use[handle.slot] > 0, "a group was released that no batch contains"
         self._in_use[handle.slot] -= 1
         if priority is not None:
             self._groups[handle.slot].priority = priority
 
     def add(self, groups: Iterable[Stored]) -> list[GroupHandle]:
-        """Store groups, and return those that had to leave, oldest first. Groups of batches that are not released stay."""
+        """Store groups; return the removed groups: lost ones, then the oldest ones. Groups in unreleased batches stay."""
         self._groups |= {group.handle.slot: group for group in groups}
         gone = [slot for slot in self._lost if not self._in_use[slot]]
         self._lost.difference_update(gone)
         lost = [self._groups.pop(slot).handle for slot in gone]
         excess = len(self._groups) - self._settings.capacity
-        leaving = [group.handle for slot, group in self._groups.items() if not self._in_use[slot]][: max(excess, 0)]
-        for handle in leaving:
+        evicted = [group.handle for slot, group in self._groups.items() if not self._in_use[slot]][: max(excess, 0)]
+        for handle in evicted:
             del self._groups[handle.slot]
-        self.num_evicted += len(leaving)
-        return [*lost, *leaving]
+        self.num_evicted += len(evicted)
+        return [*lost, *evicted]
 
     def lose_shard(self, shard: int) -> list[GroupHandle]:
-        """Forget the groups whose tokens a shard held; return them. Those of unreleased batches leave with a later `add`."""
+        """Remove the groups whose tokens a lost shard held; return them. A later `add` removes those in unreleased batches."""
         self._lost |= {slot for slot, group in self._groups.items() if group.handle.shard == shard}
         return self.add(())
 
     def begin_use(self, handles: Iterable[GroupHandle]) -> None:
-        """Note that batches which are not released contain groups, as after a resume; ignore handles of other groups."""
+        """Mark groups as used by unreleased batches, as after a resume. Ignore handles that are not in the memory."""
         self._in_use.update(handle.slot for handle in handles if handle in self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that decides the next draws."""
+        """Return everything that determines the next draws."""
         kept = [group for slot, group in self._groups.items() if slot not in self._lost]
         return {"groups": kept, "rng": self._rng.bit_generator.state, "num_evicted": self.num_evicted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the contents by what `state_dict` returned, with at most `capacity` groups."""
+        """Replace the contents with a state from `state_dict` that has at most `capacity` groups."""
         self._groups = {group.handle.slot: group for group in state["groups"]}
         assert len(self._groups) <= self.capacity, "more groups than fit"
         self._in_use.clear()

@@ -1,7 +1,7 @@
-"""The process that owns the metadata of a shared buffer; `SharedReplay` starts it.
+"""The process that owns the metadata of a shared buffer. `SharedReplay` starts it.
 
-It reads its settings from its standard input, and ends after one more byte, or when the process that started it dies.
-Payload never passes through it: writers and readers copy rows of memory-mapped files, which the owner assigns and protects.
+It reads its settings from standard input, and exits after one more byte or when its parent process dies. Payload never passes
+through the owner: it assigns and protects rows of memory-mapped files, and writers and readers copy them.
 """
 
 import contextlib
@@ -23,66 +23,66 @@ from titanrl.replay.index import NO_ITEM, ReplayIndex
 from titanrl.replay.layouts import create_file
 from titanrl.replay.rows import Rows
 from titanrl.replay.trees import Integers
-from titanrl.replay.wire import Address, Server, Verb, local_address
+from titanrl.replay.wire import Address, Server, Verb
 from titanrl.replay.work import WorkList
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of the rows, in a file of one host.
+    """A shard of the rows, in a file on one host.
 
     Example: `Shard(folder="/dev/shm", host="node-1")`
     """
 
     folder: str
-    """Folder for its file: shared memory, or a disk for buffers that are larger than the memory."""
+    """Folder for the file: shared memory, or a disk for buffers that are larger than memory."""
     host: str
-    """Name of the host that has the folder, as `socket.gethostname` returns it."""
+    """Name of the host with the folder, as returned by `socket.gethostname`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Location of a shard. Clients on its host map the file; others call its server."""
+class ShardLocation:
+    """Location of a shard. Clients on its host map the file; other clients call its server."""
 
     host: str
     """Name of the host."""
     path: str
-    """File on that host; empty until it was created."""
+    """File on that host; empty until it is created."""
     address: Address | None
-    """Address of the process that serves it, if one does."""
+    """Address of the process that serves the shard; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerSettings:
-    """Everything that an owner needs."""
+    """Settings of an owner process."""
 
     capacity: int
-    """Slots."""
+    """Number of slots."""
     options: ReplayOptions
     """Options of the index."""
     layout: bytes
-    """Pickled layout of the columns; the owner does not read it."""
+    """Pickled layout of the columns. The owner does not read it."""
     shard_bytes: int
-    """Bytes of each shard's file."""
+    """Size of each shard's file in bytes."""
     spare: int
-    """Rows beside those of a full buffer."""
+    """Rows in addition to those of a full buffer."""
     num_work: int
-    """Length of the list of work."""
+    """Length of the work list."""
     shards: tuple[Shard, ...]
-    """Shards; the owner creates the files of those on its host."""
+    """All shards. The owner creates the files of the shards on its host."""
     host: str
     """Name of the owner's host."""
     address: Address | None
     """Address to listen on; None for a Unix socket."""
     key: bytes
-    """Secret of the clients."""
+    """Shared secret of owner and clients."""
 
 
 class Owner:
-    """The verbs of a shared buffer. The first argument of each is the session that calls."""
+    """Operations of a shared buffer, called by clients. The first argument of each is the number of the calling session."""
 
     def __init__(self, settings: OwnerSettings) -> None:
-        """Start empty, without files."""
+        """Create an empty buffer without files."""
         self._settings = settings
         self._index = ReplayIndex(settings.capacity, **settings.options)
         self._rows = Rows(settings.capacity, len(settings.shards), settings.spare)
@@ -91,7 +91,7 @@ class Owner:
         self._restoring: tuple[Mapping[str, Any], Integers] | None = None
         self.folders: list[Path] = []
         """Folders of the files that this process created."""
-        self._places = [Place(shard.host, "", None) for shard in settings.shards]
+        self._locations = [ShardLocation(shard.host, "", None) for shard in settings.shards]
 
     def verbs(self) -> dict[str, Verb]:
         """Return the functions that clients may call."""
@@ -100,7 +100,7 @@ class Owner:
             for verb in (
                 self.describe,
                 self.path,
-                self.places,
+                self.locations,
                 self.register,
                 self.reserve,
                 self.take_work,
@@ -127,10 +127,10 @@ class Owner:
                 self.folders.append(shard_folder(shard))
                 path = self.folders[-1] / f"{number}"
                 create_file(path, self._settings.shard_bytes)
-                self._places[number] = Place(shard.host, str(path), None)
+                self._locations[number] = ShardLocation(shard.host, str(path), None)
 
     def end_session(self, session: int) -> None:
-        """Take back what a client reserved or read; it has ended."""
+        """Release everything that a client had reserved or was reading when its session ended."""
         with self._changed:
             rows = self._rows.written_by(session)
             self._end_reservations(self._rows.numbers(rows), rows)
@@ -138,7 +138,7 @@ class Owner:
             self._changed.notify_all()
 
     def undo(self, session: int, verb: str, reply: Any) -> None:
-        """Take back what a reply gave to a client that has not read it."""
+        """Release what a call granted to a client that did not read the reply."""
         with self._changed:
             if verb in {"draw", "hold", "snapshot"}:
                 self._rows.unpin(reply[-1])
@@ -147,44 +147,44 @@ class Owner:
             self._changed.notify_all()
 
     def describe(self, session: int) -> tuple[OwnerSettings, int]:
-        """Return the settings, and the number of rows of a shard."""
+        """Return the settings and the number of rows per shard."""
         return self._settings, self._rows.per_shard
 
-    def places(self, session: int, host: str, timeout_s: float) -> list[Place]:
-        """Wait until a client on a host can reach every shard, and return their places."""
+    def locations(self, session: int, host: str, timeout_s: float) -> list[ShardLocation]:
+        """Wait until a client on a host can reach every shard; return the locations of the shards."""
 
         def missing() -> list[int]:
             return [
                 number
-                for number, place in enumerate(self._places)
-                if place.address is None and not (place.path and place.host == host)
+                for number, location in enumerate(self._locations)
+                if location.address is None and not (location.path and location.host == host)
             ]
 
         with self._changed:
             if not self._changed.wait_for(lambda: not missing(), timeout_s):
                 number = missing()[0]
-                where = self._places[number].host
+                where = self._locations[number].host
                 raise ReplayClosedError(
                     f"shard {number}: no process serves it to host {host} after {timeout_s:g} s (it is on host {where}). "
                     f"Run titanrl.replay.serve_shard(replay, {number}) on {where}."
                 )
-            return list(self._places)
+            return list(self._locations)
 
     def path(self, session: int, shard: int) -> str:
-        """Return the file of a shard of this host."""
-        return self._places[shard].path
+        """Return the path of a shard's file on this host."""
+        return self._locations[shard].path
 
     def register(self, session: int, shard: int, path: str, address: Address) -> None:
-        """Note that a process serves a shard."""
+        """Record the process that serves a shard."""
         with self._changed:
-            place = self._places[shard]
-            if place.address is not None:
-                raise ValueError(f"shard: shard {shard} was served before, and its rows may be lost. Start a new buffer.")
-            self._places[shard] = Place(place.host, path, address)
+            location = self._locations[shard]
+            if location.address is not None:
+                raise ValueError(f"shard: already served, so its rows may be lost (got {shard}). Start a new buffer.")
+            self._locations[shard] = ShardLocation(location.host, path, address)
             self._changed.notify_all()
 
     def reserve(self, session: int, num_items: int, lease_s: float | None, timeout_s: float) -> tuple[Integers, Integers]:
-        """Reserve slots and rows; wait until enough rows are free."""
+        """Wait until enough rows are free, then reserve slots and rows."""
         self._index.check_count(num_items)
         with self._changed:
             if not self._changed.wait_for(lambda: not self._num_missing(num_items), timeout_s):
@@ -194,7 +194,7 @@ class Owner:
     def take_work(
         self, session: int, limit: int, lease_s: float | None, timeout_s: float
     ) -> tuple[Integers, Integers, Integers]:
-        """Reserve slots for the next indices of the list of work; none if all are committed."""
+        """Reserve slots for the next indices of the work list; return empty arrays if all are committed."""
         self._index.check_count(limit)
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -235,31 +235,30 @@ class Owner:
             return len(handles) - int(is_open.sum())
 
     def hold(self, session: int, handles: Integers, rows: Integers) -> tuple[npt.NDArray[np.bool_], int]:
-        """Keep rows for a server that writes them for their writer. Return which ones it may write, and a ticket."""
+        """Pin rows for a shard server that writes on behalf of a client. Return a mask of valid rows, and a ticket."""
         with self._changed:
             is_written = self._rows.is_written_by(handles, rows)
             return is_written, self._rows.pin(session, rows[is_written])
 
     def draw(self, session: int, batch_size: int, timeout_s: float) -> tuple[Draw, Integers, int]:
-        """Draw items, and keep their rows until `done`."""
+        """Draw items and pin their rows until `done`."""
         with self._changed:
             draw = self._index.draw(batch_size, timeout_s)
             rows = self._rows[draw.handles % self._settings.capacity]
             return draw, rows, self._rows.pin(session, rows)
 
     def done(self, session: int, ticket: int) -> None:
-        """Take back a ticket: its rows were copied."""
+        """Release a ticket after its rows were copied."""
         with self._changed:
             self._rows.unpin(ticket)
             self._changed.notify_all()
 
     def release(self, session: int, handles: Integers, rows: Integers) -> int:
-        """Remove items and reservations; `rows` are those of the client's own reservations, and -1."""
+        """Remove items and reservations. `rows` are the rows of the client's own reservations, and -1 for other handles."""
         with self._changed:
             num_stale = self._index.release(handles)
-            own = rows >= 0
-            own_rows = rows[own][self._rows.is_written_by(handles[own], rows[own])]
-            self._rows.end_writes(np.unique(own_rows))
+            handles, rows = handles[rows >= 0], rows[rows >= 0]
+            self._rows.end_writes(np.unique(rows[self._rows.is_written_by(handles, rows)]))
             self._changed.notify_all()
             return num_stale
 
@@ -272,7 +271,7 @@ class Owner:
         self._index.set_step(step)
 
     def set_version(self, session: int, version: int) -> None:
-        """Report the version of the policy."""
+        """Set the policy version."""
         self._index.set_version(version)
 
     def beta(self, session: int) -> float:
@@ -280,11 +279,11 @@ class Owner:
         return self._index.beta
 
     def stats(self, session: int) -> ReplayStats:
-        """Return counters."""
+        """Return the counters."""
         return self._index.stats(self._settings.shard_bytes * len(self._settings.shards))
 
     def snapshot(self, session: int) -> tuple[dict[str, Any], Integers, int]:
-        """Return the metadata and the rows of all items, and keep these until `done`."""
+        """Return the metadata and the rows of all items. Pin the rows until `done`."""
         with self._changed:
             self._index.expire()
             self._work.recover(self._index.is_open)
@@ -292,7 +291,7 @@ class Owner:
             return {**self._index.state_dict(), "work": self._work.state()}, rows, self._rows.pin(session, rows)
 
     def restore(self, session: int, state: Mapping[str, Any], timeout_s: float) -> tuple[Integers, Integers]:
-        """Clear the buffer, and reserve rows for the items of a saved state. Return their numbers and rows."""
+        """Clear the buffer and reserve rows for the items of a saved state. Return their numbers and rows."""
         self._index.check_state(state)
         numbers = state["owners"][state["owners"] >= 0]
         nothing = {name: state[name][:0] for name in ("owners", "priorities", "versions", "leaves")}
@@ -306,16 +305,16 @@ class Owner:
             return numbers, rows
 
     def restored(self, session: int) -> None:
-        """Make the items of a saved state available, whose rows were written."""
-        assert self._restoring is not None, "restore comes first"
+        """Make the items of a saved state available, after their rows were written."""
+        assert self._restoring is not None, "restored() called before restore()"
         with self._changed:
             (state, rows), self._restoring = self._restoring, None
-            # Writers of open reservations belong to another life of the buffer.
+            # Drop open reservations: their writers belong to an earlier buffer.
             owners = np.maximum(state["owners"], NO_ITEM)
             numbers = owners[owners >= 0]
             self._rows.end_writes(rows)
             if not (self._rows[numbers % self._settings.capacity] == rows).all():
-                raise ValueError("load_state_dict: another client wrote in the meantime. Load before the others start.")
+                raise ValueError("load_state_dict: another client wrote in the meantime. Load before other clients start.")
             self._index.load_state_dict({**state, "owners": owners, "leases": []})
             if work := state.get("work"):
                 self._work.load(work["next"], work["returned"])
@@ -332,7 +331,7 @@ class Owner:
         self._rows.end_writes(rows[is_written])
 
     def _is_current(self, numbers: Integers, rows: Integers) -> npt.NDArray[np.bool_]:
-        """Mark the rows of slots. After load_state_dict, another writer may have reserved the same numbers."""
+        """Mark rows that their slots still use. After `load_state_dict`, another writer may have reserved the same numbers."""
         is_current: npt.NDArray[np.bool_] = self._rows[numbers % self._settings.capacity] == rows
         return is_current
 
@@ -348,25 +347,25 @@ class Owner:
 
 
 def shard_folder(shard: Shard) -> Path:
-    """Create a new folder for the file of a shard, which only this user can read."""
+    """Create a folder for a shard's file that only this user can access."""
     Path(shard.folder).mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="titanrl-replay-", dir=shard.folder))
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Remove folders with their files."""
+    """Remove folders and their files."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
-    """Serve a buffer until the standard input closes."""
+    """Serve a buffer until standard input has another byte or closes."""
     settings: OwnerSettings = pickle.load(sys.stdin.buffer)
     folder = Path(tempfile.mkdtemp(prefix="titanrl-replay-"))
     owner = Owner(settings)
     try:
         owner.create_files()
-        address = settings.address or local_address(folder)
+        address = settings.address or str(folder / "socket")
         server = Server(address, settings.key, owner.verbs(), on_end=owner.end_session, on_lost=owner.undo)
         reply(True, (server.address, [folder, *owner.folders]))
         sys.stdin.buffer.read(1)
@@ -380,7 +379,7 @@ def main() -> None:
 
 
 def reply(is_ready: bool, value: tuple[Address, list[Path]] | Exception) -> None:
-    """Send the address and the folders, or the error, to the process that started this one; it may have ended."""
+    """Send the address and the folders, or the error, to the parent process, if it still runs."""
     with contextlib.suppress(BrokenPipeError):
         pickle.dump((is_ready, value), sys.stdout.buffer)
         sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""Payloads of groups in memory, and in memory-mapped files where memory is not enough."""
+"""Storage of group payloads in memory, with overflow into memory-mapped files."""
 
 import mmap
 import tempfile
@@ -18,17 +18,17 @@ class ShardUsage:
     num_bytes: int
     """Bytes of all groups."""
     num_spilled_bytes: int
-    """Bytes of those in files."""
+    """Bytes of the groups in files."""
 
 
 class Payloads:
-    """Pickled segments by handle. When they exceed the limit, the groups that were written first are moved to files.
+    """Pickled segments by handle. When they exceed the memory limit, the oldest groups are moved to files.
 
-    A file has no name: the operating system deletes it when its group is dropped, or when the process ends in any way.
+    The files are unnamed. The operating system deletes a file when its group is dropped or when the process exits or crashes.
     """
 
     def __init__(self, memory_bytes: int, folder: Path) -> None:
-        """Start empty; `folder` must exist when a file is needed."""
+        """Create an empty storage. `folder` must exist once a file is needed."""
         self._limit, self._folder = memory_bytes, folder
         self._groups: dict[int, tuple[GroupHandle, Parts]] = {}  # by slot
         self._in_memory: dict[int, int] = {}  # bytes by slot, oldest first
@@ -37,7 +37,7 @@ class Payloads:
 
     @property
     def usage(self) -> ShardUsage:
-        """Bytes of all groups."""
+        """Size of all stored groups."""
         spilled = sum(self._in_files.values())
         return ShardUsage(num_bytes=self._num_memory_bytes + spilled, num_spilled_bytes=spilled)
 
@@ -55,7 +55,7 @@ class Payloads:
         """Return the parts of a group.
 
         Raises:
-            KeyError: The slot holds another group by now, or none.
+            KeyError: The slot now holds another group, or none.
         """
         stored, parts = self._groups[handle.slot]
         if stored != handle:
@@ -63,7 +63,7 @@ class Payloads:
         return parts
 
     def drop(self, handles: Iterable[GroupHandle]) -> None:
-        """Delete groups. A handle whose slot holds another group by now, or none, has no effect."""
+        """Delete groups. Ignore handles whose slot now holds another group, or none."""
         for handle in handles:
             if handle.slot in self._groups and self._groups[handle.slot][0] == handle:
                 self._forget(handle.slot)

@@ -1,4 +1,4 @@
-"""Batches that are drawn, copied and pinned while the learner works on the previous one."""
+"""`Prefetch`: draws, copies and pins batches while the learner works on the previous one."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ class Samples(Protocol):
 
 
 class Prefetch:
-    """An iterator over batches that a thread draws ahead.
+    """Iterator over batches that a thread draws in advance.
 
-    A batch is drawn `depth` batches before it is used. Its items, probabilities and weights follow the priorities, beta and
-    version of that moment: updates that come later count from the next draw on. An item may have been overwritten since; its
-    priority then has no effect. For draws that depend on every update, call `sample` instead. With `max_staleness`, items may
-    be older than it allows by as many versions as were reported in the meantime.
+    A batch is drawn `depth` batches before it is used. Its items, probabilities and weights reflect the priorities, beta and
+    version at that time; later updates affect only later draws. An item may have been overwritten since, and then its priority
+    update has no effect. To draw with every update applied, call `sample` instead. With `max_staleness`, items may exceed the
+    limit by the number of versions that were set in the meantime.
 
     Example:
         with Prefetch(replay, 256) as batches:

@@ -1,4 +1,4 @@
-"""A prioritized replay buffer in one process; `titanrl.replay.index` has the formulas, `titanrl.replay.shared` shares one."""
+"""A prioritized replay buffer for one process. See `titanrl.replay.index` for formulas, `titanrl.replay.shared` for sharing."""
 
 from collections.abc import Mapping
 from typing import Any, Unpack
@@ -12,10 +12,10 @@ from titanrl.replay.trees import Integers
 
 
 class PrioritizedReplay:
-    """A replay buffer that overwrites its oldest item when it is full. All methods are safe to call from several threads."""
+    """A replay buffer that overwrites its oldest items when full. All methods can be called from several threads."""
 
     def __init__(self, capacity: int, **options: Unpack[ReplayOptions]) -> None:
-        """Start empty.
+        """Create an empty buffer.
 
         Args:
             capacity: Number of slots.
@@ -29,7 +29,7 @@ class PrioritizedReplay:
 
     @property
     def alpha(self) -> float:
-        """Exponent of priorities. Setting it computes every leaf again from its priority."""
+        """Exponent of priorities. Setting it recomputes every leaf from its priority."""
         return self._index.alpha
 
     @alpha.setter
@@ -43,7 +43,7 @@ class PrioritizedReplay:
 
     @property
     def step(self) -> int:
-        """Learner step, which decides beta."""
+        """Learner step, which determines beta."""
         return self._index.step
 
     def set_step(self, step: int) -> None:
@@ -52,27 +52,27 @@ class PrioritizedReplay:
 
     @property
     def version(self) -> int:
-        """Newest version of the policy that was reported."""
+        """Newest policy version that was set."""
         return self._index.version
 
     def set_version(self, version: int) -> None:
-        """Report the version of the policy. Items older than `max_staleness` allows are not sampled from now on.
+        """Set the policy version. Items older than `max_staleness` allows are no longer sampled.
 
-        A report of an older version than the current one has no effect.
+        A version older than the current one has no effect.
         """
         self._index.set_version(version)
 
     def put(self, item: Any, priority: float | None = None, version: int | None = None) -> int:
-        """Write one item: an array, a tensor, any object, or a dictionary of them. Return its handle."""
+        """Write one item: an array, a tensor, any object, or a dictionary of these. Return its handle."""
         return int(self.extend(single(item), None if priority is None else [priority], version)[0])
 
     def extend(self, payload: Any, priorities: npt.ArrayLike | None = None, versions: npt.ArrayLike | None = None) -> Integers:
         """Write items, overwriting the oldest ones, and return their handles.
 
         Args:
-            payload: An array, a tensor or a list with one row per item, or a dictionary of them, nested to any depth.
+            payload: An array, a tensor or a list with one row per item, or a dictionary of these, nested to any depth.
             priorities: One per item; by default the highest priority so far.
-            versions: Version of the policy that made the items, one for all or one per item; by default the current one.
+            versions: Policy version that produced the items, one for all or one per item; by default the current version.
         """
         with self._index.changed:
             num_items = self._columns.check(payload)
@@ -81,11 +81,11 @@ class PrioritizedReplay:
             )
 
     def reserve(self, num_items: int, *, lease_s: float | None = None) -> Integers:
-        """Reserve slots and return their handles. The oldest items leave the buffer; nothing is sampled before its commit.
+        """Reserve slots and return their handles. The oldest items are removed. A reserved item is sampled after its commit.
 
         Args:
             num_items: Number of slots.
-            lease_s: Seconds after which an uncommitted reservation ends; its commit is stale then. None: never.
+            lease_s: Seconds after which an uncommitted reservation expires; a later commit is stale. None disables expiry.
         """
         return self._index.reserve(num_items, lease_s)
 
@@ -99,31 +99,31 @@ class PrioritizedReplay:
         """Write the items of reservations, so that they can be sampled.
 
         Returns:
-            Number of handles whose slot was reserved by another writer in the meantime, was released, or whose lease expired.
-            Their items are dropped.
+            Number of stale handles: another writer has reserved the slot, the handle was released, or its lease expired. Their
+            items are dropped.
         """
         with self._index.changed:
             numbers = self._index.checked_handles(handles)
             if self._columns.check(payload) != len(numbers):
-                raise ValueError(f"handles: give each item's own handle, once (got {len(numbers)} handles).")
+                raise ValueError(f"handles: must contain each item's handle once (got {len(numbers)} handles).")
             is_open = self._index.commit(
                 numbers, priorities, versions, lambda slots, part: self._columns.write(slots, payload, part)
             )
             return len(numbers) - int(is_open.sum())
 
     def release(self, handles: npt.ArrayLike) -> int:
-        """Remove items and reservations. Return the number of handles that were removed or overwritten before."""
+        """Remove items and reservations. Return the number of handles that had already been removed or overwritten."""
         return self._index.release(handles)
 
     def sample(self, batch_size: int, *, timeout_s: float = 0.0) -> ReplayBatch:
-        """Draw items with replacement, each in proportion to its leaf.
+        """Draw items with replacement, in proportion to their leaves.
 
         Args:
             batch_size: Number of items.
-            timeout_s: Longest wait for a first item that can be sampled.
+            timeout_s: Maximum wait until an item can be sampled.
 
         Raises:
-            EmptyReplayError: No item could be sampled in time; the text says whether items are missing, too old or have
+            EmptyReplayError: No item could be sampled in time. The message says whether items are missing, too old, or have
                 priority 0.
         """
         with self._index.changed:
@@ -132,7 +132,7 @@ class PrioritizedReplay:
         return ReplayBatch(payload, draw.handles, draw.weights, draw.probabilities, draw.versions)
 
     def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
-        """Set priorities; the absolute value counts. The last priority of a repeated handle wins.
+        """Set the priorities of items to the absolute values given. The last priority of a repeated handle wins.
 
         Returns:
             Number of handles whose item was overwritten or released. They have no effect.
@@ -140,17 +140,17 @@ class PrioritizedReplay:
         return self._index.update_priorities(handles, priorities)
 
     def stats(self) -> ReplayStats:
-        """Return counters."""
+        """Return the counters."""
         return self._index.stats(self._columns.num_bytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of everything that decides the next draws, and of the payload."""
+        """Return copies of everything that determines the next draws, and of the payload."""
         with self._index.changed:
             state = self._index.state_dict()
             return {**state, "payload": self._columns.state(len(state["owners"]))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace contents, settings, counters and the generator of random numbers.
+        """Replace contents, settings, counters and the state of the random number generator.
 
         Raises:
             ValueError: The capacities differ.

@@ -1,7 +1,7 @@
-"""A prioritized replay buffer that processes share, on one host or several, without actors.
+"""A prioritized replay buffer shared by several processes, on one or several hosts, without actors.
 
-One process owns the metadata; clients copy payload straight into and out of memory-mapped files. See `titanrl.replay.owner`
-for the verbs, `rows` for the protection of rows, `storage` for files and hosts, and `wire` for sessions.
+One process owns the metadata. Clients copy payload directly into and out of memory-mapped files. See `titanrl.replay.owner` for
+the operations, `rows` for the protection of rows, `storage` for files and hosts, and `wire` for sessions.
 """
 
 import contextlib
@@ -36,21 +36,21 @@ START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Indices of the list of work, and the reservations for their items.
+    """Indices from the work list, and the reservations for their items.
 
     Example: `Work(indices=[4, 5], handles=[17, 18])`
     """
 
     indices: Integers
-    """Places in the list, `[B]`; empty when all work is done."""
+    """Indices in the list, `[B]`; empty when all work is done."""
     handles: Integers
     """Handles to commit, `[B]`."""
 
 
 class SharedReplay:
-    """A buffer for several processes. Pass the object to them: it can be pickled. All methods are safe in several threads.
+    """A buffer for several processes. It can be pickled to them. All methods can be called from several threads.
 
-    The process that creates it ends the buffer with `close`, or by its own end; use it as a context manager.
+    The buffer ends when the process that created it calls `close` or exits. Use it as a context manager.
 
     Example:
         with SharedReplay(10_000, {"obs": np.zeros(8, np.float32), "reward": 0.0}, alpha=0.6) as replay:
@@ -75,13 +75,14 @@ class SharedReplay:
 
         Args:
             capacity: Number of slots.
-            example: An item. All items have the keys, shapes and types of its arrays, tensors and numbers.
-            shards: Number of files that share the rows, or a description of each if several hosts have them.
-            folder: Folder for the files, whose space is reserved at once; by default shared memory. A disk holds more.
+            example: Example item. All items must have the keys, shapes and types of its arrays, tensors and numbers.
+            shards: Number of files for the rows, or a description of each shard if they are on several hosts.
+            folder: Folder for the files, which are allocated in full at the start; by default shared memory. A disk may have
+                more space.
             spare: Rows for items that are being written or copied while the buffer is full; by default capacity / 4 + 256.
-            num_work: Length of the list that `take_work` gives out.
+            num_work: Length of the work list for `take_work`.
             address: Interface and port, if clients run on other hosts; by default a Unix socket.
-            reply_s: Longest time for a reply of the owner, beside the timeout of a call.
+            reply_s: Maximum time for a reply of the owner, in addition to the timeout of a call.
             **options: See `ReplayOptions`.
         """
         if isinstance(shards, int):
@@ -93,7 +94,7 @@ class SharedReplay:
                 f"capacity, shards, spare, num_work: out of range (got {capacity}, {len(shards)}, {spare}, {num_work}). "
                 "Use at least 1 slot, shard and spare row, and no negative length."
             )
-        ReplayIndex(1, **options)  # raises here if an option is wrong
+        ReplayIndex(1, **options)  # raises in this process if an option is invalid
         layout = layout_of(example)
         settings = OwnerSettings(
             capacity=capacity,
@@ -117,7 +118,7 @@ class SharedReplay:
         self._link = Link(address, key, "replay buffer", reply_s)
         self._storage: Storage | None = None
         self._template: Columns | None = None
-        self._own_rows: tuple[str, dict[int, int]] = ("", {})  # of a session: rows of its open reservations
+        self._reserved: tuple[str, dict[int, int]] = ("", {})  # a session, and the rows of its reservations by handle
 
     def __getstate__(self) -> dict[str, Any]:
         return {"description": self._description}
@@ -142,23 +143,23 @@ class SharedReplay:
         return float(self._link.call("beta"))
 
     def on_host(self, host: str) -> "SharedReplay":
-        """Return a client for processes of another host: it maps the shards there, and calls the servers of the others."""
+        """Return a client for processes on another host. It maps the shards there and calls the servers of the others."""
         client = SharedReplay.__new__(SharedReplay)
         address, key, _, reply_s = self._description
         client.__setstate__({"description": (address, key, host, reply_s)})
         return client
 
     def close(self) -> None:
-        """Close the connections; in the process that created the buffer, end it and remove its files."""
+        """Close the connections. In the process that created the buffer, also stop the buffer and remove its files."""
         self._link.close()
         if self._storage is not None:
             self._storage.close()
-        if self._process is not None and self._creator == os.getpid():  # a forked process does not end it
+        if self._process is not None and self._creator == os.getpid():  # not in a forked process
             _stop(self._process)
             remove(self._folders)
 
     def put(self, item: Any, priority: float | None = None, version: int | None = None) -> int:
-        """Write one item. Return its handle."""
+        """Write one item and return its handle."""
         return int(self.extend(single(item), None if priority is None else [priority], version)[0])
 
     def extend(
@@ -172,10 +173,10 @@ class SharedReplay:
         """Write items, overwriting the oldest ones, and return their handles.
 
         Args:
-            payload: One row per item, like the example; at most as many as there are slots.
+            payload: One row per item, structured like the example; at most as many items as slots.
             priorities: One per item; by default the highest priority so far.
-            versions: Version of the policy that made the items, one for all or one per item; by default the current one.
-            timeout_s: Longest wait for free rows.
+            versions: Policy version that produced the items, one for all or one per item; by default the current version.
+            timeout_s: Maximum wait for free rows.
         """
         num_items = self._columns().check(payload)
         if not num_items:
@@ -185,12 +186,13 @@ class SharedReplay:
         return handles
 
     def reserve(self, num_items: int, *, lease_s: float | None = None, timeout_s: float = REPLY_S) -> Integers:
-        """Reserve slots and return their handles. The oldest items leave the buffer; nothing is sampled before its commit.
+        """Reserve slots and return their handles. The oldest items are removed. A reserved item is sampled after its commit.
 
         Args:
             num_items: Number of slots.
-            lease_s: Seconds after which an uncommitted reservation ends; its commit is stale then. None: with this process.
-            timeout_s: Longest wait for free rows.
+            lease_s: Seconds after which an uncommitted reservation expires; a later commit is stale. With None, reservations
+                end only with this process.
+            timeout_s: Maximum wait for free rows.
 
         Raises:
             ReplayFullError: Too many rows are being written or copied.
@@ -200,13 +202,13 @@ class SharedReplay:
         return handles  # type: ignore[no-any-return]
 
     def take_work(self, limit: int, *, lease_s: float | None = None, timeout_s: float = REPLY_S) -> Work:
-        """Reserve slots for the next indices of the list of work, at most `limit`.
+        """Reserve slots for up to `limit` of the next indices in the work list.
 
-        Indices of writers that died, or whose lease expired, are given out again. An index is done when the commit of its
-        handle is not stale. Wait while others work on all remaining indices; return none when all are done.
+        If a writer dies or its lease expires, its indices are handed out again. An index is done once its handle was committed
+        and the commit was not stale. While other writers hold all remaining indices, wait. If all are done, return no indices.
 
         Raises:
-            EmptyReplayError: Others still work on all remaining indices.
+            EmptyReplayError: Other writers still held all remaining indices after `timeout_s`.
         """
         indices, handles, rows = self._link.call("take_work", limit, lease_s, timeout_s, wait_s=timeout_s)
         self._rows().update(zip(handles.tolist(), rows.tolist(), strict=True))
@@ -222,40 +224,40 @@ class SharedReplay:
         """Write the items of this process's reservations, so that they can be sampled.
 
         Returns:
-            Number of handles whose slot was reserved by another writer in the meantime, was released, or whose lease expired.
-            Their items are dropped.
+            Number of stale handles: another writer has reserved the slot, the handle was released, or its lease expired. Their
+            items are dropped.
         """
         numbers = np.array(handles, np.int64).reshape(-1)
-        own = self._rows()
+        reserved = self._rows()
         if self._columns().check(payload) != len(numbers) or len(np.unique(numbers)) != len(numbers):
-            raise ValueError(f"handles: give each item's own handle, once (got {len(numbers)} handles).")
-        if unknown := [number for number in numbers.tolist() if number not in own]:
+            raise ValueError(f"handles: must contain each item's handle once (got {len(numbers)} handles).")
+        if unknown := [number for number in numbers.tolist() if number not in reserved]:
             raise ValueError(
-                f"handles: not reserved by this process, or committed (got {unknown[0]}). Commit where you reserve."
+                f"handles: not reserved by this process, or already committed (got {unknown[0]}). Commit where you reserve."
             )
-        rows = np.array([own[number] for number in numbers.tolist()], np.int64)
+        rows = np.array([reserved[number] for number in numbers.tolist()], np.int64)
         self._shards().write(numbers, rows, payload)
         num_stale = self._link.call("commit", numbers, rows, _array(priorities), _array(versions))
         for number in numbers.tolist():
-            del own[number]
+            del reserved[number]
         return int(num_stale)
 
     def release(self, handles: npt.ArrayLike) -> int:
-        """Remove items and reservations. Return the number of handles that were removed or overwritten before."""
+        """Remove items and reservations. Return the number of handles that had already been removed or overwritten."""
         numbers = np.array(handles, np.int64).reshape(-1)
-        own = self._rows()
-        rows = np.array([own.pop(number, -1) for number in numbers.tolist()], np.int64)
+        reserved = self._rows()
+        rows = np.array([reserved.pop(number, -1) for number in numbers.tolist()], np.int64)
         return int(self._link.call("release", numbers, rows))
 
     def sample(self, batch_size: int, *, timeout_s: float = REPLY_S) -> ReplayBatch:
-        """Draw items with replacement, each in proportion to its leaf.
+        """Draw items with replacement, in proportion to their leaves.
 
         Args:
             batch_size: Number of items.
-            timeout_s: Longest wait for a first item that can be sampled.
+            timeout_s: Maximum wait until an item can be sampled.
 
         Raises:
-            EmptyReplayError: No item could be sampled in time; the text says whether items are missing, too old or have
+            EmptyReplayError: No item could be sampled in time. The message says whether items are missing, too old, or have
                 priority 0.
         """
         shards = self._shards()
@@ -267,7 +269,7 @@ class SharedReplay:
         return ReplayBatch(payload, draw.handles, draw.weights, draw.probabilities, draw.versions)
 
     def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
-        """Set priorities; the absolute value counts. The last priority of a repeated handle wins.
+        """Set the priorities of items to the absolute values given. The last priority of a repeated handle wins.
 
         Returns:
             Number of handles whose item was overwritten or released. They have no effect.
@@ -279,19 +281,19 @@ class SharedReplay:
         self._link.call("set_step", step)
 
     def set_version(self, version: int) -> None:
-        """Report the version of the policy. Items older than `max_staleness` allows are not sampled from now on.
+        """Set the policy version. Items older than `max_staleness` allows are no longer sampled.
 
-        A report of an older version than the current one has no effect.
+        A version older than the current one has no effect.
         """
         self._link.call("set_version", version)
 
     def stats(self) -> ReplayStats:
-        """Return counters."""
+        """Return the counters."""
         stats: ReplayStats = self._link.call("stats")
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of everything that decides the next draws, and of the payload; `PrioritizedReplay` loads it, too."""
+        """Return copies of everything that determines the next draws, and of the payload. `PrioritizedReplay` can load it."""
         shards = self._shards()
         state, rows, ticket = self._link.call("snapshot")
         try:
@@ -304,9 +306,9 @@ class SharedReplay:
         return {**state, "payload": payload.state(len(state["owners"]))}
 
     def load_state_dict(self, state: Mapping[str, Any], *, timeout_s: float = REPLY_S) -> None:
-        """Replace contents, settings, counters and the generator of random numbers; open reservations end.
+        """Replace contents, settings, counters and the state of the random number generator. Open reservations end.
 
-        Call it before other processes write: handles of an earlier life may belong to other items afterwards.
+        Call this before other processes write, because earlier handles may refer to different items afterwards.
 
         Raises:
             ValueError: The capacities differ, or another process wrote in the meantime.
@@ -322,7 +324,7 @@ class SharedReplay:
         self._link.call("restored")
 
     def _columns(self) -> Columns:
-        """Return columns without rows that payloads must fit into."""
+        """Return columns without rows, for validating payloads."""
         if self._template is None:
             settings, _ = self._link.call("describe")
             self._template = template(pickle.loads(settings.layout))
@@ -332,25 +334,26 @@ class SharedReplay:
         if self._storage is None:
             _, key, host, reply_s = self._description
             settings, num_rows = self._link.call("describe")
-            places = self._link.call("places", host, reply_s, wait_s=reply_s)
-            self._storage = Storage(pickle.loads(settings.layout), num_rows, places, host, key, reply_s)
+            locations = self._link.call("locations", host, reply_s, wait_s=reply_s)
+            self._storage = Storage(pickle.loads(settings.layout), num_rows, locations, host, key, reply_s)
         return self._storage
 
     def _rows(self) -> dict[int, int]:
-        if self._own_rows[0] != self._link.session:  # a forked process has none
-            self._own_rows = (self._link.session, {})
-        return self._own_rows[1]
+        """Return the rows of this process's open reservations, by handle."""
+        if self._reserved[0] != self._link.session:  # a forked process has no reservations
+            self._reserved = (self._link.session, {})
+        return self._reserved[1]
 
 
 def serve_shard(replay: SharedReplay, shard: int, address: Address = ("127.0.0.1", 0)) -> None:
-    """Serve a shard to clients on other hosts, until the buffer is closed. Run it in a process on the shard's host.
+    """Serve a shard to clients on other hosts until the buffer is closed. Run this in a process on the shard's host.
 
     Args:
         replay: The buffer.
         shard: Number of the shard.
-        address: Interface and port to listen on; other hosts need an interface that they reach. Port 0 takes a free one.
+        address: Interface and port to listen on. The other hosts must reach the interface. Port 0 selects a free port.
     """
-    with contextlib.suppress(ReplayClosedError):  # closed before it was served
+    with contextlib.suppress(ReplayClosedError):  # the buffer was closed before the shard was served
         serve(replay._link, shard, address)
 
 
@@ -358,14 +361,15 @@ def _start(settings: OwnerSettings) -> tuple["subprocess.Popen[bytes]", Address,
     """Start the owner. Return its process, its address and the folders of its files.
 
     Raises:
-        ValueError: An option is wrong, or there is no room for the files.
+        ValueError: An option is invalid, or there is not enough space for the files.
+        ReplayClosedError: The owner exited, or did not start within `START_S` seconds.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", "from titanrl.replay.owner import main; main()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))},
-        start_new_session=True,  # an interrupt from the keyboard lets this process decide
+        start_new_session=True,  # on a keyboard interrupt, this process decides when the owner stops
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -374,21 +378,21 @@ def _start(settings: OwnerSettings) -> tuple["subprocess.Popen[bytes]", Address,
         process.stdin.flush()
         if not wait([process.stdout.fileno()], START_S):
             raise ReplayClosedError(
-                f"the process of the buffer is not ready after {START_S:g} s. The machine may be overloaded."
+                f"replay buffer: its process is not ready after {START_S:g} s. The machine may be overloaded."
             )
         is_ready, value = pickle.load(process.stdout)
         if not is_ready:
             raise value
-    except BaseException as error:  # an interrupt, too, must not leave the process
+    except BaseException as error:  # even an interrupt must not leave the process running
         code = _stop(process)
         if isinstance(error, EOFError | BrokenPipeError):
-            raise ReplayClosedError(f"the process of the buffer ended with exit code {code}; see its output.") from None
+            raise ReplayClosedError(f"replay buffer: its process exited with code {code}. See its output.") from None
         raise
     return process, *value
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> int:
-    """Let a process end, and return its exit code; kill it if it does not end."""
+    """Stop a process and return its exit code. Kill it if it does not exit in time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(b"\0", timeout=REPLY_S)
     process.kill()
@@ -396,5 +400,5 @@ def _stop(process: "subprocess.Popen[bytes]") -> int:
 
 
 def _array(values: npt.ArrayLike | None) -> npt.NDArray[Any] | None:
-    """Return values as numpy's, which the owner can read without other libraries."""
+    """Convert values to numpy arrays, which the owner can unpickle without other libraries."""
     return None if values is None else np.asarray(values)

@@ -1,4 +1,4 @@
-"""The slots of a buffer: which are free, which group each one holds, and which payloads the shards may delete."""
+"""Slot allocation for a buffer: free and reserved slots, and the payloads that storage shards may delete."""
 
 from collections import defaultdict, deque
 
@@ -6,10 +6,10 @@ from titanrl.types import GroupHandle
 
 
 class Slots:
-    """A limited number of slots, and further places for groups that have left their slot but keep their payload."""
+    """A limited number of slots, and additional payload locations for groups that were moved out of their slot."""
 
     def __init__(self, num_slots: int, num_others: int = 0) -> None:
-        """Start with free slots and `num_others` free places."""
+        """Create free slots and `num_others` additional locations."""
         self._num_slots = num_slots
         self._free = deque(range(num_slots + num_others))
         self._serials = [0] * len(self._free)
@@ -18,7 +18,7 @@ class Slots:
 
     @property
     def num_reserved(self) -> int:
-        """Slots that are not free."""
+        """Number of reserved slots."""
         return len(self._reserved)
 
     def room(self) -> int:
@@ -26,8 +26,8 @@ class Slots:
         return max(0, self._num_slots - len(self._reserved))
 
     def claim(self, shard: int) -> GroupHandle:
-        """Return a place for a payload in a shard, which takes up no slot."""
-        if not self._free:  # a resumed run can have fewer slots than the groups that it must hold at first
+        """Return a location for a payload in a shard, without using up a slot."""
+        if not self._free:  # a resumed run can have fewer slots than groups that it must hold initially
             self._free.append(len(self._serials))
             self._serials.append(0)
         slot = self._free.popleft()
@@ -42,15 +42,15 @@ class Slots:
 
     def leave(self, handle: GroupHandle) -> None:
         """Free the slot of a group that keeps its payload."""
-        assert self._reserved.pop(handle.slot, None) == handle, "slot freed twice, or after it was reserved again"
+        assert self._reserved.pop(handle.slot, None) == handle, "slot freed twice, or after being reserved again"
 
     def recycle(self, handle: GroupHandle) -> None:
-        """Let another group use the place of one that has left its slot, and the shard delete its payload."""
+        """Let another group use the location of a group without a slot, and let the shard delete the payload."""
         self._free.append(handle.slot)
         self.drop(handle)
 
     def free(self, handle: GroupHandle) -> None:
-        """Free the slot of a group, and let the shard delete its payload."""
+        """Free the slot of a group and let the shard delete its payload."""
         self.leave(handle)
         self.recycle(handle)
 
@@ -59,5 +59,5 @@ class Slots:
         self._dropped[handle.shard].append(handle)
 
     def take_dropped(self, shard: int) -> list[GroupHandle]:
-        """Return the payloads that a shard may delete, once."""
+        """Return the payloads that a shard may delete; each is returned once."""
         return self._dropped.pop(shard, [])

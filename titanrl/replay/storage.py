@@ -1,4 +1,4 @@
-"""Rows of a shared buffer as its clients reach them: mapped files on their host, and servers of the shards on other hosts."""
+"""Client access to the rows of a shared buffer: mapped files on the same host, servers of the shards on other hosts."""
 
 import pickle
 import shutil
@@ -10,24 +10,24 @@ import numpy as np
 
 from titanrl.replay.columns import Columns
 from titanrl.replay.layouts import Layout, create_file, map_file
-from titanrl.replay.owner import Place, shard_folder
+from titanrl.replay.owner import ShardLocation, shard_folder
 from titanrl.replay.trees import Integers
 from titanrl.replay.wire import Address, Link, Server
 
 
 class Storage:
-    """All shards, as a client on one host sees them. Row r lies in shard `r // rows_per_shard`."""
+    """All shards, accessed by a client on one host. Row r is in shard `r // rows_per_shard`."""
 
     def __init__(
-        self, layout: Layout, rows_per_shard: int, places: Sequence[Place], host: str, key: bytes, reply_s: float
+        self, layout: Layout, rows_per_shard: int, locations: Sequence[ShardLocation], host: str, key: bytes, reply_s: float
     ) -> None:
-        """Map the shards of this host; connect to the others at the first use."""
+        """Map the shards of this host. Connect to the other shards on first use."""
         self._rows_per_shard = rows_per_shard
         self._shards: list[Columns | Link] = [
-            map_file(Path(place.path), layout, rows_per_shard)
-            if place.host == host
-            else Link(_address(place), key, f"replay shard {number} on host {place.host}", reply_s)
-            for number, place in enumerate(places)
+            map_file(Path(location.path), layout, rows_per_shard)
+            if location.host == host
+            else Link(_address(location), key, f"replay shard {number} on host {location.host}", reply_s)
+            for number, location in enumerate(locations)
         ]
 
     def read(self, rows: Integers) -> Any:
@@ -35,21 +35,21 @@ class Storage:
         if len(self._shards) == 1:
             return self._read(0, rows)
         found = Columns(len(rows))
-        for number, places in self._parts(rows):
-            found.write(places, self._read(number, rows[places] - number * self._rows_per_shard), slice(None))
+        for number, positions in self._by_shard(rows):
+            found.write(positions, self._read(number, rows[positions] - number * self._rows_per_shard), slice(None))
         return found.all()
 
     def write(self, handles: Integers, rows: Integers, payload: Any) -> None:
         """Write the items of reservations."""
-        for number, places in self._parts(rows):
+        for number, positions in self._by_shard(rows):
             shard = self._shards[number]
             if isinstance(shard, Columns):
-                part = slice(None) if len(places) == len(rows) else places  # a slice is not copied
-                shard.write(rows[places] - number * self._rows_per_shard, payload, part)
+                part = slice(None) if len(positions) == len(rows) else positions  # slicing does not copy
+                shard.write(rows[positions] - number * self._rows_per_shard, payload, part)
             else:
-                items = Columns(len(places))
-                items.write(slice(None), payload, places)
-                shard.call("put", handles[places], rows[places], items.all())
+                items = Columns(len(positions))
+                items.write(slice(None), payload, positions)
+                shard.call("put", handles[positions], rows[positions], items.all())
 
     def close(self) -> None:
         """Close the connections."""
@@ -61,25 +61,25 @@ class Storage:
         shard = self._shards[number]
         return shard.read(rows) if isinstance(shard, Columns) else shard.call("get", rows)
 
-    def _parts(self, rows: Integers) -> list[tuple[int, Integers]]:
-        """Return the shards of rows, each with the places of its rows."""
+    def _by_shard(self, rows: Integers) -> list[tuple[int, Integers]]:
+        """Group rows by shard: return each shard's number and the positions of its rows in `rows`."""
         shards = rows // self._rows_per_shard
         return [(number, np.flatnonzero(shards == number)) for number in np.unique(shards).tolist()]
 
 
 class ShardServer:
-    """Gives and takes the rows of one shard. The owner's rows of a writer stay protected while this process writes them."""
+    """Server for the rows of one shard. The rows stay pinned at the owner while this process writes them for a client."""
 
     def __init__(self, owner: Link, columns: Columns, first_row: int) -> None:
-        """Serve a mapped file whose first row has the number `first_row`."""
+        """Serve a mapped file whose first row has the buffer-wide number `first_row`."""
         self._owner, self._columns, self._first_row = owner, columns, first_row
 
     def get(self, session: int, rows: Integers) -> Any:
-        """Return a copy of rows, counted from the first one of the shard."""
+        """Return a copy of rows, numbered from the start of the shard."""
         return self._columns.read(rows)
 
     def put(self, session: int, handles: Integers, rows: Integers, payload: Any) -> None:
-        """Write items for their writer, except those that it no longer may write."""
+        """Write items on behalf of a client, except to rows that the client may no longer write."""
         is_held, ticket = self._owner.call("hold", handles, rows)
         try:
             self._columns.write(rows[is_held] - self._first_row, payload, np.flatnonzero(is_held))
@@ -88,7 +88,7 @@ class ShardServer:
 
 
 def serve(owner: Link, shard: int, address: Address) -> None:
-    """Serve a shard until the owner of the buffer ends."""
+    """Serve a shard until the owner of the buffer exits."""
     settings, rows_per_shard = owner.call("describe")
     if not 0 <= shard < len(settings.shards):
         raise ValueError(f"shard: no such shard (got {shard}). Use 0 to {len(settings.shards) - 1}.")
@@ -109,6 +109,6 @@ def serve(owner: Link, shard: int, address: Address) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _address(place: Place) -> Address:
-    assert place.address is not None, "the owner waits for it"
-    return place.address
+def _address(location: ShardLocation) -> Address:
+    assert location.address is not None, "the owner waits until every remote shard has an address"
+    return location.address

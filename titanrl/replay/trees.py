@@ -1,8 +1,8 @@
-"""Sums and minima over many leaves, for drawing in proportion to priorities.
+"""`PriorityTree`: sums and minima over many leaves, for drawing in proportion to priorities.
 
-The tree has wide nodes: each has `FANOUT` children, and the root has up to `MAX_ROOT` of them. A few calls of numpy then find
-or update hundreds of leaves at once. A parent is always recomputed from its children, so rounding errors do not accumulate. It
-is recomputed when a sum is needed, so that several updates between two draws share the work.
+The tree has wide nodes with `FANOUT` children each; the root has up to `MAX_ROOT`. A few numpy calls then find or update
+hundreds of leaves at a time. Parents are always recomputed from their children, so rounding errors do not accumulate. They are
+recomputed lazily, when a sum is needed, so that several updates between two draws share the work.
 
 Shape suffixes: B leaves of a call, F children of a node, N leaves of the tree.
 """
@@ -13,9 +13,9 @@ import numpy.typing as npt
 FANOUT = 16
 """Children of an inner node: a power of two."""
 MAX_ROOT = 1 << 12
-"""Largest number of children of the root, all of which are added up again for a draw after an update."""
+"""Maximum number of children of the root. A draw after an update sums all of them again."""
 MAX_OUTDATED = 1 << 16
-"""Largest number of inner nodes that wait to be recomputed."""
+"""Maximum number of inner nodes waiting to be recomputed."""
 SHIFT = FANOUT.bit_length() - 1
 
 Floats = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ class PriorityTree:
     """Nonnegative leaves with their total, their smallest positive value, and a search in their prefix sums."""
 
     def __init__(self, capacity: int) -> None:
-        """Start with zeros."""
+        """Create a tree of zeros."""
         self._capacity = capacity
         self._sums_NF = [np.zeros((-(-capacity // FANOUT), FANOUT))]  # leaves first; the last level is the root
         while self._sums_NF[-1].size > MAX_ROOT:
@@ -58,21 +58,21 @@ class PriorityTree:
 
     @property
     def total(self) -> float:
-        """Sum of the leaves."""
+        """Sum of all leaves."""
         return float(self._root_prefix()[-1])
 
     @property
     def minimum(self) -> float:
-        """Smallest positive leaf; infinite if all leaves are zero."""
+        """Smallest positive leaf; infinity if all leaves are zero."""
         if self._minimum is None:
             self._refresh()
             self._minimum = float((self._minima_NF[-1] if self._minima_NF else _positive(self._leaves)).min())
         return self._minimum
 
     def find(self, sums_B: Floats) -> Integers:
-        """Return the first leaf whose prefix sum, with itself, exceeds each of `sums_B`.
+        """Return, for each of `sums_B`, the first leaf whose inclusive prefix sum exceeds it.
 
-        A sum of `total` or more finds the last positive leaf. The result is never a leaf of zero.
+        For a sum of `total` or more, this is the last positive leaf. A leaf of zero is never returned.
         """
         prefix = self._root_prefix()
         assert prefix[-1] > 0.0, "no leaf is positive"
@@ -82,7 +82,7 @@ class PriorityTree:
         for level_NF in self._sums_NF[-2::-1]:
             prefix_BF = level_NF.take(nodes_B, axis=0)
             np.add.accumulate(prefix_BF, axis=1, out=prefix_BF)
-            # Rounding can lift a remaining sum to that of the node.
+            # Rounding can raise a remaining sum to the sum of the node.
             sums_B = np.minimum(sums_B - before_B, np.nextafter(prefix_BF[:, -1], 0.0))
             children_B = (prefix_BF > sums_B[:, None]).argmax(axis=1)
             nodes_B = (nodes_B << SHIFT) + children_B
@@ -91,13 +91,13 @@ class PriorityTree:
         return nodes_B
 
     def _refresh(self) -> None:
-        """Recompute what updates left outdated."""
+        """Recompute the nodes that updates have outdated."""
         if self._outdated:
             self._recompute(np.concatenate(self._outdated))
             self._outdated, self._num_outdated = [], 0
 
     def _recompute(self, nodes: Nodes) -> None:
-        """Recompute inner nodes of the lowest level, and all their parents."""
+        """Recompute inner nodes of the lowest level and all their ancestors."""
         for level, minima_NF in enumerate(self._minima_NF):
             children_BF = _select(self._sums_NF[level], nodes)
             self._sums_NF[level + 1].reshape(-1)[nodes] = np.add.reduce(children_BF, axis=1)
@@ -113,7 +113,7 @@ class PriorityTree:
 
 
 def _select(rows: Floats, index: Nodes) -> Floats:
-    """Return rows; `take` copies whole rows, which is faster than indexing."""
+    """Select rows. For index arrays, `take` is faster than indexing, because it copies entire rows."""
     return rows[index] if isinstance(index, slice) else rows.take(index, axis=0)
 
 

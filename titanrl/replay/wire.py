@@ -1,8 +1,8 @@
-"""Calls between processes over sockets: pickled requests of peers that proved to know a key.
+"""Remote calls between processes over sockets, with pickled messages and authentication by a shared key.
 
 Each client process is a *session*. It has one connection that stays open and carries no calls, its anchor, and one connection
-for every call in progress. A session ends when its anchor closes, thus at once when its process dies, and not when a call
-fails: the caller may still read or write rows then. There is no keep-alive for the same reason.
+for every call in progress. A session ends when its anchor closes, and therefore immediately when its process dies. It does not
+end when a call fails, because the caller may still be reading or writing rows. For the same reason there is no keep-alive.
 """
 
 import os
@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
 from typing import Any
 
 from titanrl.replay.batches import ReplayClosedError
@@ -23,11 +22,11 @@ from titanrl.replay.batches import ReplayClosedError
 Address = str | tuple[str, int]
 """Path of a Unix socket, or interface and port."""
 Verb = Callable[..., Any]
-"""A function that takes the number of the session and the arguments of a call."""
+"""Function that takes a session number and the arguments of a call."""
 
 
 class Server:
-    """Answers calls, each connection on a thread of its own."""
+    """Server for remote calls, with one thread per connection."""
 
     def __init__(
         self,
@@ -38,18 +37,18 @@ class Server:
         on_end: Callable[[int], None] = lambda session: None,
         on_lost: Callable[[int, str, Any], None] = lambda session, verb, reply: None,
     ) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
-            address: Path of a Unix socket, or interface and port; port 0 takes a free one.
+            address: Path of a Unix socket, or interface and port; port 0 selects a free port.
             key: Secret that clients must know.
             verbs: Functions by name.
             on_end: Called with the number of a session that ended.
-            on_lost: Called with session, verb and reply, if the client closed the connection without having read the reply.
-                It is also called for the last reply of every connection of a session that ends.
+            on_lost: Called with session, verb and reply if the client closed the connection without reading the reply. It is
+                also called for the last reply on every connection of a session that ends.
 
         Raises:
-            ValueError: The address cannot be used.
+            ValueError: The address is not available.
         """
         self._key, self._verbs, self._on_end, self._on_lost = key, verbs, on_end, on_lost
         self._sessions: dict[str, int] = {}
@@ -64,7 +63,7 @@ class Server:
             raise ValueError(f"address: cannot listen (got {address}: {error.strerror}). Use another one.") from None
         self._listener.listen(128)
         self.address: Address = self._listener.getsockname()
-        """Address with the port that was taken."""
+        """Address with the actual port."""
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -78,28 +77,28 @@ class Server:
             answer_challenge(connection, self._key)
             kind, name = pickle.loads(connection.recv_bytes())
             if kind == "anchor":
-                self._hold(connection, name)
+                self._serve_anchor(connection, name)
             elif name in self._sessions:
-                self._answer(connection, self._sessions[name])
-        except (EOFError, OSError, AuthenticationError):  # the client has ended, or knows no key
+                self._serve_calls(connection, self._sessions[name])
+        except (EOFError, OSError, AuthenticationError):  # the client has exited, or does not know the key
             pass
         finally:
             connection.close()
 
-    def _hold(self, connection: Connection, name: str) -> None:
-        """Keep a session until its anchor closes."""
+    def _serve_anchor(self, connection: Connection, name: str) -> None:
+        """Keep a session open until its anchor closes."""
         with self._lock:
             session = self._sessions[name] = self._num_sessions
             self._num_sessions += 1
         try:
             connection.send_bytes(b"")
-            connection.recv_bytes()  # a client sends nothing here
+            connection.recv_bytes()  # returns when the connection closes: clients send nothing here
         finally:
             del self._sessions[name]
             self._on_end(session)
 
-    def _answer(self, connection: Connection, session: int) -> None:
-        """Answer the calls of a connection. The next call shows that the client has read the last reply."""
+    def _serve_calls(self, connection: Connection, session: int) -> None:
+        """Serve the calls on a connection. The next call shows that the client has read the previous reply."""
         last: tuple[str, Any] | None = None
         try:
             while True:
@@ -119,16 +118,16 @@ class Server:
 
 
 class Link:
-    """The connections of this process to a server. Threads may call at the same time."""
+    """Connections of this process to a server. Several threads may call concurrently."""
 
     def __init__(self, address: Address, key: bytes, name: str, reply_s: float) -> None:
-        """Describe the server; the first call connects.
+        """Store the address; the first call connects.
 
         Args:
             address: Address of the server.
-            key: Its secret.
-            name: Its name, for messages.
-            reply_s: Longest time for a reply, beside what a call may wait.
+            key: Secret of the server.
+            name: Name of the server, for messages.
+            reply_s: Maximum time for a reply, in addition to the time that a call may wait.
         """
         self._address, self._key, self._name, self._reply_s = address, key, name, reply_s
         self._start()
@@ -136,7 +135,7 @@ class Link:
 
     def _start(self) -> None:
         self.session = ""
-        """Name of the session, once it has started; another one in a forked process."""
+        """Name of the session, once it has started. A forked process has its own."""
         self._anchor: Connection | None = None
         self._idle: list[Connection] = []
         self._broken: list[Connection] = []
@@ -144,28 +143,28 @@ class Link:
         self._lock = threading.Lock()
 
     def call(self, verb: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        """Return the reply of the server, or raise its exception.
+        """Call a function of the server; return its result or raise its exception.
 
         Args:
             verb: Name of the function.
-            *arguments: Its arguments.
+            *arguments: Arguments of the function.
             wait_s: Time that the function may wait.
 
         Raises:
-            ReplayClosedError: The server has ended, or does not answer.
+            ReplayClosedError: The server has exited, or does not respond.
         """
         return self._exchange((verb, arguments, True), wait_s)
 
     def send(self, verb: str, *arguments: Any) -> None:
-        """Call without a reply.
+        """Call a function of the server without waiting for a reply.
 
         Raises:
-            ReplayClosedError: The server has ended.
+            ReplayClosedError: The server has exited.
         """
         self._exchange((verb, arguments, False), None)
 
     def wait_until_closed(self) -> None:
-        """Wait until the server ends."""
+        """Wait until the server exits."""
         self._open_anchor().poll(None)
 
     def close(self) -> None:
@@ -178,7 +177,7 @@ class Link:
             self._anchor, self._idle, self._broken = None, [], []
 
     def after_fork(self) -> None:
-        """Start a session of its own in a forked process; the parent keeps its connections."""
+        """Start a separate session in a forked process; the parent keeps its connections."""
         self._lock = threading.Lock()
         self.close()
         self._start()
@@ -188,12 +187,12 @@ class Link:
             connection = self._take()
             try:
                 connection.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
-            except BaseException:  # an interrupt, too; closing it would tell the server that the reply before was not read
+            except BaseException:  # even for an interrupt, keep it open: closing it would signal that the last reply was lost
                 self._broken.append(connection)
                 raise
             try:
                 is_value, reply = (True, None) if wait_s is None else pickle.loads(self._receive(connection, wait_s))
-            except BaseException:  # an interrupt, too: the reply may still arrive on it
+            except BaseException:  # even for an interrupt, do not reuse it: the reply may still arrive
                 connection.close()
                 raise
         except (EOFError, OSError, AuthenticationError) as error:
@@ -224,7 +223,7 @@ class Link:
                 anchor = self._connect("anchor")
                 try:
                     self._receive(anchor, 0.0)
-                except BaseException:  # an interrupt, too
+                except BaseException:  # including interrupts
                     anchor.close()
                     raise
                 self._anchor = anchor
@@ -235,7 +234,7 @@ class Link:
             client.settimeout(self._reply_s)
             client.connect(self._address)
             client.setblocking(True)
-            # A peer that stops within a message does not stop this process.
+            # A peer that hangs in the middle of a message must not block this process forever.
             limit = struct.pack("ll", int(self._reply_s), int(self._reply_s % 1 * 1e6))
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -244,7 +243,7 @@ class Link:
             answer_challenge(connection, self._key)
             deliver_challenge(connection, self._key)
             connection.send_bytes(pickle.dumps((kind, self.session)))
-        except BaseException:  # an interrupt, too
+        except BaseException:  # including interrupts
             connection.close()
             raise
         return connection
@@ -256,28 +255,23 @@ class Link:
 
     def _closed(self, error: Exception | str) -> ReplayClosedError:
         if isinstance(error, AuthenticationError):
-            why = "it has another key"
+            why = "it uses a different key"
         elif isinstance(error, BlockingIOError):
             why = f"no reply after {self._reply_s:g} s"
         else:
             why = str(error) or "it closed the connection"
-        return ReplayClosedError(f"{self._name} does not answer: {why}. See whether its process has ended, and start it again.")
+        return ReplayClosedError(f"{self._name} does not respond: {why}. Check whether its process has exited, and restart it.")
 
 
 LINKS: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
-def _forget_connections() -> None:
+def _reset_links() -> None:
     for link in LINKS:
         link.after_fork()
 
 
-os.register_at_fork(after_in_child=_forget_connections)
-
-
-def local_address(folder: Path) -> str:
-    """Return the address of a Unix socket in a folder."""
-    return str(folder / "socket")
+os.register_at_fork(after_in_child=_reset_links)
 
 
 def _connection(client: socket.socket) -> Connection:

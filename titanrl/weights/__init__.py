@@ -1,1 +1,1 @@
-"""Weight sync: versioned, sharded and verified weights from the trainer's ranks into the generators' parameters."""
+"""Weight sync: transfer versioned, sharded and verified weights from the trainer's ranks to the generators' parameters."""

@@ -1,8 +1,8 @@
-/* Copies that bypass the caches, many per call, without the GIL.
+/* Batches of copies that bypass the CPU caches and run without the GIL.
 
-   A plain store first reads the cache line that it overwrites, so a copy moves three bytes per byte copied. A non-temporal
-   store skips that read and does not evict other data. glibc's memcpy does the same above a machine-dependent size that single
-   tensors do not reach, and it does not cast. Whole lines are streamed; the ends of a row are stored plainly. */
+   A normal store first reads the cache line that it overwrites, so a copy moves three bytes per byte copied. A non-temporal
+   store skips that read and evicts no other data. glibc's memcpy also uses such stores, but only above a machine-dependent size
+   that single tensors do not reach, and it cannot cast. Full lines are streamed; the ends of a row are stored normally. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,11 +14,11 @@
 
 #define LINE 64
 
-/* Compiled twice; the loader picks one. Vectors wider than AVX2's do not help, because memory is the limit. */
+/* Compiled twice; the loader picks one. Wider vectors than AVX2's do not help, because memory bandwidth is the limit. */
 #if defined(__x86_64__) && defined(__gnu_linux__)
-#define WITH_AVX2_IF_THERE __attribute__((target_clones("avx2", "default")))
+#define AVX2_IF_AVAILABLE __attribute__((target_clones("avx2", "default")))
 #else
-#define WITH_AVX2_IF_THERE
+#define AVX2_IF_AVAILABLE
 #endif
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
@@ -45,8 +45,8 @@ static inline void stream(char *target, Bytes16 value) {
 #endif
 }
 
-/* Order the stores before this before the stores after it, as other processes see them. Streamed stores need a fence on both
-   sides, because they and plain stores, such as those of an arena's sequence number, can pass each other. */
+/* Make earlier stores visible to other processes before later stores. Streamed stores need a fence before and after, because
+   they can be reordered with normal stores, such as those of an arena's sequence number. */
 static inline void fence(void) {
 #ifdef __SSE2__
     _mm_sfence();
@@ -62,7 +62,7 @@ static void copy_row(char *target, const char *source, size_t size) {
     for (target += head, source += head, size -= head; size >= LINE; target += LINE, source += LINE, size -= LINE) {
         Bytes16 line[LINE / 16];
         memcpy(line, source, LINE);
-        for (int part = 0; part < LINE / 16; part++) stream(target + 16 * part, line[part]);
+        for (int i = 0; i < LINE / 16; i++) stream(target + 16 * i, line[i]);
     }
     memcpy(target, source, size);
 }
@@ -80,10 +80,10 @@ static inline Bf16x8 bf16x8(const uint32_t *source) {
     return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), Bf16x8);
 }
 
-WITH_AVX2_IF_THERE static void cast_row(uint16_t *target, const uint32_t *source, size_t length) {
+AVX2_IF_AVAILABLE static void cast_row(uint16_t *target, const uint32_t *source, size_t length) {
     for (; length && (uintptr_t)target % LINE; length--) *target++ = bf16(*source++);
     for (; length >= LINE / 2; length -= LINE / 2, target += LINE / 2, source += LINE / 2)
-        for (int part = 0; part < LINE / 2; part += 8) stream((char *)(target + part), (Bytes16)bf16x8(source + part));
+        for (int i = 0; i < LINE / 2; i += 8) stream((char *)(target + i), (Bytes16)bf16x8(source + i));
     while (length--) *target++ = bf16(*source++);
 }
 
@@ -108,7 +108,7 @@ static PyObject *run(PyObject *Py_UNUSED(module), PyObject *table) {
     const Copy *copies = view.buf;
     Py_BEGIN_ALLOW_THREADS;
     fence();
-    for (size_t number = 0; number < view.len / sizeof(Copy); number++) run_copy(copies + number);
+    for (size_t i = 0; i < view.len / sizeof(Copy); i++) run_copy(copies + i);
     fence();
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&view);

@@ -1,9 +1,9 @@
 """Shared-memory arenas: a trainer rank writes weights once, and every generator on the same host maps them without a copy.
 
-An arena is a memfd. It has no name, so nothing stays in /dev/shm however its owner ends, and the size of the /dev/shm mount
-does not matter. Its size is sealed, so a reader never gets SIGBUS. Its pages are allocated when it is created, because a first
-write is dominated by page faults. The header holds a sequence number that is odd while the arena is being written. A reader
-compares it with the manifest's before and after its copy, and so detects that the arena was overwritten.
+An arena is a memfd. It has no name, so it leaves nothing in /dev/shm even if its owner crashes, and the size of the /dev/shm
+mount does not matter. Its size is sealed, so readers never get SIGBUS. Its pages are allocated at creation, because page faults
+would dominate the first write. The header holds a sequence number that is odd while the arena is being written. A reader
+compares it with the manifest's number before and after copying, to detect that the arena was overwritten.
 """
 
 import fcntl
@@ -30,10 +30,10 @@ class Arena:
     """Shared memory that this process writes."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate all pages.
+        """Create the arena and allocate all its pages.
 
         Raises:
-            OSError: not enough memory.
+            OSError: Not enough memory.
         """
         size = _HEADER_BYTES + max(num_bytes, 1)  # neither a torch view nor an RDMA buffer can be empty
         self._fd = os.memfd_create("titanrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -50,26 +50,26 @@ class Arena:
 
     @cached_property
     def storage(self) -> torch.Tensor:
-        """All bytes after the header; at least one."""
+        """All bytes after the header (at least one)."""
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)
 
     @cached_property
     def data(self) -> torch.Tensor:
-        """Contents, as a tensor that shares the memory."""
+        """Contents, as a tensor that shares the arena's memory."""
         return self.storage[: self.handle.num_bytes]
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
-        """Mark the arena as being written while the body fills it, then give it the next even sequence number.
+        """Mark the arena as being written while the body fills it, then advance to the next even sequence number.
 
-        If the body raises, the mark stays until a later write succeeds.
+        If the body raises, the arena stays marked until a later write succeeds.
         """
-        self._set_sequence(self.sequence + 1 + self.sequence % 2)  # odd already if the previous body raised
+        self._set_sequence(self.sequence + 1 + self.sequence % 2)  # the number is already odd if the previous body raised
         yield self.data
         self._set_sequence(self.sequence + 1)
 
     def close(self) -> None:
-        """Close this process's descriptor; readers that have mapped the arena keep their mapping."""
+        """Close this process's descriptor. Existing mappings in other processes stay valid."""
         os.close(self._fd)
 
     def _set_sequence(self, sequence: int) -> None:
@@ -77,22 +77,22 @@ class Arena:
         _SEQUENCE.pack_into(self._map, 0, sequence)
 
 
-class OwnerEndedError(WeightMismatchError):
-    """The process that owns an arena has ended, or runs as another user."""
+class OwnerExitedError(WeightMismatchError):
+    """The process that owns an arena has exited, or runs as another user."""
 
 
 class MappedArena:
-    """A read-only mapping of an arena that another process of this host writes."""
+    """A read-only mapping of an arena that another process on this host writes."""
 
     def __init__(self, handle: ArenaHandle) -> None:
         """Map an arena.
 
         Raises:
-            OwnerEndedError: the owner has ended, or runs as another user.
-            WeightMismatchError: the owner is on another host.
+            OwnerExitedError: The owner has exited, or runs as another user.
+            WeightMismatchError: The owner is on another host.
         """
         if handle.host != host_id():
-            raise WeightMismatchError("the weights are in an arena of another host. Set weights.transport to auto")
+            raise WeightMismatchError(f"weights.transport: the arena is on another host (got {handle.host}). Set it to auto.")
         fd = _open_arena(handle)
         try:
             self._map = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
@@ -104,15 +104,15 @@ class MappedArena:
 
     @property
     def sequence(self) -> int:
-        """Current sequence number of the header."""
+        """Current sequence number in the header."""
         return sequence_in(self._map)
 
 
 def _open_arena(handle: ArenaHandle) -> int:
-    """Open the owner's descriptor of an arena.
+    """Open an arena through its owner's file descriptor.
 
     Raises:
-        OwnerEndedError: the owner has ended, or runs as another user.
+        OwnerExitedError: The owner has exited, or runs as another user.
     """
     try:
         if process_start(str(handle.pid)) != handle.started:
@@ -120,12 +120,12 @@ def _open_arena(handle: ArenaHandle) -> int:
         return os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
         reason = "is gone"
-    except PermissionError:  # the descriptors of a process that is ending belong to root
+    except PermissionError:  # root owns the descriptors of an exiting process
         reason = "is gone or runs as another user"
-    raise OwnerEndedError(f"process {handle.pid}, which published the weights, {reason}")
+    raise OwnerExitedError(f"process {handle.pid}, which published the weights, {reason}")
 
 
 def sequence_in(header: Any) -> int:
-    """Return the sequence number in the bytes of a header."""
+    """Return the sequence number stored in a header."""
     (sequence,) = _SEQUENCE.unpack_from(header, 0)
     return int(sequence)

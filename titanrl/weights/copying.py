@@ -1,8 +1,8 @@
-"""Batched tensor copies with a cast in the same pass, on one CPU thread or on a device stream.
+"""Batched tensor copies that cast in the same pass, on one CPU thread or on a device stream.
 
-Large copies bypass the caches (`_stream.c`); docs/weights.md has the effect. More threads do not speed a copy up, and OpenMP's
-barriers make it ten times slower when other processes are busy. On CUDA the host memory is pinned, once per arena, so that
-copies overlap with computation. The device code is written for CUDA and NPU and has not been run on either.
+Large copies bypass the CPU caches (`_stream.c`); docs/weights.md describes the effect. More threads do not speed up a copy, and
+OpenMP's barriers make it ten times slower when other processes are busy. On CUDA, host memory is pinned once per arena, so that
+copies overlap with computation. The device code is written for CUDA and NPU, but has not been run on either.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ try:
     from titanrl.weights import _stream
 except ImportError:
     _stream = None  # type: ignore[assignment]
-    logging.getLogger(__name__).warning("titanrl.weights._stream is not built, so torch copies the weights, more slowly")
+    logging.getLogger(__name__).warning("titanrl.weights._stream is not built; using torch's slower weight copies")
 
 _CUDA_HOST_REGISTER_DEFAULT, _CUDA_HOST_REGISTER_READ_ONLY = 0, 8  # cudaHostRegister's flags
 _STREAMED_FROM_BYTES = 8 << 20
-"""Total size from which copies bypass the caches; less fits into them, where its reader finds it."""
+"""Minimum total size of copies that bypass the caches. Smaller copies stay cached for the process that reads them next."""
 _SHORTEST_ROW_BYTES = 512
-"""Length from which rows are streamed; the ends of a row, which are partial cache lines, never are."""
+"""Minimum length of streamed rows. The partial cache lines at the ends of a row are always stored normally."""
 
 
 class Rows(NamedTuple):
-    """A copy of contiguous rows of equal length; the fields match `Copy` in `_stream.c`."""
+    """A copy of equally long, contiguous rows. The fields match `Copy` in `_stream.c`."""
 
     target: int
     """Address of the first target row."""
@@ -48,17 +48,17 @@ class Rows(NamedTuple):
 
 
 class Copies:
-    """Copies between tensors of equal shapes, planned once and run any number of times."""
+    """Copies between pairs of tensors with equal shapes, planned once and run any number of times."""
 
     def __init__(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], streamed_from_bytes: int = _STREAMED_FROM_BYTES
     ) -> None:
-        """Plan the copies. The tensors are kept alive and must stay in their memory.
+        """Plan the copies. The plan keeps the tensors alive; their memory must not be reallocated.
 
         Args:
-            targets: tensors to fill.
-            sources: tensors of the same shapes and any dtypes.
-            streamed_from_bytes: total size of the targets from which the copies bypass the caches.
+            targets: Tensors to fill.
+            sources: Tensors with the same shapes and any dtypes.
+            streamed_from_bytes: Minimum total size of the targets for copies that bypass the caches.
         """
         self._targets, self._sources = list(targets), list(sources)
         pairs = list(zip(self._targets, self._sources, strict=True))
@@ -69,12 +69,12 @@ class Copies:
 
     @property
     def device(self) -> torch.device:
-        """Device of the first target or source that is not on the CPU; the CPU if there is none."""
+        """Device of the first target or first source, whichever is not the CPU; otherwise the CPU."""
         tensors = self._targets[:1] + self._sources[:1]
         return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
     def run(self) -> None:
-        """Copy each source into its target; on a device the copies are only queued."""
+        """Copy each source into its target. Copies on a device are only queued."""
         if len(self._streamed):
             _stream.run(self._streamed)
         if self._others:
@@ -84,7 +84,7 @@ class Copies:
 
 
 def as_rows(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
-    """Describe a copy for `_stream`; return None if torch must make it: on a device, with other casts, or of short rows."""
+    """Describe a copy for `_stream`; return None for copies left to torch: on a device, with other casts, or of short rows."""
     is_cast = (target.dtype, source.dtype) == (torch.bfloat16, torch.float32)
     if not (target.is_cpu and source.is_cpu and (is_cast or target.dtype == source.dtype)):
         return None
@@ -104,7 +104,7 @@ def as_rows(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
 
 
 def merged_dims(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return size and both strides of each dimension, at least one, after merging those contiguous in both tensors."""
+    """Merge the dimensions that are contiguous in both tensors; return (size, target stride, source stride) of each result."""
     dims: list[tuple[int, int, int]] = []
     for size, to, of in zip(target.shape, target.stride(), source.stride(), strict=True):
         if dims and dims[-1][1:] == (size * to, size * of):
@@ -116,7 +116,7 @@ def merged_dims(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, i
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one CPU thread in the body."""
+    """Limit torch to one CPU thread within the body."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,44 +126,44 @@ def one_thread() -> Iterator[None]:
 
 
 class CopyOut:
-    """Runs copies from a device or from this process's memory into shared memory."""
+    """Runner of copies from a device or from this process's memory into shared memory."""
 
     def __init__(self) -> None:
-        """Start without a stream; the first copy from a device creates it."""
+        """Create no stream yet; the first copy from a device does."""
         self._stream: Any = None
 
     async def run(self, copies: Copies) -> None:
-        """Fill CPU tensors and return when they are complete. Sources may be read, but not written, until then."""
+        """Fill CPU tensors and return when they are complete. Do not write to the sources before that."""
         if copies.device.type == "cpu":
             copies.run()
             return
         device: Any = torch.get_device_module(copies.device)
         if self._stream is None:
             self._stream = device.Stream()
-        self._stream.wait_stream(device.current_stream())  # the kernels that write the weights run first
+        self._stream.wait_stream(device.current_stream())  # wait for the kernels that write the weights
         with device.stream(self._stream):
             copies.run()
         await asyncio.to_thread(self._stream.synchronize)
 
 
 def copy_in(copies: Copies) -> None:
-    """Fill a model's tensors from CPU tensors and return when they are complete."""
+    """Fill a model's tensors from CPU tensors; return when they are complete."""
     copies.run()
     if copies.device.type != "cpu":
         torch.get_device_module(copies.device).current_stream().synchronize()
 
 
 def pin(data: torch.Tensor, device: torch.device, *, read_only: bool) -> None:
-    """Register shared memory with CUDA, so that copies need no staging buffer; do nothing for other devices."""
+    """Pin shared memory with CUDA, so that copies need no staging buffer. Do nothing for other devices."""
     if device.type != "cuda":
         return
     flags = _CUDA_HOST_REGISTER_READ_ONLY if read_only else _CUDA_HOST_REGISTER_DEFAULT
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)
-    if int(error) != 0:  # copies stay correct, only slower
+    if int(error) != 0:  # copies from pageable memory are correct, but slower
         warnings.warn(f"cannot pin {data.numel()} bytes of shared memory (got CUDA error {int(error)})", stacklevel=2)
 
 
 def unpin(address: int, device: torch.device) -> None:
-    """Release what `pin` has registered before the memory at an address is unmapped; do nothing for devices other than CUDA."""
+    """Release what `pin` registered, before the memory at an address is unmapped. Do nothing for devices other than CUDA."""
     if device.type == "cuda":
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,7 +1,7 @@
 """Checksums of published bytes.
 
-A checksum adds up the 64-bit words of each block and hashes the sums. It detects a changed bit, a block of another version
-and swapped blocks. docs/weights.md says what it costs.
+A checksum adds up the 64-bit words of each block and hashes the sums. It detects a changed bit, swapped blocks, and a block
+from another version. docs/weights.md lists its cost.
 """
 
 import zlib
@@ -20,9 +20,10 @@ _NUM_PAGES = _STRIDE_WORDS // _PAGE_WORDS
 
 
 def digest(data: torch.Tensor, verify: Verify, version: int) -> Digest | None:
-    """Return the checksum of some bytes.
+    """Compute the checksum of a byte tensor; return None if `verify` is `off`.
 
-    `sampled` reads the last incomplete block and one 4 KiB page of every 256 KiB; the page changes with the version.
+    `sampled` covers one 4 KiB page of every 256 KiB block and the incomplete block at the end. The page changes with the
+    version.
     """
     if verify == "off":
         return None
@@ -34,7 +35,7 @@ def digest(data: torch.Tensor, verify: Verify, version: int) -> Digest | None:
 
 
 def _checksum(data: torch.Tensor, block_words: int, words: slice) -> int:
-    """Return the CRC-32 of the sums of the given words of each block, and of the bytes after the last whole block."""
+    """Return the CRC-32 of the word sums of each block, and of the bytes after the last complete block."""
     contents = data.numpy()
     num_blocks = contents.size // (block_words * _WORD)
     end = num_blocks * block_words * _WORD

@@ -1,15 +1,16 @@
-"""Fan-out inside a host: one generator rank receives the bytes of trainer ranks on other hosts, and all ranks map them.
+"""Fan-out within a host: one generator rank receives the bytes of trainer ranks on other hosts, and all ranks map them.
 
-The first rank that needs bytes becomes the host's receiver: it reads them by RDMA into arenas of its own. The others ask it on
-a socket in the host's folder and map its arenas, as they map those of a trainer rank on their host. It also receives versions
-that only one of them asks for, such as a replacement that catches up.
+The first rank that needs bytes becomes the host's receiver and reads them by RDMA into its own arenas. The other ranks request
+them over a socket in the host's folder, and map the receiver's arenas like those of a trainer rank on their host. The receiver
+also fetches versions that only one rank requests, such as a replacement that catches up.
 
-A receiver serves for one term. When it ends, in the middle of a transfer too, its connections break, and the next term begins
-with the rank that is the first to put its listening socket under the name of the term. Names of terms stay until the folder is
-deleted. So a name always leads to a process that listens or has ended, and no two ranks receive at the same time.
+A receiver serves for one term. When it exits, even during a transfer, its connections break. The next term starts with the
+first rank that links its listening socket to the term's name. These names stay until the folder is deleted. Therefore a name
+always refers to a process that is listening or has exited, and no two ranks receive at the same time.
 
-The arena of the oldest version is reused. No rank reads it, because all pulls of a run hold leases of `WeightSync`, which keeps
-only the last two versions readable. A reader without a lease notices by the sequence number, as with arenas of trainer ranks.
+The arena of the oldest version is reused. No rank is reading it, because all pulls of a run hold leases of `WeightSync`, which
+keeps only the last two versions readable. A reader without a lease detects the reuse by the sequence number, as with arenas of
+trainer ranks.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ import torch
 
 from titanrl.actors import portable
 from titanrl.host import HOST_FOLDER
-from titanrl.weights.arena import Arena, MappedArena, OwnerEndedError
+from titanrl.weights.arena import Arena, MappedArena, OwnerExitedError
 from titanrl.weights.manifest import VERSIONS_HELD, ArenaHandle, RdmaHandle, TransportHandle, WeightManifest
 from titanrl.weights.transport import Payload, RdmaTransport
 
@@ -38,7 +39,7 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Bytes of a trainer rank in an arena of this host."""
+    """A trainer rank's bytes in an arena on this host."""
 
     handle: ArenaHandle
     """The arena, which the host's receiver owns."""
@@ -47,7 +48,7 @@ class HostCopy:
 
 
 class Network(Protocol):
-    """A way to bytes of other hosts."""
+    """Interface for reading bytes from other hosts."""
 
     @property
     def num_received(self) -> int:
@@ -57,34 +58,34 @@ class Network(Protocol):
         """Read the bytes into a buffer of the registered size.
 
         Raises:
-            WeightMismatchError: the writer has overwritten the bytes.
+            WeightMismatchError: The writer has overwritten the bytes.
         """
 
 
 class Receiver:
-    """Copies of the last versions, received once however many processes ask for them."""
+    """Cache of the last versions, each received once for any number of requesting processes."""
 
     def __init__(self, network: Network) -> None:
-        """Start without copies, and read from a network."""
+        """Start empty; `network` reads the bytes."""
         self._network = network
         self._copies: defaultdict[int, dict[int, tuple[Arena, asyncio.Task[HostCopy]]]] = defaultdict(dict)
         """By trainer rank and version."""
 
     async def receive(self, manifest: WeightManifest) -> HostCopy:
-        """Return the copy of a trainer rank's bytes, after receiving them unless they are here or on their way.
+        """Return the copy of a trainer rank's bytes. Receive them first, unless they have arrived or are being received.
 
         Raises:
-            WeightMismatchError: the writer has overwritten the bytes.
+            WeightMismatchError: The writer has overwritten the bytes.
         """
         copies = self._copies[manifest.rank]
         if manifest.version not in copies:
             arena = self._unused(copies, manifest.num_bytes)
             receiving = asyncio.create_task(self._read(manifest, arena), name=f"receive v{manifest.version}")
             copies[manifest.version] = arena, receiving
-        return await asyncio.shield(copies[manifest.version][1])  # others may wait for it, too
+        return await asyncio.shield(copies[manifest.version][1])  # other callers may wait for it
 
     def close(self) -> None:
-        """Release the arenas; processes that have mapped them keep their mappings."""
+        """Cancel running receptions and close the arenas. Mappings in other processes stay valid."""
         for arena, receiving in (copy for copies in self._copies.values() for copy in copies.values()):
             receiving.cancel()
             arena.close()
@@ -95,7 +96,7 @@ class Receiver:
         try:
             with arena.writing():
                 await self._network.read(manifest, handle, arena.storage)
-        except Exception:  # of any kind: the arena is not used again, because bytes may still arrive in it
+        except Exception:  # after any error, do not reuse the arena, because bytes may still arrive in it
             if self._copies[manifest.rank].pop(manifest.version, None) is not None:
                 arena.close()
             raise
@@ -103,7 +104,7 @@ class Receiver:
 
     @staticmethod
     def _unused(copies: "dict[int, tuple[Arena, asyncio.Task[HostCopy]]]", num_bytes: int) -> Arena:
-        """Return an arena for one more version: that of the oldest version if there are enough."""
+        """Return an arena for another version. Reuse the oldest version's arena once `VERSIONS_HELD` exist."""
         if len(copies) >= VERSIONS_HELD:
             arena, receiving = copies.pop(min(copies))
             if receiving.done() and arena.handle.num_bytes == num_bytes:
@@ -114,13 +115,13 @@ class Receiver:
 
 
 class HostTransport:
-    """RDMA that crosses the network once per host. It can be pickled before its first use."""
+    """RDMA transport that sends each rank's bytes over the network once per host. It can be pickled before its first use."""
 
     def __init__(self, network: Network | None = None) -> None:
-        """Receive nothing yet. Copies of this object, pickled to the processes of a host, share what one of them receives.
+        """Create a transport to pickle to the processes of a host. They share the bytes that one of them receives.
 
         Args:
-            network: way to bytes of other hosts; RDMA by default.
+            network: Access to bytes on other hosts; RDMA by default.
         """
         self._name = secrets.token_hex(4)
         self._network = network or RdmaTransport()
@@ -131,34 +132,34 @@ class HostTransport:
 
     @property
     def num_received(self) -> int:
-        """Bytes that this process has received for its host."""
+        """Bytes that this process has received on behalf of its host."""
         return self._network.num_received
 
     def reaches(self, handle: TransportHandle) -> bool:
-        """Return whether this is an RDMA handle, and the host has a folder."""
+        """Return whether this is an RDMA handle and the host has a shared folder."""
         return isinstance(handle, RdmaHandle) and HOST_FOLDER in os.environ
 
     async def fetch(self, manifest: WeightManifest, handle: RdmaHandle) -> Payload:
-        """Map the host's copy of the bytes; if the receiver ends, ask its successor, or become it.
+        """Map the host's copy of the bytes. If the receiver exits, retry with its successor, or become the successor.
 
         Raises:
-            WeightMismatchError: the writer has overwritten the bytes.
+            WeightMismatchError: The writer has overwritten the bytes.
         """
         while True:
             receiver = self._lead()
             if receiver is not None:
                 return self._payload(await receiver.receive(manifest))
             try:
-                reply = await self._ask(manifest)
+                reply = await self._request(manifest)
                 if isinstance(reply, HostCopy):
                     return self._payload(reply)
-            except (ConnectionError, EOFError, OwnerEndedError):
+            except (ConnectionError, EOFError, OwnerExitedError):
                 self._term += 1
             else:
                 raise reply
 
     def close(self) -> None:
-        """Stop receiving; the transport must not be used any more. Ranks that still need bytes choose another receiver."""
+        """Stop receiving. This transport must not be used afterwards; ranks that still need bytes elect another receiver."""
         if self._serving is not None:
             self._serving.add_done_callback(lambda serving: serving.result().close())
         if self._receiver is not None:
@@ -170,7 +171,7 @@ class HostTransport:
         return Path(os.environ[HOST_FOLDER], f"weights-{self._name}.{self._term}")
 
     def _lead(self) -> Receiver | None:
-        """Return this process's receiver if it is the host's receiver, or becomes it now."""
+        """Return the receiver if this process serves the host or can become its receiver now; otherwise None."""
         if self._receiver is None:
             listener = _listen(self._path)
             if listener is not None:
@@ -179,22 +180,22 @@ class HostTransport:
         return self._receiver
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one request of another process of this host."""
+        """Serve one request from another process on this host."""
         assert self._receiver is not None, "the server starts after the receiver"
-        with contextlib.suppress(ConnectionError, EOFError):  # that process has ended
+        with contextlib.suppress(ConnectionError, EOFError):  # the other process has exited
             manifest = await _receive(reader)
             try:
                 reply: HostCopy | Exception = await self._receiver.receive(manifest)
-            except Exception as error:  # of any kind: for the process that asked
+            except Exception as error:  # the requesting process raises it
                 reply = portable(error)
             await _send(writer, reply)
         writer.close()
 
-    async def _ask(self, manifest: WeightManifest) -> HostCopy | Exception:
-        """Return the reply of the receiver, in another process.
+    async def _request(self, manifest: WeightManifest) -> HostCopy | Exception:
+        """Request the bytes from the receiver in another process; return its reply.
 
         Raises:
-            ConnectionError, EOFError: The receiver has ended.
+            ConnectionError, EOFError: The receiver has exited.
         """
         reader, writer = await asyncio.open_unix_connection(self._path)
         try:
@@ -206,7 +207,7 @@ class HostTransport:
 
     def _payload(self, copy: HostCopy) -> Payload:
         if any(handle.pid != copy.handle.pid for handle in self._mapped):
-            self._mapped.clear()  # of a receiver that has ended
+            self._mapped.clear()  # they belong to a receiver that has exited
         if copy.handle not in self._mapped:
             self._mapped[copy.handle] = MappedArena(copy.handle)
         mapped = self._mapped[copy.handle]
@@ -214,17 +215,17 @@ class HostTransport:
 
 
 def _listen(path: Path) -> socket.socket | None:
-    """Return a socket that listens at a path; None if the path exists. A socket at the path has listened from the start."""
-    listener, unseen = socket.socket(socket.AF_UNIX), path.with_name(f"{path.name}.{os.getpid()}")
-    listener.bind(str(unseen))
+    """Return a socket that listens at a path; None if the path exists. The path appears only once the socket is listening."""
+    listener, temporary = socket.socket(socket.AF_UNIX), path.with_name(f"{path.name}.{os.getpid()}")
+    listener.bind(str(temporary))
     listener.listen(_BACKLOG)
     try:
-        path.hardlink_to(unseen)
+        path.hardlink_to(temporary)
     except FileExistsError:
         listener.close()
         return None
     finally:
-        unseen.unlink()
+        temporary.unlink()
     listener.setblocking(False)
     return listener
 
@@ -236,10 +237,10 @@ async def _send(writer: asyncio.StreamWriter, message: object) -> None:
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    """Return a message. Only processes of this user can have sent it.
+    """Read a pickled message. It is safe to unpickle, because only processes of the same user can have sent it.
 
     Raises:
-        EOFError: The sender has ended.
+        EOFError: The sender has exited.
     """
     (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
     return pickle.loads(await reader.readexactly(size))

@@ -1,8 +1,8 @@
-"""Boxes of a state dict's tensors, and their places in a rank's bytes.
+"""Layout of a state dict: the boxes of its tensors that a rank holds, and their offsets in the rank's bytes.
 
-The local tensor of a DTensor is one box of the whole tensor or several: `_StridedShard` interleaves. torch's own
+The local tensor of a DTensor is one box of the full tensor, or several boxes, because `_StridedShard` interleaves. torch's
 `compute_local_shape_and_global_offset` returns the offset of the first box only. This module therefore computes the indices
-that a rank holds for each dimension and splits them into contiguous runs. Publisher and reader share these functions.
+that a rank holds in each dimension and splits them into contiguous runs. Publisher and reader share these functions.
 """
 
 import itertools
@@ -23,23 +23,23 @@ Run = tuple[int, int]
 """First index and length of contiguous indices."""
 
 _ALIGNMENT = 64
-"""Alignment of entries: a cache line, so that a tensor of any dtype can be viewed in place."""
+"""Alignment of entries in bytes: a cache line, so that a tensor of any dtype can be viewed in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One split of a dimension: into `factor` parts, then each part into `num_chunks`, of which the rank holds one."""
+    """One split of a dimension into `factor` parts, each of which is split into `num_chunks`; the rank holds one per part."""
 
     num_chunks: int
     """Ranks that share the dimension."""
     index: int
-    """Chunk that this rank holds."""
+    """Index of the chunk that this rank holds."""
     factor: int = 1
-    """Parts that are split separately; 1 is a plain shard."""
+    """Parts that are split separately; 1 for a plain shard."""
 
 
 def held_indices(size: int, splits: Sequence[Split]) -> Indices:
-    """Return the indices of a dimension that a rank holds after all splits, in local order; chunks are as in `torch.chunk`."""
+    """Return the indices of a dimension that a rank holds after all splits, in local order. Chunks follow `torch.chunk`."""
     indices = np.arange(size)
     for split in splits:
         parts = [_chunk(indices, split.factor, part) for part in range(split.factor)]
@@ -53,7 +53,7 @@ def _chunk(indices: Indices, num_chunks: int, index: int) -> Indices:
 
 
 def index_runs(indices: Indices) -> list[Run]:
-    """Split indices into contiguous runs, in order."""
+    """Split indices into contiguous runs, keeping their order."""
     if not len(indices):
         return []
     edges = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
@@ -63,9 +63,9 @@ def index_runs(indices: Indices) -> list[Run]:
 def dim_splits(placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int], dim: int) -> list[Split]:
     """Return the splits of one tensor dimension, in the order in which they apply.
 
-    Mesh dimensions split from left to right. The exception is a `_StridedShard` whose factor is the number of parts that the
-    splits to its right make (FSDP over TP): it is a plain split that comes after them. With uneven sizes only this order
-    gives the shards that FSDP2 holds.
+    Mesh dimensions split from left to right, with one exception. A `_StridedShard` whose factor equals the number of parts
+    that the splits to its right produce (FSDP over TP) is a plain split applied after them. For uneven sizes, only this order
+    yields the shards that FSDP2 holds.
     """
     ordered: list[Split] = []
     for placement, num_chunks, index in reversed(list(zip(placements, mesh_shape, coordinate, strict=True))):
@@ -80,25 +80,25 @@ def dim_splits(placements: Sequence[Placement], mesh_shape: Sequence[int], coord
 
 
 def box_pieces(runs: Sequence[Sequence[Run]]) -> tuple[Piece, ...]:
-    """Combine the runs of each dimension into boxes, with their places in the local tensor."""
+    """Combine the runs of each dimension into boxes, with their offsets in the local tensor."""
     starts = [list(itertools.accumulate((length for _, length in dim), initial=0))[:-1] for dim in runs]
-    numbered = [list(zip(dim, places, strict=True)) for dim, places in zip(runs, starts, strict=True)]
+    numbered = [list(zip(dim, offsets, strict=True)) for dim, offsets in zip(runs, starts, strict=True)]
     pieces = []
     for choice in itertools.product(*numbered):
         shape = tuple(length for (_, length), _ in choice)
         box = Box(tuple(first for (first, _), _ in choice), shape)
-        pieces.append(Piece(box, Box(tuple(place for _, place in choice), shape)))
+        pieces.append(Piece(box, Box(tuple(offset for _, offset in choice), shape)))
     return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartOf:
-    """One block of a tensor whose other blocks are on other ranks, for splits that a DTensor cannot describe."""
+    """A rank's block of a tensor, for shardings that a DTensor cannot describe. Other ranks hold the other blocks."""
 
     local: torch.Tensor
-    """The block, as a view of the memory to be written."""
+    """The block, as a view of the memory to write."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
     """First index of the block in each dimension."""
 
@@ -112,7 +112,7 @@ def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
     """Return the boxes of a tensor that this rank holds; none if its shard is empty.
 
     Raises:
-        ValueError: the tensor is a partial sum or has an unsupported placement.
+        ValueError: The tensor is a partial sum or has an unsupported placement.
     """
     if isinstance(value, PartOf):
         inside = whole(tuple(value.local.shape))
@@ -121,7 +121,7 @@ def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
         everything = whole(tuple(value.shape))
         return (Piece(everything, everything),) if everything.numel else ()
     if any(isinstance(placement, Partial) for placement in value.placements):
-        raise ValueError(f"{name}: partial sums cannot be published (got {value.placements}). Reduce the tensor first")
+        raise ValueError(f"{name}: partial sums cannot be published (got {value.placements}). Reduce the tensor first.")
     coordinate = value.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the tensor's mesh"
     indices = [
@@ -135,10 +135,10 @@ def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
 
 
 def is_first_holder(value: torch.Tensor, rank: int) -> bool:
-    """Return whether this rank publishes its shard of a tensor; only the first of several replicas does.
+    """Return whether this rank publishes its shard of a tensor. Of several replicas, only the first one is published.
 
-    A tensor on a submesh (a norm that TP does not shard) is replicated on the other submeshes. Only the submesh with rank 0
-    publishes it.
+    A tensor on a submesh (such as a norm that TP does not shard) is replicated on the other submeshes. Only the submesh that
+    contains rank 0 publishes it.
     """
     if not isinstance(value, DTensor):
         return rank == 0
@@ -150,7 +150,7 @@ def is_first_holder(value: torch.Tensor, rank: int) -> bool:
 
 
 def local_part(value: "torch.Tensor | PartOf") -> torch.Tensor:
-    """Return this rank's shard of a tensor without a copy, like `DTensor.to_local()` but without its autograd overhead."""
+    """Return this rank's shard of a tensor without copying, like `DTensor.to_local()` but without its autograd overhead."""
     if isinstance(value, PartOf):
         return value.local
     return value._local_tensor if isinstance(value, DTensor) else value
@@ -158,12 +158,12 @@ def local_part(value: "torch.Tensor | PartOf") -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """A rank's byte layout, and the source of each of its entries."""
+    """A rank's byte layout and the source of each of its entries."""
 
     layout: ByteLayout
-    """Places of the entries in the rank's bytes."""
+    """Offsets of the entries in the rank's bytes."""
     sources: tuple[tuple[str, Box | None], ...]
-    """Name and block of the local tensor for each entry; a block of None is the whole local tensor."""
+    """Name and block of the local tensor for each entry; None selects the entire local tensor."""
 
     def targets(self, arena: torch.Tensor) -> list[torch.Tensor]:
         """Return the entries as views of a byte tensor."""
@@ -176,16 +176,16 @@ class PackPlan:
 
 
 def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, keep: Collection[str] = ()) -> PackPlan:
-    """Plan the bytes of this rank: replicas from their first holder only, tied tensors once, and no empty shards.
+    """Plan the bytes that this rank publishes: the first replica of each shard, tied tensors once, and no empty shards.
 
     Args:
-        state: the model's state dict.
-        rank: this trainer rank.
-        dtype: dtype that tensors are cast to.
-        keep: names of tensors that keep their dtype (buffers).
+        state: The model's state dict.
+        rank: This trainer rank.
+        dtype: Dtype to cast tensors to.
+        keep: Names of tensors that keep their dtype (buffers).
 
     Raises:
-        ValueError: a tensor is a partial sum or has an unsupported placement.
+        ValueError: A tensor is a partial sum or has an unsupported placement.
     """
     entries: list[ShardEntry] = []
     sources: list[tuple[str, Box | None]] = []
@@ -204,10 +204,10 @@ def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, 
 
 
 def first_names(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of a state dict, each tied tensor under its first name only.
+    """Return the names in a state dict, with only the first name of each tied tensor.
 
-    Tensors are tied if they have the same elements in the same order. Strides count: the transposed view of a square matrix
-    has its address and shape.
+    Tensors are tied if they have the same elements in the same order. Strides must match as well, because the transposed view
+    of a square matrix has the same address and shape.
     """
     seen: set[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = set()
     names = []
@@ -222,7 +222,7 @@ def first_names(state: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def local_parts(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's shard of every tensor of a state dict, without a copy."""
+    """Return this rank's shard of every tensor in a state dict, without copying."""
     return {name: local_part(value) for name, value in state.items()}
 
 
@@ -236,4 +236,4 @@ def entry_view(arena: torch.Tensor, entry: ShardEntry) -> torch.Tensor:
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-"""torch's dtypes by their `str`, such as `torch.bfloat16`."""
+"""torch's dtypes by their string form, such as `torch.bfloat16`."""

@@ -1,4 +1,4 @@
-"""Records of published weights: boxes of tensors, byte layouts, manifests and commits. Pure data, no tensors."""
+"""Records that describe published weights: boxes, byte layouts, handles, manifests and commits. They contain no tensors."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from typing import Any
 from titanrl.errors import TitanRLError
 
 VERSIONS_HELD = 2
-"""Versions that stay readable: while one is written, the previous one can be read."""
+"""Number of versions that stay readable, so that one can be read while the next one is written."""
 
 
 class WeightMismatchError(TitanRLError):
-    """Published weights do not match the reader's expectation; the message names the tensor or the version."""
+    """Published weights differ from what the reader expects; the message names the tensor or version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous block of a tensor, in coordinates of the whole tensor."""
+    """A contiguous block of a tensor, in coordinates of the full tensor."""
 
     offset: tuple[int, ...]
     """First index of each dimension."""
@@ -30,7 +30,7 @@ class Box:
         return prod(self.shape)
 
     def intersection(self, other: "Box") -> "Box | None":
-        """Return the overlap of both boxes, or None if there is none."""
+        """Return the overlap with another box, or None if they do not overlap."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
         if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -38,58 +38,58 @@ class Box:
         return Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
 
     def moved(self, origin: tuple[int, ...], to: tuple[int, ...]) -> "Box":
-        """Return this box in coordinates in which `origin` is at `to`."""
+        """Return this box shifted by the vector from `origin` to `to`."""
         return Box(tuple(a - o + t for a, o, t in zip(self.offset, origin, to, strict=True)), self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Slices that select this box from the whole tensor."""
+        """Slices that select this box from the full tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
 
     def slices_within(self, outer: "Box") -> tuple[slice, ...]:
-        """Return the slices that select this box from a tensor that holds exactly `outer`."""
+        """Return the slices that select this box from a tensor holding exactly `outer`."""
         return self.moved(outer.offset, (0,) * len(self.offset)).slices
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """Return the box that covers a whole tensor."""
+    """Return the box that covers an entire tensor."""
     return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of a tensor, in coordinates of the whole tensor and of a process's local tensor."""
+    """A block of a tensor, in coordinates of the full tensor and of a process's local tensor."""
 
     box: Box
-    """The block in coordinates of the whole tensor."""
+    """The block in coordinates of the full tensor."""
     local: Box
     """The same block in coordinates of the local tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One box of one tensor inside a rank's bytes."""
+    """One box of one tensor within a rank's bytes."""
 
     name: str
     """Fully-qualified name in the trainer's state dict."""
     dtype: str
     """Element type as text, such as `torch.bfloat16`."""
     global_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     box: Box
-    """Block of the whole tensor."""
+    """Block of the full tensor."""
     byte_offset: int
-    """First byte of the box in the rank's bytes."""
+    """Offset of the box in the rank's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteLayout:
-    """Places of all boxes in a rank's bytes. It changes only with the sharding, not with the version."""
+    """Offsets of all boxes in a rank's bytes. The layout depends on the sharding, not on the version."""
 
     rank: int
     """Trainer rank."""
     entries: tuple[ShardEntry, ...]
-    """Boxes in the order of their bytes."""
+    """Boxes in byte order."""
     num_bytes: int
     """Length of the rank's bytes."""
     layout_id: str
@@ -97,21 +97,21 @@ class ByteLayout:
 
 
 def make_layout(rank: int, entries: tuple[ShardEntry, ...], num_bytes: int) -> ByteLayout:
-    """Build a layout with its id."""
+    """Build a layout and compute its id."""
     text = repr((rank, entries, num_bytes)).encode()
     return ByteLayout(rank, entries, num_bytes, hashlib.blake2b(text, digest_size=8).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """Address of an arena for other processes of its host."""
+    """Address of an arena for other processes on its host."""
 
     host: str
     """Boot id and process namespace of the owner."""
     pid: int
     """Process that owns the arena."""
     started: int
-    """Start of that process in clock ticks since boot, which distinguishes it from a later process with the same pid."""
+    """Start of the owner in clock ticks since boot. It distinguishes the owner from a later process with the same pid."""
     fd: int
     """File descriptor of the arena in the owner."""
     num_bytes: int
@@ -146,21 +146,21 @@ class Digest:
     """A checksum of a rank's bytes; see `weights.digest`."""
 
     kind: str
-    """`full`, or `sampled` and the number of the page that was read."""
+    """`full`, or `sampled` followed by the number of the page that was read."""
     value: int
-    """The checksum itself."""
+    """Checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """The record of one rank's bytes of one version."""
+    """Description of one rank's bytes of one version."""
 
     version: int
     """Policy version."""
     rank: int
     """Trainer rank."""
     layout_id: str
-    """Id of the byte layout, which is in the store under `layout_key`."""
+    """Id of the byte layout. The layout is in the store under `layout_key`."""
     num_bytes: int
     """Length of the rank's bytes."""
     digest: Digest | None
@@ -168,11 +168,11 @@ class WeightManifest:
     sequence: int
     """Sequence number of the arena while it holds this version."""
     handles: tuple[TransportHandle, ...]
-    """Handles of the bytes, one per transport, the preferred one first."""
+    """Handles of the bytes, one per transport, in order of preference."""
 
 
 def overwritten(manifest: WeightManifest, found: int, expected: int) -> WeightMismatchError:
-    """Build the error of a reader whose version was overwritten: its arena has another sequence number than expected."""
+    """Build the error for an overwritten version, whose arena has an unexpected sequence number."""
     return WeightMismatchError(
         f"version {manifest.version} of rank {manifest.rank} was overwritten while it was read "
         f"(sequence {found}, published as {expected})"
@@ -181,7 +181,7 @@ def overwritten(manifest: WeightManifest, found: int, expected: int) -> WeightMi
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The record of a complete version, which the controller creates after every rank has published."""
+    """Record of a complete version. The controller creates it after every rank has published."""
 
     version: int
     """Policy version."""
@@ -200,7 +200,7 @@ def rank_key(run: str, version: int, rank: int) -> str:
 
 
 def commits_key(run: str) -> str:
-    """Return the store key of the commit records of all readable versions, which are ordered from oldest to newest."""
+    """Return the store key of the commit records of all readable versions. The records are ordered from oldest to newest."""
     return f"{run}/COMMITS"
 
 

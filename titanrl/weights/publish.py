@@ -1,4 +1,4 @@
-"""Publication of weights by a trainer rank."""
+"""`WeightPublisher`: publishes a trainer rank's shards of each version of the weights."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -16,7 +16,7 @@ from titanrl.weights.transport import make_transports
 
 
 class WeightPublisher:
-    """Publishes this rank's shards of each version, cast to the generators' dtype."""
+    """Publisher of this rank's shards of each version, cast to the generators' dtype."""
 
     def __init__(
         self,
@@ -27,15 +27,15 @@ class WeightPublisher:
         transports: Sequence[TransportName],
         verify: Verify = "sampled",
     ) -> None:
-        """Publish under the name of a run.
+        """Prepare to publish under the name of a run.
 
         Args:
-            run: prefix of the store's keys.
-            rank: this trainer rank.
-            store: store for layouts, and for the bytes with the `store` transport.
-            dtype: dtype that parameters are cast to.
-            transports: transports to offer, the preferred one first.
-            verify: share of the bytes that the digest covers.
+            run: Prefix of the store's keys.
+            rank: This trainer rank.
+            store: Store for layouts, and for the bytes with the `store` transport.
+            dtype: Dtype to cast parameters to.
+            transports: Transports to offer, in order of preference.
+            verify: Portion of the bytes that the digest covers.
         """
         self._run, self._rank, self._store = run, rank, store
         self._dtype, self._verify = dtype, verify
@@ -48,16 +48,16 @@ class WeightPublisher:
         self._num_published = 0
 
     async def prepare(self, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> None:
-        """Plan the layout of a state dict and allocate all memory; otherwise the first `publish` does.
+        """Plan the layout of a state dict and allocate all memory. Without this call, the first `publish` does so.
 
         Args:
-            state: the model's state dict. The plan is reused while it holds the same tensors in the same memory, so pass
-                the module's own tensors: `state_dict()` detaches them unless `keep_vars=True`.
-            keep: names of tensors that keep their dtype (buffers).
+            state: The model's state dict. The plan is reused as long as the dict holds the same tensors in the same memory.
+                Pass the module's own tensors, because `state_dict()` detaches them unless `keep_vars=True`.
+            keep: Names of tensors that keep their dtype (buffers).
 
         Raises:
-            ValueError: a tensor cannot be published, or the layout outgrew its arenas; the message names the cause.
-            OSError: not enough memory.
+            ValueError: A tensor cannot be published, or the total size has changed; the message names the cause.
+            OSError: Not enough memory.
         """
         if self._planned is not None and self._planned.matches(state):
             return
@@ -72,7 +72,7 @@ class WeightPublisher:
         if plan.layout.num_bytes != allocated:
             raise ValueError(
                 f"weights: the size of trainer rank {self._rank}'s shards must stay {allocated} bytes during a run "
-                f"(got {plan.layout.num_bytes}). Start a new run for a model of another size"
+                f"(got {plan.layout.num_bytes}). Start a new run for a model of a different size."
             )
         blocks = plan.local_blocks(parts)
         copies = [Copies(plan.targets(arena.data), blocks) for arena in self._arenas]
@@ -82,16 +82,16 @@ class WeightPublisher:
         self._layout, self._copies, self._planned = plan.layout, copies, planned
 
     async def publish(self, version: int, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> WeightManifest:
-        """Copy the weights into an arena; they may change once this returns. The last two publications stay readable.
+        """Copy the weights into an arena; the caller may change them afterwards. The last two publications stay readable.
 
         Raises:
-            ValueError, OSError: as `prepare`.
+            ValueError, OSError: See `prepare`.
         """
         await self.prepare(state, keep)
-        place = self._num_published % VERSIONS_HELD  # versions may skip numbers
-        arena, layout = self._arenas[place], self._layout
+        slot = self._num_published % VERSIONS_HELD  # counts publications, because versions may skip numbers
+        arena, layout = self._arenas[slot], self._layout
         with arena.writing() as data:
-            await self._copy_out.run(self._copies[place])
+            await self._copy_out.run(self._copies[slot])
         self._num_published += 1
         return WeightManifest(
             version=version,

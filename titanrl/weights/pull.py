@@ -1,4 +1,4 @@
-"""Reading of published weights by a generator rank."""
+"""`WeightReader`: fetches committed weights and copies them into the tensors of a generator rank."""
 
 import asyncio
 import weakref
@@ -28,18 +28,18 @@ from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import ArenaTransport, Payload, RdmaTransport, Source, StoreTransport
 
 Targets = Mapping[str, torch.Tensor | PartOf]
-"""Tensors to fill, by the trainer's names."""
+"""Tensors to fill, by the trainer's tensor names."""
 
 
 class CopyPlan:
-    """The slice copies from byte layouts into tensors, planned once and bound once to each address of the bytes."""
+    """Slice copies from published bytes into tensors, planned once per layout and bound once per address of the bytes."""
 
     def __init__(self, layouts: Sequence[ByteLayout], targets: Targets) -> None:
-        """Plan the copies and prove that they fill every target.
+        """Plan the copies and verify that they fill every target.
 
         Raises:
-            WeightMismatchError: the layouts do not fill a target; the message names it.
-            ValueError: a target has an unsupported placement.
+            WeightMismatchError: The layouts do not fill a target; the message names it.
+            ValueError: A target has an unsupported placement.
         """
         self.layout_ids = [layout.layout_id for layout in layouts]
         self._planned = TensorFingerprint(targets)
@@ -49,14 +49,14 @@ class CopyPlan:
         self._copies: dict[tuple[int, ...], Copies] = {}
 
     def fits(self, layout_ids: Sequence[str], targets: Targets) -> bool:
-        """Return whether the plan is for these layouts, and for these targets in their present memory."""
+        """Return whether the plan is for these layouts and for these targets at their current addresses."""
         return self.layout_ids == layout_ids and self._planned.matches(targets)
 
     def run(self, data: Mapping[int, torch.Tensor]) -> None:
-        """Copy from the bytes of each rank."""
+        """Copy from the bytes of each trainer rank, given by rank, into the targets."""
         where = tuple(data[rank].data_ptr() for rank in sorted(data))
         if where not in self._copies:
-            if len(self._copies) >= VERSIONS_HELD:  # publishers reuse that many arenas; other addresses are one-off
+            if len(self._copies) >= VERSIONS_HELD:  # publishers reuse this many arenas; other addresses do not recur
                 self._copies.clear()
             sources = [entry_view(data[part.rank], part.entry)[part.source] for part in self._slices]
             self._copies[where] = Copies(self._filled, sources)
@@ -64,14 +64,14 @@ class CopyPlan:
 
 
 class WeightReader:
-    """Copies committed versions into tensors of this process. It can be pickled before its first use."""
+    """Reader of committed versions into tensors of this process. It can be pickled before its first use."""
 
     def __init__(self, run: str, store: WeightStore, verify: Verify = "sampled") -> None:
-        """Read the versions published under the name of a run.
+        """Prepare to read the versions published under the name of a run.
 
         Args:
-            run: prefix of the store's keys.
-            store: store of layouts and commit records.
+            run: Prefix of the store's keys.
+            store: Store of layouts and commit records.
             verify: `off` ignores published digests; any other value checks them.
         """
         self._run, self._store, self._verify = run, store, verify
@@ -85,7 +85,7 @@ class WeightReader:
         """Return the commit record of a version.
 
         Raises:
-            WeightMismatchError: the store has no record of it, or no longer has.
+            WeightMismatchError: The store has no record of the version, or no longer has it.
         """
         try:
             commits: tuple[Commit, ...] = await self._store.get(commits_key(self._run))
@@ -98,10 +98,10 @@ class WeightReader:
         raise WeightMismatchError(f"version {version} of the weights is not committed (the store has {held})")
 
     async def fetch(self, commit: Commit) -> "FetchedWeights":
-        """Get access to all bytes of a version, without a copy where they are in arenas of this host.
+        """Make all bytes of a version accessible. Bytes in arenas on this host are mapped instead of copied.
 
         Raises:
-            WeightMismatchError: the bytes are unreachable, gone, or of another version.
+            WeightMismatchError: The bytes are unreachable, deleted, or belong to another version.
         """
         stale = [manifest.rank for manifest in commit.manifests if manifest.version != commit.version]
         if stale:
@@ -111,22 +111,22 @@ class WeightReader:
         return FetchedWeights(self, commit, layouts, payloads)
 
     def take_received(self) -> int:
-        """Return the bytes that this process has received other than through shared memory since the last call."""
+        """Return the bytes that this process has received since the previous call, not counting shared memory."""
         total = sum(source.num_received for source in self._sources)
         received, self._num_reported = total - self._num_reported, total
         return received
 
     def plan_for(self, layouts: Sequence[ByteLayout], targets: Targets) -> CopyPlan:
-        """Return the plan for these layouts and targets, which is kept until one of them changes."""
+        """Return the copy plan for these layouts and targets. It is cached until one of them changes."""
         if self.plan is None or not self.plan.fits([layout.layout_id for layout in layouts], targets):
             self.plan = CopyPlan(layouts, targets)
         return self.plan
 
     def verify(self, manifest: WeightManifest, payload: Payload) -> None:
-        """Check length and digest of one rank's bytes.
+        """Check the length and digest of one rank's bytes.
 
         Raises:
-            WeightMismatchError: they differ from what the rank published.
+            WeightMismatchError: They differ from what the rank published.
         """
         bytes_of = f"version {manifest.version} of rank {manifest.rank}"
         if payload.data.numel() != manifest.num_bytes:
@@ -135,19 +135,19 @@ class WeightReader:
             return
         kind: Verify = "full" if manifest.digest.kind == "full" else "sampled"
         found = digest(payload.data, kind, manifest.version)
-        payload.check(manifest)  # report overwritten bytes as such, not as damaged
+        payload.check(manifest)  # report overwritten bytes as overwritten, not as corrupt
         if found != manifest.digest:
             raise WeightMismatchError(f"{bytes_of} does not match its published digest ({manifest.digest.kind})")
 
     def pin(self, payload: Payload, device: torch.device) -> None:
-        """Pin a mapping once, which makes copies from it to a device fast."""
+        """Pin a mapping for fast copies to a device, unless it is already pinned."""
         address = payload.data.data_ptr()
         if payload.mapped is not None and (address not in self._pinned or not self._pinned[address].alive):
             pin(payload.data, device, read_only=True)
             self._pinned[address] = weakref.finalize(payload.mapped, unpin, address, device)
 
     def close(self) -> None:
-        """Release the pinned mappings; these end with the reader, which must not be used any more."""
+        """Release the pinned mappings and stop receiving. The reader must not be used afterwards."""
         for release in self._pinned.values():
             release()
         self._pinned.clear()
@@ -156,7 +156,7 @@ class WeightReader:
                 source.close()
 
     async def _layout(self, layout_id: str) -> ByteLayout:
-        """Return a layout, read from the store the first time."""
+        """Return a layout. It is read from the store once."""
         if layout_id not in self._layouts:
             try:
                 self._layouts[layout_id] = await self._store.get(layout_key(self._run, layout_id))
@@ -165,7 +165,7 @@ class WeightReader:
         return self._layouts[layout_id]
 
     async def _payload(self, manifest: WeightManifest) -> Payload:
-        """Fetch a rank's bytes through the first offered transport that reaches this process."""
+        """Fetch a rank's bytes through the first offered transport that is reachable from this process."""
         for handle in manifest.handles:
             for source in self._sources:
                 if source.reaches(handle):
@@ -174,13 +174,13 @@ class WeightReader:
                     return payload
         raise WeightMismatchError(
             f"weights.transport: no offered transport reaches this host from trainer rank {manifest.rank} "
-            f"(got {[type(handle).__name__ for handle in manifest.handles]}). Set it to auto"
+            f"(got {[type(handle).__name__ for handle in manifest.handles]}). Set it to auto."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedWeights:
-    """A complete version whose bytes are accessible but not yet copied into a model."""
+    """A complete version that is accessible in this process but not yet copied into a model."""
 
     reader: WeightReader
     commit: Commit
@@ -188,15 +188,15 @@ class FetchedWeights:
     payloads: Sequence[Payload] = field(repr=False)
 
     def copy_into(self, targets: Targets) -> None:
-        """Fill every target, after all checks that are possible before the first write.
+        """Fill every target. All checks that are possible in advance run before the first write.
 
         Args:
-            targets: tensors, DTensors or `PartOf` blocks by the trainer's names. The plan is reused while they are the same
-                objects in the same memory.
+            targets: Tensors, DTensors or `PartOf` blocks by the trainer's names. The plan is reused as long as they are the
+                same objects in the same memory.
 
         Raises:
-            WeightMismatchError: a tensor is missing, extra, or of another shape or dtype; the bytes do not match their digest;
-                or the writer overwrote them during the copy, and the targets now hold a mixture.
+            WeightMismatchError: A tensor is missing, unexpected, or has another shape or dtype; the bytes do not match their
+                digest; or the writer overwrote them during the copy, and the targets now hold a mixture of versions.
         """
         plan = self.reader.plan_for(self.layouts, targets)
         for manifest, payload in self._ranks():

@@ -1,4 +1,4 @@
-"""Planning of slice copies: a pure function of byte layouts and the reader's parameters."""
+"""`plan_copies`: pure planning of slice copies from published byte layouts into a reader's parameters."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, WeightM
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter to fill, or the blocks of it that this reader holds."""
+    """A parameter to fill, described by the blocks that this reader holds."""
 
     global_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     dtype: str
     """Element type, such as `torch.bfloat16`."""
     pieces: tuple[Piece, ...]
@@ -24,7 +24,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """A copy of a part of a published box into a part of a target."""
+    """A copy from a slice of a published box to a slice of a target."""
 
     name: str
     """Tensor name."""
@@ -42,7 +42,7 @@ def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) ->
     """Return copies that write each element of every target exactly once.
 
     Raises:
-        WeightMismatchError: a tensor is missing, extra, of another shape or dtype, or not covered exactly.
+        WeightMismatchError: A tensor is missing, unexpected, of another shape or dtype, or not covered exactly.
     """
     published: dict[str, list[tuple[int, ShardEntry]]] = defaultdict(list)
     for layout in layouts:
@@ -51,7 +51,7 @@ def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) ->
     needed = {name for name, target in targets.items() if prod(target.global_shape)}  # empty tensors are not published
     missing, extra = sorted(needed - published.keys()), sorted(published.keys() - targets.keys())
     if missing or extra:
-        raise WeightMismatchError(f"tensors not published: {missing}; tensors published but not wanted: {extra}")
+        raise WeightMismatchError(f"tensors not published: {missing}; tensors published but not expected: {extra}")
     return tuple(copy for name, target in targets.items() for copy in fill(name, target, published[name]))
 
 
@@ -61,7 +61,7 @@ def fill(name: str, target: Target, sources: Sequence[tuple[int, ShardEntry]]) -
         if (entry.global_shape, entry.dtype) != (target.global_shape, target.dtype):
             raise WeightMismatchError(
                 f"{name}: published as {entry.dtype}{list(entry.global_shape)}, "
-                f"wanted as {target.dtype}{list(target.global_shape)}"
+                f"expected as {target.dtype}{list(target.global_shape)}"
             )
     return [copy for piece in target.pieces for copy in fill_piece(name, piece, sources)]
 
@@ -81,10 +81,10 @@ def fill_piece(name: str, piece: Piece, sources: Sequence[tuple[int, ShardEntry]
 
 
 def check_covered(name: str, wanted: Box, covered: Sequence[Box]) -> None:
-    """Prove that boxes inside another box fill it exactly: they do not overlap, and their sizes add up.
+    """Check that boxes within another box fill it exactly: they do not overlap, and their sizes add up.
 
     Raises:
-        WeightMismatchError: some boxes overlap, or elements are missing.
+        WeightMismatchError: Some boxes overlap, or elements are missing.
     """
     if len(covered) > 1 and wanted.offset:
         low = np.array([box.offset for box in covered])

@@ -1,4 +1,4 @@
-"""Change detection for a model's tensors, cheaper than calling `state_dict` for every version."""
+"""Detection of changes to a model's tensors, which is cheaper than calling `state_dict` for every version."""
 
 from collections.abc import Collection, Mapping
 from operator import is_
@@ -10,20 +10,20 @@ from titanrl.weights.layout import PartOf, local_part
 
 
 class LiveState:
-    """The tensors of `module.state_dict(keep_vars=True)`, listed again only after the module replaced one of them.
+    """Cache of `module.state_dict(keep_vars=True)`, refreshed only after the module has replaced a tensor.
 
     The set of submodules must not change. State-dict hooks may rename tensors but not create them.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Keep the module; `tensors` reads it."""
+        """Store the module; `tensors` reads it later."""
         self._module = module
         self._slots = [slot for part in module.modules() for slot in (part._parameters, part._buffers)]
         self._held: list[torch.Tensor | None] = []
         self._tensors: Mapping[str, torch.Tensor] = {}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters and persistent buffers themselves, by name. Callers must not write to them."""
+        """Return the module's own parameters and persistent buffers, by name. Callers must not write to them."""
         held = [value for slot in self._slots for value in slot.values()]
         if not self._tensors or not identical(held, self._held):
             state = self._module.state_dict(keep_vars=True)
@@ -34,15 +34,15 @@ class LiveState:
 
 
 class TensorFingerprint:
-    """Identity and memory of named tensors. While it matches, views and addresses taken from the tensors stay valid."""
+    """Record of the identity and memory of named tensors. While it matches, their views and addresses stay valid."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor | PartOf]) -> None:
-        """Record the tensors as they are now."""
+        """Record the current state of the tensors."""
         self._names, self._tensors = list(tensors), list(tensors.values())
         self._locals = [local_part(tensor) for tensor in self._tensors]
         self._wrappers = [pair for pair in zip(self._tensors, self._locals, strict=True) if pair[0] is not pair[1]]
-        # Aliases that keep today's memory, shapes and strides. `is_set_to` compares them without allocating: a publication runs
-        # with cold caches, where Python objects for every shape and stride of every tensor cost half a millisecond.
+        # Aliases keep the current memory, shapes and strides. `is_set_to` compares them without allocating. Publications run
+        # with cold caches, where Python objects for every shape and stride of every tensor would cost half a millisecond.
         self._aliases = [local.detach() for local in self._locals]
         self._dtypes = [local.dtype for local in self._locals]
 

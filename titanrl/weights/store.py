@@ -1,7 +1,7 @@
 """The run's weight store: objects and byte tensors by key, in torchstore.
 
 torchstore 0.1.2 cannot start on torchmonarch 0.7.0, because its controller mixes sync and async endpoints. `StoreController`
-makes all of them async and changes nothing else. Only put, get, exists and delete of plain keys are used, which later
+makes all endpoints async and changes nothing else. This module uses only put, get, exists and delete of plain keys, which later
 torchstore versions also have. No other module uses private parts of torchstore; `tests/weights/test_transport.py` covers them.
 """
 
@@ -16,10 +16,10 @@ from torchstore.strategy import SingletonStrategy, TorchStoreStrategy
 
 
 class StoreController(Actor):
-    """torchstore's index of keys, with async endpoints only."""
+    """torchstore's key index, with async endpoints only."""
 
     def __init__(self) -> None:
-        """Start with no keys and no volumes."""
+        """Start without keys and volumes."""
         self._index = Controller()
 
     @endpoint
@@ -45,7 +45,7 @@ class StoreController(Actor):
 
 @dataclass(frozen=True)
 class WeightStore:
-    """A client of the store that can be pickled to any process."""
+    """Client of the store. It can be pickled to any process."""
 
     controller: Any
     """Actor mesh of the `StoreController`."""
@@ -53,14 +53,14 @@ class WeightStore:
     """Assignment of keys to storage volumes."""
 
     async def put(self, key: str, value: object) -> None:
-        """Store an object under a key, replacing any previous one, or a tensor under a new key."""
+        """Store an object or a tensor under a key. Objects replace the previous value; tensors need a new key."""
         await self.client.put(key, value)
 
     async def get(self, key: str) -> Any:
         """Return the object or tensor under a key.
 
         Raises:
-            KeyError: the store does not have the key.
+            KeyError: The store does not have the key.
         """
         return await self.client.get(key)
 
@@ -74,12 +74,12 @@ class WeightStore:
 
     @property
     def client(self) -> LocalClient:
-        """Client of torchstore itself."""
+        """The underlying torchstore client."""
         return LocalClient(self.controller, self.strategy)
 
 
 async def spawn_store(procs: ProcMesh) -> WeightStore:
-    """Start a store on a mesh of one process."""
+    """Start a store on a mesh with one process."""
     strategy = SingletonStrategy()
     volumes = await StorageVolume.spawn(1, procs, id_func=strategy.get_volume_id)
     controller = procs.spawn("store_weights", StoreController)

@@ -1,4 +1,4 @@
-"""The order in which a new version of the weights reaches the generators."""
+"""`WeightSync`: coordinates how a new version of the weights moves from the trainer to the generators."""
 
 import asyncio
 import time
@@ -13,11 +13,11 @@ from titanrl.weights.manifest import VERSIONS_HELD, Commit, StoreHandle, WeightM
 T = TypeVar("T")
 
 Pull = Callable[[Commit], Awaitable[int]]
-"""Pull of a version by one generator replica; returns the bytes that it received other than through shared memory."""
+"""Pulls a version into one generator replica; returns the bytes that the replica received, not counting shared memory."""
 
 
 class Leases:
-    """Leases of readers on versions. A leased version is neither overwritten nor deleted."""
+    """Reader leases on versions. A leased version is neither overwritten nor deleted."""
 
     def __init__(self) -> None:
         """Start without leases."""
@@ -26,7 +26,7 @@ class Leases:
 
     @asynccontextmanager
     async def lease(self, version: int) -> AsyncIterator[None]:
-        """Hold a lease on a version in the body."""
+        """Hold a lease on a version while the body runs."""
         self._held[version] += 1
         try:
             yield
@@ -36,19 +36,19 @@ class Leases:
                 self._returned.notify_all()
 
     async def wait_unused(self, version: int) -> None:
-        """Wait until no reader holds a lease on a version; each reader has its own deadline."""
+        """Wait until no reader holds a lease on a version. This needs no deadline, because every reader has one."""
         async with self._returned:
             await self._returned.wait_for(lambda: not self._held[version])
 
 
 @dataclass(frozen=True, slots=True)
 class _Pushed:
-    """A version that every trainer rank has pushed and the replicas are pulling."""
+    """A version that every trainer rank has pushed and that the replicas are pulling."""
 
     commit: Commit
-    """Record of the version."""
+    """Commit record of the version."""
     overwritten: Sequence[Commit]
-    """Records of the versions that it replaced; they have no readers."""
+    """Commit records of the versions that it replaced, which have no readers."""
     pulls: Sequence["asyncio.Task[None]"]
     """Running pulls, one per replica."""
     started: float
@@ -58,7 +58,7 @@ class _Pushed:
 
 
 class RecordStore(Protocol):
-    """Requests to the weight store that a publication makes."""
+    """Operations of the weight store that a publication uses."""
 
     async def put(self, key: str, value: object) -> None:
         """Store an object under a key."""
@@ -68,18 +68,18 @@ class RecordStore(Protocol):
 
 
 class WeightSync:
-    """Publishes versions one after another, each in five stages.
+    """Publisher of versions, one after another. Each publication has five stages.
 
-    1. Wait until no replica reads the version that the new one overwrites, then let every trainer rank push its shards.
-    2. Create the commit record. From here on the trainer may change its weights, and `pushed()` returns.
-    3. Every replica pulls the version and continues by itself.
-    4. As soon as one replica has pulled and the others hold back new requests until they have, run `then`, which frees slots.
+    1. Wait until no replica reads the version that the new one overwrites, then push the shards of every trainer rank.
+    2. Create the commit record. `pushed()` returns, and the trainer may change its weights.
+    3. Every replica pulls the version and continues independently.
+    4. Once one replica has pulled, and the others hold back new requests until they have pulled, call `then` to free slots.
        All later requests get the new weights, and a slow replica delays only itself.
-    5. Write the records of the held versions to the store for later readers, and delete bytes of older versions from it.
+    5. Write the records of the held versions to the store for later readers, and delete the bytes of older versions from it.
 
     The next version can be published while replicas still pull this one, because it goes into the other arena. `ready()`
-    returns when all stages of all versions are done. Both waits raise the first error of any version; after an error nothing
-    more is published.
+    returns when all stages of all versions are complete. `pushed()` and `ready()` raise the first error of any version; after
+    an error, nothing more is published.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class WeightSync:
         expect: Callable[[int], Awaitable[None]],
         pulls: Sequence[Pull],
     ) -> None:
-        """Publish under the name of a run.
+        """Prepare to publish under the name of a run.
 
         Args:
-            run: prefix of the store's keys.
-            store: store of the commit records.
-            push: callback that pushes a version on every trainer rank.
-            expect: callback that makes every generator hold new requests until it has pulled a version.
-            pulls: callbacks that pull a version, one per generator replica.
+            run: Prefix of the store's keys.
+            store: Store of the commit records.
+            push: Callback that pushes a version on every trainer rank.
+            expect: Callback that makes every generator hold back new requests until it has pulled a version.
+            pulls: Callbacks that pull a version, one per generator replica.
         """
         self._run, self._store = run, store
         self._push, self._expect, self._pulls = push, expect, pulls
@@ -114,10 +114,10 @@ class WeightSync:
         self._metrics: dict[str, float] = {}
         self._num_received = 0
         self.versions: list[int] = []
-        """All versions published so far, the running publications included."""
+        """All versions published so far, including running publications."""
 
     def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
-        """Start to publish a version. The caller must have awaited `pushed()` for the previous one."""
+        """Start publishing a version. Await `pushed()` for the previous version first."""
         assert self._pushing is None or self._pushing.done(), "publish() called before pushed() returned"
         self.versions.append(version)
         self._pushing = asyncio.create_task(self._push_and_commit(version), name=f"push v{version}")
@@ -126,21 +126,21 @@ class WeightSync:
         publishing.add_done_callback(self._record_end)
 
     async def pushed(self) -> None:
-        """Wait until every trainer rank has pushed the last version. Cancelling the wait does not cancel the push."""
+        """Wait until every trainer rank has pushed the latest version. Cancelling the wait does not cancel the push."""
         if self._pushing is not None:
             await asyncio.wait({self._pushing})
             self._pushing.result()
         self._raise_failure()
 
     async def ready(self) -> None:
-        """Wait until every replica uses the last version. Cancelling the wait does not cancel the publication."""
+        """Wait until every replica uses the latest version. Cancelling the wait does not cancel the publication."""
         while self._publishing:
             await asyncio.wait(self._publishing, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failure()
         self._raise_failure()
 
     async def unless_failed(self, awaited: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine, but raise as soon as a publication fails: its slots are never freed, so the wait might not end."""
+        """Await a coroutine, but raise as soon as a publication fails: its slots are never freed, so the wait may never end."""
         waiting, failed = asyncio.create_task(awaited), asyncio.create_task(self._failed.wait())
         try:
             await asyncio.wait({waiting, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -151,14 +151,14 @@ class WeightSync:
             failed.cancel()
 
     async def catch_up(self, replica: int) -> None:
-        """Pull the newest committed version into a replica whose processes are new, behind pulls that wait for them."""
+        """Pull the newest committed version into a replica with new processes, after any earlier pulls of this replica."""
         if self._held:
             await self._pull(replica, self._held[-1])
 
     async def pull_held(self, version: int, pull: Pull) -> bool:
-        """Let a reader that is no replica pull one of the last two versions; return False if it has been overwritten.
+        """Pull one of the last two versions for a reader that is not a replica; return False if it has been overwritten.
 
-        Only a publication that would overwrite the version during the pull waits for it: the one after the next.
+        Only the publication after the next one waits for this pull, because it would overwrite the version.
         """
         async with self._leases.lease(version):
             if self._pushing is not None and version == self.versions[-1]:
@@ -166,17 +166,20 @@ class WeightSync:
                 self._raise_failure()
             commit = next((commit for commit in self._held if commit.version == version), None)
             if commit is not None:
-                received = await pull(commit)  # in a statement of its own: others add theirs meanwhile
+                received = await pull(commit)  # await first: other pulls update the sum in the meantime
                 self._num_received += received
         return commit is not None
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Return `sync/*` of the last version that reached every replica, once: seconds, bytes and bandwidth."""
+        """Return `sync/*` metrics of the last version that reached every replica: seconds, bytes and bandwidth.
+
+        Each version's metrics are returned once; the mapping is empty if there are none.
+        """
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     async def _push_and_commit(self, version: int) -> _Pushed:
-        """Push and commit a version, and start the pulls."""
+        """Push and commit a version, then start the pulls."""
         overwritten, self._held = self._held[: 1 - VERSIONS_HELD], self._held[1 - VERSIONS_HELD :]
         for commit in overwritten:
             await self._leases.wait_unused(commit.version)
@@ -188,11 +191,11 @@ class WeightSync:
         return _Pushed(commit, overwritten, pulls, started, time.perf_counter())
 
     async def _finish(self, pushing: "asyncio.Task[_Pushed]", then: Callable[[], Awaitable[None]]) -> None:
-        """Run the stages after the push."""
+        """Run the stages that follow the push."""
         pushed = await pushing
         await asyncio.gather(self._measure(pushed), self._free_slots(pushed, then))
-        # The store comes last, with one message to each of its two actors, because on a small machine it slows the copies down.
-        # A reader that gets the record of an overwritten version detects that from the arena's header.
+        # The store is written last, with one message to each of its two actors, because it slows down the copies on a small
+        # machine. A reader that gets the record of an overwritten version detects that from the arena's header.
         async with self._recording:  # keeps the records in order
             await self._store.put(commits_key(self._run), tuple(self._held))
         await asyncio.gather(*map(self._delete, pushed.overwritten))
@@ -204,13 +207,13 @@ class WeightSync:
             self._num_received += received
 
     async def _free_slots(self, pushed: _Pushed, then: Callable[[], Awaitable[None]]) -> None:
-        """Run `then` as soon as no new request can be served with an older version, and after that of earlier versions."""
+        """Call `then` once no new request can be served with an older version, after the `then` of earlier versions."""
         earlier, self._last_freed = self._last_freed, asyncio.get_running_loop().create_future()
         freed = self._last_freed
         try:
             if len(pushed.pulls) > 1:
                 await self._expect(pushed.commit.version)
-            if pushed.pulls:  # a replay has no generators
+            if pushed.pulls:  # a replay of dumped rollouts has no generators
                 done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.gather(*done)
             if earlier is not None:
@@ -234,7 +237,7 @@ class WeightSync:
         }
 
     async def _delete(self, commit: Commit) -> None:
-        """Delete the bytes of a version from the store; its commit record is gone, so no reader starts on it."""
+        """Delete the bytes of a version from the store. Its commit record is already gone, so no reader can find it."""
         for handle in (handle for manifest in commit.manifests for handle in manifest.handles):
             if isinstance(handle, StoreHandle):
                 await self._store.delete(handle.key)

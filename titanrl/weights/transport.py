@@ -1,9 +1,9 @@
-"""Transports for a rank's bytes. The writer always packs into an arena and offers it; the reader fetches the bytes.
+"""Transports for a rank's bytes. The writer packs them into an arena and offers it; the reader fetches the bytes.
 
-| | reader | cost |
+| transport | reader | cost |
 |---|---|---|
 | `arena` | on the writer's host | none: the reader maps the writer's memory |
-| `rdma` | anywhere | one hop: InfiniBand or EFA where Monarch finds ibverbs, else TCP; once per host (`fanout.py`) |
+| `rdma` | anywhere | one hop: InfiniBand or EFA if Monarch finds ibverbs, otherwise TCP; once per host (`fanout.py`) |
 | `store` | anywhere | two hops through torchstore's process |
 """
 
@@ -36,20 +36,20 @@ _SHORTEST_TIMEOUT_S = 60
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Payload:
-    """One rank's bytes of one version in this process. Unless `mapped` is set, they stay unchanged while the payload exists."""
+    """One rank's bytes of one version in this process. They never change while the payload exists, unless `mapped` is set."""
 
     data: torch.Tensor
     """The bytes."""
     mapped: MappedArena | None = None
     """Arena of another process that holds the bytes and may overwrite them; None if this process holds them."""
     sequence: int | None = None
-    """Sequence number of that arena while it holds the bytes; None if it is the writer's, whose manifest has the number."""
+    """Sequence number of the arena while it holds the bytes; None for the writer's arena, whose number is in the manifest."""
 
     def check(self, manifest: WeightManifest) -> None:
-        """Check that the bytes are still those of the manifest.
+        """Check that the bytes still match the manifest.
 
         Raises:
-            WeightMismatchError: the writer has overwritten the bytes.
+            WeightMismatchError: The writer has overwritten the bytes.
         """
         if self.mapped is None:
             return
@@ -59,37 +59,37 @@ class Payload:
 
 
 class Source(Protocol):
-    """A way by which a reader gets bytes."""
+    """Reader's interface of a transport."""
 
     @property
     def num_received(self) -> int:
-        """Bytes that this process has received other than through shared memory."""
+        """Bytes that this process has received, not counting shared memory."""
 
     def reaches(self, handle: TransportHandle) -> bool:
-        """Return whether this transport can fetch a handle's bytes in this process."""
+        """Return whether this process can fetch a handle's bytes with this transport."""
 
     async def fetch(self, manifest: WeightManifest, handle: Any) -> Payload:
         """Fetch the bytes.
 
         Raises:
-            WeightMismatchError: the bytes are gone or overwritten.
+            WeightMismatchError: The bytes were deleted or overwritten.
         """
 
 
 class Transport(Source, Protocol):
-    """A way for bytes from a writer to a reader."""
+    """Interface of a transport for both writers and readers."""
 
     async def offer(self, version: int, arena: Arena) -> TransportHandle:
-        """Make the contents of an arena available and return a handle, which travels with the manifest."""
+        """Make the contents of an arena available; return the handle to publish in the manifest."""
 
 
 class ArenaTransport:
-    """Shared memory of one host. Mappings are kept, because their first page faults cost more than all later copies."""
+    """Shared memory on one host. Mappings are kept, because their first page faults cost more than all later copies."""
 
     num_received = 0
 
     def __init__(self) -> None:
-        """Start without mappings."""
+        """Start with no mappings."""
         self._mapped: dict[ArenaHandle, MappedArena] = {}
 
     async def offer(self, version: int, arena: Arena) -> ArenaHandle:
@@ -101,7 +101,7 @@ class ArenaTransport:
         return isinstance(handle, ArenaHandle) and handle.host == host_id()
 
     async def fetch(self, manifest: WeightManifest, handle: ArenaHandle) -> Payload:
-        """Map the arena without a copy."""
+        """Map the arena instead of copying it."""
         if handle not in self._mapped:
             self._mapped[handle] = MappedArena(handle)
         mapped = self._mapped[handle]
@@ -109,17 +109,17 @@ class ArenaTransport:
 
 
 class RdmaTransport:
-    """One-sided reads by Monarch. Arenas are registered once; a receive buffer is reused once its payload is gone."""
+    """One-sided reads by Monarch. Arenas are registered once. Receive buffers are reused after their payload is collected."""
 
     def __init__(self) -> None:
-        """Start without registered arenas and receive buffers."""
+        """Start with no registered arenas or receive buffers."""
         self._registered: dict[int, RdmaHandle] = {}
         self._unused: defaultdict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
         self.num_received = 0
         """Bytes that this process has read."""
 
     async def offer(self, version: int, arena: Arena) -> RdmaHandle:
-        """Register the arena, unless it is registered already."""
+        """Register the arena, unless it is already registered."""
         from monarch.rdma import RDMABuffer
 
         if arena.handle.fd not in self._registered:
@@ -128,11 +128,11 @@ class RdmaTransport:
         return self._registered[arena.handle.fd]
 
     def reaches(self, handle: TransportHandle) -> bool:
-        """Return whether this is an RDMA handle; Monarch reaches any host."""
+        """Return whether this is an RDMA handle. Monarch reaches any host."""
         return isinstance(handle, RdmaHandle)
 
     async def fetch(self, manifest: WeightManifest, handle: RdmaHandle) -> Payload:
-        """Read the bytes into a buffer of this process, and check their sequence number before and after."""
+        """Read the bytes into a local buffer; check their sequence number before and after."""
         size = handle.data.size()
         unused = self._unused[manifest.rank, size]
         buffer = unused.pop() if unused else torch.empty(size, dtype=torch.uint8)
@@ -145,7 +145,7 @@ class RdmaTransport:
         """Read the bytes into a buffer of the registered size.
 
         Raises:
-            WeightMismatchError: the writer has overwritten the bytes.
+            WeightMismatchError: The writer has overwritten the bytes.
         """
         size = handle.data.size()
         await self._check(manifest, handle)
@@ -162,10 +162,10 @@ class RdmaTransport:
 
 
 class StoreTransport:
-    """Tensors in torchstore, the slowest transport: one per rank and version, which the controller deletes."""
+    """Tensors in torchstore, one per rank and version. This is the slowest transport. The controller deletes the tensors."""
 
     def __init__(self, run: str, rank: int, store: WeightStore) -> None:
-        """Offer under the name of a run; readers may pass any rank."""
+        """Store under the name of a run and a trainer rank; readers may pass any rank."""
         self._run, self._rank, self._store = run, rank, store
         self.num_received = 0
         """Bytes that this process has fetched."""
@@ -177,25 +177,25 @@ class StoreTransport:
         return StoreHandle(key)
 
     def reaches(self, handle: TransportHandle) -> bool:
-        """Return whether this is a store handle; every process reaches the store."""
+        """Return whether this is a store handle. Every process reaches the store."""
         return isinstance(handle, StoreHandle)
 
     async def fetch(self, manifest: WeightManifest, handle: StoreHandle) -> Payload:
-        """Copy the bytes from the store, where they never change."""
+        """Copy the bytes from the store. Stored bytes never change."""
         try:
             data = await self._store.get(handle.key)
         except KeyError:
-            raise WeightMismatchError(f"{handle.key} is not in the store, because the version was deleted") from None
+            raise WeightMismatchError(f"{handle.key} is not in the store because the version was deleted") from None
         assert isinstance(data, torch.Tensor), type(data)
         self.num_received += data.numel()
         return Payload(data)
 
 
 def make_transports(names: Sequence[TransportName], run: str, rank: int, store: WeightStore) -> list[Transport]:
-    """Build the transports of these names, in their order."""
-    made: dict[TransportName, Transport] = {
+    """Build the named transports, in the given order."""
+    transports: dict[TransportName, Transport] = {
         "arena": ArenaTransport(),
         "rdma": RdmaTransport(),
         "store": StoreTransport(run, rank, store),
     }
-    return [made[name] for name in names]
+    return [transports[name] for name in names]
