@@ -9,7 +9,7 @@ from titanrl.datums import Datum, sampled_datum
 from titanrl.supports import supports_of
 from titanrl.tables import SequencePlan
 from titanrl.trainer.collate import collate, row_length
-from titanrl.trainer.datums import Place, RowSizes, check_supports, lay_out, plan_data
+from titanrl.trainer.datums import Location, RowSizes, build_rows, check_supports, plan_data
 from titanrl.types import GroupHandle, Segment
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
@@ -25,8 +25,9 @@ def rollout(token_ids: list[int], num_prompt: int, logprobs: list[float]) -> Seg
     )
 
 
-def plan(place: int, length: int, advantage: float, weight: float, *, num_shared: int = 0) -> SequencePlan:
-    return SequencePlan(handle=HANDLE, segment=place, length=length, advantage=advantage, weight=weight, num_shared=num_shared)
+def plan(segment: int, length: int, advantage: float, weight: float, *, num_shared: int = 0) -> SequencePlan:
+    sizes = {"length": length, "num_shared": num_shared}
+    return SequencePlan(handle=HANDLE, segment=segment, advantage=advantage, weight=weight, **sizes)
 
 
 PAYLOAD = {HANDLE: {0: rollout([5, 6, 7, 1], 2, [-0.5, -0.25]), 1: rollout([8, 9, 1], 1, [-1.0, float("nan")])}}
@@ -75,19 +76,19 @@ def test_supports_of_data_are_at_their_targets() -> None:
     data = [datum([3, 7], [1]), sampled_datum([5], [7], [-0.5], 1.0), datum([7], [0, 1])]
     sizes = RowSizes(row_tokens=8, rows_per_microbatch=2, multiple=8)
     check_supports(data, 100)
-    (places,) = plan_data([len(datum.model_input) for datum in data], sizes, 1, 0)
-    rows = lay_out(data, places, sizes)
+    (locations,) = plan_data([len(datum.model_input) for datum in data], sizes, 1, 0)
+    rows = build_rows(data, locations, sizes)
     assert rows.supports is not None
-    for place in places:
-        found = rows.supports.sizes_N.view(rows.tokens_BL.shape)[place.row, place.tokens].tolist()
-        assert found == [[100, 2, 1], [100], [100, 1, 2]][place.index]
-    assert lay_out(data[1:2], [Place(0, 0, slice(0, 1))], sizes).supports is None
+    for location in locations:
+        found = rows.supports.sizes_N.view(rows.tokens_BL.shape)[location.row, location.tokens].tolist()
+        assert found == [[100, 2, 1], [100], [100, 1, 2]][location.index]
+    assert build_rows(data[1:2], [Location(0, 0, slice(0, 1))], sizes).supports is None
 
 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (datum([3, 7], [1], vocab_size=90), r"^data\[0\]\.supports: the model has 100 tokens \(got 90\)"),
+        (datum([3, 7], [1], vocab_size=90), r"^data\[0\]\.supports: the model's vocabulary size is 100 \(got 90\)"),
         (datum([3, 7], [0]), r"target 2 is not in its support \(got token 1\)\. Give"),
         (datum([3, 7]), r"wrong length \(got 2\)\. Give one per input token: 3\."),
     ],
