@@ -21,7 +21,7 @@ def plan(
     rows_per_microbatch: int = 1,
     dp_size: int = 1,
     share_prompts: bool = False,
-    own_advantage: Advantage | None = None,
+    custom_advantage: Advantage | None = None,
     weight_of: Callable[[str, int], float] = lambda part, task: 1.0,
     **algorithm,
 ) -> BatchPlan:
@@ -33,7 +33,7 @@ def plan(
         rows_per_microbatch=rows_per_microbatch,
         dp_size=dp_size,
         share_prompts=share_prompts,
-        own_advantage=own_advantage,
+        custom_advantage=custom_advantage,
         weight_of=weight_of,
     )
 
@@ -226,7 +226,7 @@ def centred(group: GroupRewards) -> list[float]:
 
 def test_copy_of_built_in_advantage_gives_same_plan(make_record: RecordMaker) -> None:
     records = [make_record(0, rewards=[1.0, 0.0, 0.25], num_sampled=[3, 5, 4]), make_record(1, rewards=[0.5, 0.5])]
-    own, built_in = plan(records, own_advantage=centred), plan(records)
+    own, built_in = plan(records, custom_advantage=centred), plan(records)
     assert own == built_in
     assert own.advantages_N.tolist() == built_in.advantages_N.tolist()
 
@@ -241,7 +241,7 @@ def test_custom_advantage_receives_parts_lengths_and_options(make_record: Record
     second = make_record(4, rewards=[0.0, 1.0], reward_parts={"right": (0.0, 0.5), "short": (0.0, 0.5)}, num_sampled=[7, 8])
     first = make_record(2, rewards=[1.0, 0.0, 2.0], reward_parts={"right": (1.0, 0.0, 2.0)}, num_sampled=[3, 1, 2])
     weights = {"right": 1.0, "short": 0.5}
-    batch = plan([second, first], own_advantage=record_group, std_ddof=1, weight_of=lambda part, task: weights[part])
+    batch = plan([second, first], custom_advantage=record_group, std_ddof=1, weight_of=lambda part, task: weights[part])
     right = {"right": [1.0, 0.0, 2.0]}
     both = {"right": [0.0, 0.5], "short": [0.0, 0.5]}
     assert seen == [
@@ -268,7 +268,7 @@ def test_custom_advantage_receives_parts_lengths_and_options(make_record: Record
 
 
 def test_custom_advantage_of_equal_rewards_is_trained_on(make_record: RecordMaker) -> None:
-    batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 5])], own_advantage=lambda group: group.num_tokens)
+    batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 5])], custom_advantage=lambda group: group.num_tokens)
     assert sorted(sequence.advantage for sequence in sequences(batch)) == [3.0, 5.0]
 
 
@@ -288,4 +288,4 @@ def test_custom_advantage_of_equal_rewards_is_trained_on(make_record: RecordMake
 )
 def test_error_names_custom_advantage_with_wrong_result(make_record: RecordMaker, advantage: Advantage, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^algorithm\.advantage: {problem}"):
-        plan([make_record(0, rewards=[1.0, 0.0])], own_advantage=advantage, advantage="mine:f")
+        plan([make_record(0, rewards=[1.0, 0.0])], custom_advantage=advantage, advantage="mine:f")

@@ -45,7 +45,7 @@ def plan(records: Sequence[GroupRecord] | RecordTable, own: object = None, **alg
         row_tokens=100,
         rows_per_microbatch=1,
         dp_size=1,
-        own_advantage=own,  # type: ignore[arg-type]
+        custom_advantage=own,  # type: ignore[arg-type]
     )
 
 

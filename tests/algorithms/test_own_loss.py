@@ -30,7 +30,7 @@ def copied_ppo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tupl
     return torch.maximum(unclipped_N, clipped_N), {"clip": clipped_N > unclipped_N}
 
 
-def own_algorithm(loss: Any, **keys: Any) -> AlgorithmConfig:
+def custom_algorithm(loss: Any, **keys: Any) -> AlgorithmConfig:
     return AlgorithmConfig(loss=OWN, **keys).with_loss_traits(declared_traits(loss) or LossTraits())
 
 
@@ -39,7 +39,7 @@ def test_custom_copy_of_ppo_is_bitwise_equal(name: str) -> None:
     keys = {key: value for key, value in ALGORITHMS[name].items() if key != "loss"}
     inputs = example(dtype=torch.float32)
     total, metrics = objective(inputs, AlgorithmConfig(**keys))
-    algorithm = own_algorithm(copied_ppo, **keys)
+    algorithm = custom_algorithm(copied_ppo, **keys)
     own_total, own_metrics = objective(inputs, algorithm, bound_loss(algorithm, copied_ppo))
     gradients = [torch.autograd.grad(value, inputs.logprobs_N)[0] for value in (total, own_total)]
     assert torch.equal(total, own_total)
@@ -58,7 +58,7 @@ def test_inputs_are_zero_outside_mask() -> None:
     names = ("logprobs_N", "generator_logprobs_N", "advantages_N", "entropy_N")
     spoilt = {name: torch.where(clean.mask_N, getattr(clean, name).detach(), math.nan) for name in names}
     inputs = replace(clean, **spoilt | {"logprobs_N": spoilt["logprobs_N"].requires_grad_()})
-    algorithm = own_algorithm(record)
+    algorithm = custom_algorithm(record)
     total, _ = objective(inputs, algorithm, bound_loss(algorithm, record))
     total.backward()
     (tokens,) = seen
@@ -85,7 +85,7 @@ def test_declared_ratio_selects_the_old_policy(ratio: Any, proximal: Any, expect
         return inputs.log_ratio_N.square()
 
     inputs = example()
-    algorithm = own_algorithm(squared, proximal=proximal)
+    algorithm = custom_algorithm(squared, proximal=proximal)
     total, _ = objective(inputs, algorithm, bound_loss(algorithm, squared))
     by_hand = inputs.weights_N * (inputs.logprobs_N - getattr(inputs, expected)).square()
     assert total.item() == pytest.approx(by_hand[inputs.mask_N].sum().item(), rel=1e-12)
@@ -95,7 +95,7 @@ def test_options_come_from_algorithm_keys_and_loss_options() -> None:
     def options(inputs: LossInputs, *, clip_high: float, beta: float = 0.5, scale: float = 2.0) -> Tensor:
         return torch.full_like(inputs.logprobs_N, clip_high + 10 * beta + 100 * scale)
 
-    algorithm = own_algorithm(options, clip_high=0.25, loss_options={"beta": 3.0})
+    algorithm = custom_algorithm(options, clip_high=0.25, loss_options={"beta": 3.0})
     assert bound_loss(algorithm, options)(LossInputs.of(*torch.zeros(3, 1))).tolist() == [0.25 + 30.0 + 200.0]
 
 
@@ -106,7 +106,7 @@ def test_partial_keeps_traits_of_its_function() -> None:
 
     doubled = partial(scaled, scale=2.0)
     assert declared_traits(doubled) == declared_traits(scaled) == LossTraits(ratio="proximal", zero_without_advantage=True)
-    inputs, algorithm = example(), own_algorithm(doubled, proximal="step_start")
+    inputs, algorithm = example(), custom_algorithm(doubled, proximal="step_start")
     total, _ = objective(inputs, algorithm, bound_loss(algorithm, doubled))
     once, _ = objective(inputs, algorithm, bound_loss(algorithm, partial(scaled, scale=1.0)))
     assert total.item() == pytest.approx(2 * once.item(), rel=1e-12) != 0.0
@@ -117,7 +117,7 @@ def test_additional_values_become_metrics() -> None:
         values = {"surprise": -inputs.logprobs_N, "positive": inputs.advantages_N > 0}
         return -inputs.logprobs_N * inputs.advantages_N, values
 
-    inputs, algorithm = example(), own_algorithm(loss)
+    inputs, algorithm = example(), custom_algorithm(loss)
     _, metrics = objective(inputs, algorithm, bound_loss(algorithm, loss))
     mask, logprobs = inputs.mask_N, inputs.logprobs_N.detach()
     assert metrics.sums["policy/surprise_mean"].item() == pytest.approx(-logprobs[mask].sum().item(), rel=1e-12)
@@ -138,7 +138,7 @@ def test_additional_values_become_metrics() -> None:
     ids=["mean", "none", "metric"],
 )
 def test_error_names_loss_without_one_value_per_token(loss: Any, found: str) -> None:
-    algorithm = own_algorithm(loss)
+    algorithm = custom_algorithm(loss)
     with pytest.raises(
         ValueError, match=rf"^algorithm\.loss: \S*own\.py:loss must return one value per token, .* \({found}\)\. "
     ):
@@ -149,14 +149,14 @@ def test_error_names_loss_that_raises() -> None:
     def loss(inputs: LossInputs) -> Tensor:
         return {"logprobs": inputs.logprobs_N}["advantages"]
 
-    algorithm = own_algorithm(loss)
+    algorithm = custom_algorithm(loss)
     with pytest.raises(ValueError, match=r"^algorithm\.loss: \S*own\.py:loss raised KeyError: 'advantages'\. Correct the loss"):
         objective(example(), algorithm, bound_loss(algorithm, loss))
 
 
 def test_undeclared_loss_runs_on_zero_advantages() -> None:
-    assert own_algorithm(lambda inputs: inputs.logprobs_N).runs_without_advantage
-    assert not own_algorithm(copied_ppo).runs_without_advantage
+    assert custom_algorithm(lambda inputs: inputs.logprobs_N).runs_without_advantage
+    assert not custom_algorithm(copied_ppo).runs_without_advantage
     assert AlgorithmConfig(loss=OWN).runs_without_advantage  # not loaded yet
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from titanrl.algorithms.advantages import batch_advantages, decoupled_advantages
 from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
-from titanrl.algorithms.credit import own_advantages, spans_of, token_advantages, turn_advantages
+from titanrl.algorithms.credit import custom_advantages, spans_of, token_advantages, turn_advantages
 from titanrl.algorithms.loss_weights import sequence_weights
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.config.algorithm import AlgorithmConfig
@@ -32,12 +32,12 @@ class TaskAdvantage:
 
     algorithm: AlgorithmConfig
     """Configuration with the name and options of the estimator."""
-    own: Callable[..., Sequence[Any]] | None = None
+    custom: Callable[..., Sequence[Any]] | None = None
     """User-defined function; None selects the built-in estimator."""
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return self.algorithm.advantage, self.algorithm.std_ddof, self.algorithm.pass_k, id(self.own)
+        return self.algorithm.advantage, self.algorithm.std_ddof, self.algorithm.pass_k, id(self.custom)
 
     def __eq__(self, other: object) -> bool:
         """Return True if both compute the same advantages."""
@@ -57,7 +57,7 @@ def plan_batch(
     rows_per_microbatch: int,
     dp_size: int,
     share_prompts: bool = False,
-    own_advantage: Callable[..., Sequence[Any]] | None = None,
+    custom_advantage: Callable[..., Sequence[Any]] | None = None,
     weight_of: WeightOf = lambda part, task: 1.0,
     by_task: Sequence[TaskAdvantage] = (),
     advantages_N: DoubleArray | None = None,
@@ -78,7 +78,7 @@ def plan_batch(
         rows_per_microbatch: Maximum number of rows in a rank's micro-batch.
         dp_size: Number of data-parallel ranks.
         share_prompts: Store the prompt of a group once per row, for all its sequences in that row, unless that takes more rows.
-        own_advantage: User-defined advantage; None selects the built-in one that `algorithm` names.
+        custom_advantage: User-defined advantage; None selects the built-in one that `algorithm` names.
         weight_of: Weight of a reward component in the summed reward, see `WeightOf`.
         by_task: Estimators of the tasks of a mixture, by task index; they replace that of `algorithm`. Groups of tasks with
             equal estimators are standardized together.
@@ -91,7 +91,7 @@ def plan_batch(
     ordered = records.by_index()
     assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not appear twice in a batch"
     if advantages_N is None:
-        advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm, own_advantage)], weight_of)
+        advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm, custom_advantage)], weight_of)
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
     rollout_of_M = ordered.rollout_of
     sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
@@ -169,10 +169,10 @@ def _advantages(
 
 def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: WeightOf) -> tuple[DoubleArray, Spans | None]:
     """Return the advantages of all rollouts with one estimator, `[N]`, and the token advantages if they differ in a rollout."""
-    algorithm, own_advantage = method.algorithm, method.own
-    if own_advantage is not None:
-        own = partial(own_advantage, **advantage_arguments(own_advantage, algorithm))
-        return own_advantages(own, list(group_rewards(records, weight_of)), algorithm.advantage, records)
+    algorithm, custom_advantage = method.algorithm, method.custom
+    if custom_advantage is not None:
+        bound = partial(custom_advantage, **advantage_arguments(custom_advantage, algorithm))
+        return custom_advantages(bound, list(group_rewards(records, weight_of)), algorithm.advantage, records)
     if algorithm.credit == "turn":
         groups, options = list(group_rewards(records, weight_of)), {"std_ddof": algorithm.std_ddof}
         turns = turn_advantages(groups, algorithm.advantage, discount=algorithm.turn_discount, **options)

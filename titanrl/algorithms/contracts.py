@@ -154,16 +154,16 @@ def loss_arguments(loss: Callable[..., Any], algorithm: AlgorithmConfig) -> dict
     return _named(loss, LOSS_KEYS, algorithm) | algorithm.loss_options
 
 
-def bound_loss(algorithm: AlgorithmConfig, own: Callable[..., Any] | None = None) -> PolicyLoss:
+def bound_loss(algorithm: AlgorithmConfig, custom: Callable[..., Any] | None = None) -> PolicyLoss:
     """Return the loss of a configuration with its options bound.
 
     Args:
         algorithm: Name and options of the loss.
-        own: User-defined loss; None selects the built-in loss of that name.
+        custom: User-defined loss; None selects the built-in loss of that name.
     """
-    loss = import_object(LOSSES[algorithm.loss].path, key="algorithm.loss") if own is None else own
+    loss = import_object(LOSSES[algorithm.loss].path, key="algorithm.loss") if custom is None else custom
     bound: PolicyLoss = partial(loss, **loss_arguments(loss, algorithm))
-    return bound if own is None else partial(_named_in_errors, bound, algorithm.loss)
+    return bound if custom is None else partial(_named_in_errors, bound, algorithm.loss)
 
 
 def _named_in_errors(loss: PolicyLoss, name: str, inputs: LossInputs) -> "Tensor | tuple[Tensor, Mapping[str, Tensor]]":

@@ -109,7 +109,7 @@ def _token_returns(records: RecordTable, discount: float) -> Iterator[tuple[Doub
         yield returns_GL, num_tokens
 
 
-def own_advantages(
+def custom_advantages(
     advantage: Callable[[GroupRewards], Iterable[Any]], groups: Sequence[GroupRewards], name: str, records: RecordTable
 ) -> tuple[DoubleArray, Spans | None]:
     """Call a user-defined advantage for each group.

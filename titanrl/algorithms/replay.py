@@ -63,7 +63,7 @@ class ReplaySchedule:
     """Replay settings of the run."""
     num_steps: int
     """Number of training steps of the run."""
-    own_priority: Callable[..., float] | None = None
+    custom_priority: Callable[..., float] | None = None
     """User-defined priority; None selects the built-in one that the configuration names."""
 
     def beta(self, step: int) -> float:
@@ -91,11 +91,11 @@ class ReplaySchedule:
         return np.array([self._priority(group, advantages) for group, advantages in groups])
 
     def _priority(self, group: GroupRewards, advantages: DoubleArray) -> float:
-        if self.own_priority is None:
+        if self.custom_priority is None:
             return PRIORITIES[self.config.priority](group, advantages)
         name = self.config.priority
         try:
-            value = float(self.own_priority(group, advantages.tolist()))
+            value = float(self.custom_priority(group, advantages.tolist()))
         except Exception as error:  # user-defined code may raise anything
             raise ValueError(
                 f"replay.priority: {name} raised {type(error).__name__}: {error}. Correct the priority."

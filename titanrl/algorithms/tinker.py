@@ -42,7 +42,7 @@ def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> Algorit
     return AlgorithmConfig.model_validate(values)
 
 
-def own_algorithm(
+def custom_algorithm(
     loss: Callable[..., Any], traits: LossTraits, name: str, loss_fn_config: Mapping[str, Any]
 ) -> AlgorithmConfig:
     """Return the configuration with which `policy_loss` computes a user-defined loss.

@@ -155,7 +155,7 @@ class PolicyTrainer(Actor):
             model,
             setup.algorithm,
             setup.temperature,
-            own_loss=loaded(setup.plugins, "algorithm.loss"),
+            custom_loss=loaded(setup.plugins, "algorithm.loss"),
             snapshots_on_device=setup.config.snapshots_on_device,
         )
         self._kept = KeptLogprobs()

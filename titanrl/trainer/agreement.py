@@ -133,7 +133,7 @@ class Agreement:
                 self._report_failure(name, error)
             else:
                 agreed = True
-                self._exchange({"phase": name, "error": _one_line(error)}, own=error)
+                self._exchange({"phase": name, "error": _one_line(error)}, error=error)
             raise
         self._store.set(self._key("at", self._rank), f"waiting for a request since {name}")
 
@@ -144,14 +144,15 @@ class Agreement:
                 self._store.set(self._key("alarm", self._rank), "")
             self._listener.join(1.0)
 
-    def _exchange(self, post: Post, own: Exception | None = None) -> None:
+    def _exchange(self, post: Post, error: Exception | None = None) -> None:
         """Write a post; return when all ranks have written an equal one.
 
         Raises:
-            RankError: The posts differ or a rank is late. If `own`, the exception of this rank, is given, it is raised instead.
+            RankError: The posts differ or a rank is late. If `error` is given, which is this rank's exception, it is raised
+                instead.
         """
         if self._alarm is not None:
-            raise (own or RankError(self._alarm))
+            raise (error or RankError(self._alarm))
         number = self._number
         self._store.set(self._key(number, self._rank), json.dumps(post))
         text, is_fatal = self._set_verdict(post) if self._rank == 0 else self._await_verdict(post)
@@ -162,7 +163,7 @@ class Agreement:
             if self._rank == 0 and number > 1:
                 self._store.delete_key(self._key(number - 1, "verdict"))  # all ranks have posted again, so they have read it
         if text:
-            raise (own or RankError(text)) from None
+            raise (error or RankError(text)) from None
 
     def _set_verdict(self, post: Post) -> tuple[str, bool]:
         """Compare the posts of all ranks on rank 0; write and return the verdict.
@@ -280,9 +281,9 @@ def break_groups(groups: Iterable[ProcessGroup]) -> None:
         if dist.get_backend(group) != "gloo":
             group.abort()
             continue
-        neighbour = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        neighbor = (dist.get_rank(group) + 1) % dist.get_world_size(group)
         with suppress(RuntimeError):
-            receiving = dist.irecv(torch.empty(1), group=group, group_src=neighbour)
+            receiving = dist.irecv(torch.empty(1), group=group, group_src=neighbor)
             if receiving is not None:
                 receiving.wait(timedelta(milliseconds=1))
 

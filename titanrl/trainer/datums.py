@@ -18,7 +18,7 @@ from titanrl.algorithms.contracts import bound_loss, declared_traits
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.algorithms.supports import CollatedSupports
-from titanrl.algorithms.tinker import own_algorithm, tinker_algorithm
+from titanrl.algorithms.tinker import custom_algorithm, tinker_algorithm
 from titanrl.datums import Datum
 from titanrl.plugins import Plugin, plugin_of
 from titanrl.trainer.agreement import Facts
@@ -148,10 +148,10 @@ def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: in
     rows = pack(lengths, sizes.row_tokens)
     shares = balance(row_costs(np.asarray(lengths), np.zeros(len(lengths), np.int64), rows), dp_size)
     per_microbatch = sizes.rows_per_microbatch
-    own = [rows[i] for i in shares[dp_rank]]
+    rank_rows = [rows[i] for i in shares[dp_rank]]
     for start in range(0, max(map(len, shares)), per_microbatch):
         locations = []
-        for row, indices in enumerate(own[start : start + per_microbatch]):
+        for row, indices in enumerate(rank_rows[start : start + per_microbatch]):
             end = 0
             for index in indices:
                 begin, end = end, end + lengths[index]
@@ -172,17 +172,17 @@ def chosen_loss(loss: str | Plugin, config: Mapping[str, Any]) -> ChosenLoss:
         for name, value in config.items():
             raise ValueError(f"loss_fn_config.{name}: cross_entropy has no options (got {value}). Remove it.")
         return ChosenLoss("cross_entropy", ("target_tokens",), lambda data, locations: supervised_objective)
-    own = plugin_of("loss_fn", loss) if isinstance(loss, str) else loss
-    function: Any = None if own is None else own.load()
+    plugin = plugin_of("loss_fn", loss) if isinstance(loss, str) else loss
+    function: Any = None if plugin is None else plugin.load()
     traits = declared_traits(function)
-    if own is not None and traits is None:
-        return ChosenLoss(own.name, ("target_tokens",), partial(_custom_objective, function))
-    if own is None or traits is None:
+    if plugin is not None and traits is None:
+        return ChosenLoss(plugin.name, ("target_tokens",), partial(_custom_objective, function))
+    if plugin is None or traits is None:
         algorithm = tinker_algorithm(str(loss), config)
     else:
-        algorithm = own_algorithm(function, traits, own.path, config)
+        algorithm = custom_algorithm(function, traits, plugin.path, config)
     objective: Objective = partial(policy_objective, algorithm=algorithm, loss=bound_loss(algorithm, function))
-    if own is not None:
+    if plugin is not None:
         objective = partial(_on_all_ranks, objective)
     return ChosenLoss(algorithm.loss, ("target_tokens", "logprobs", "advantages"), lambda data, locations: objective)
 

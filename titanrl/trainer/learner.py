@@ -67,7 +67,7 @@ class Learner:
         algorithm: AlgorithmConfig,
         temperature: float,
         *,
-        own_loss: Callable[..., Any] | None = None,
+        custom_loss: Callable[..., Any] | None = None,
         snapshots_on_device: bool = False,
     ) -> None:
         """Start at version 0 with empty optimizer state.
@@ -76,7 +76,7 @@ class Learner:
             model: Policy on this rank.
             algorithm: Definition of the objective.
             temperature: Sampling temperature of the generator, by which the logits are divided.
-            own_loss: User-defined loss; None selects the built-in loss that `algorithm` names.
+            custom_loss: User-defined loss; None selects the built-in loss that `algorithm` names.
             snapshots_on_device: Keep snapshots of the weights on the device instead of in host memory.
         """
         self.model = model
@@ -91,7 +91,7 @@ class Learner:
         if algorithm.ema_decay is not None:
             model.reshard()
             self.average = MovingAverage(trainable_tensors(model.module), algorithm.ema_decay)
-        self._algorithm, self._loss = algorithm, bound_loss(algorithm, own_loss)
+        self._algorithm, self._loss = algorithm, bound_loss(algorithm, custom_loss)
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
         self._state = LiveState(model.module)
         self._merged: dict[str, Tensor] = {}
