@@ -58,7 +58,7 @@ def test_supports_are_at_predicting_position_of_trained_tokens() -> None:
     assert collate([(plan(2, 4, 1.0, 1.0),)], payload, 9).supports is None
 
 
-def test_sampled_token_outside_of_its_support_is_a_bug() -> None:
+def test_sampled_token_outside_its_support_fails_assertion() -> None:
     wrong = replace(PAYLOAD[HANDLE][0], supports=supports_of([*map(int32, ([], [], [3, 7], [0, 2]))], 100))
     with pytest.raises(AssertionError, match="not in its support"):
         collate([(plan(0, 4, 2.0, 0.5),)], {HANDLE: {0: wrong}}, 9)
@@ -93,12 +93,12 @@ def test_supports_of_data_are_at_their_targets() -> None:
         (datum([3, 7]), r"wrong length \(got 2\)\. Give one per input token: 3\."),
     ],
 )
-def test_supports_that_do_not_fit_their_data_are_refused(wrong: Datum, problem: str) -> None:
+def test_supports_that_do_not_match_their_data_raise(wrong: Datum, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_supports([wrong], 100)
 
 
-def test_spans_replace_the_advantage_of_the_sequence() -> None:
+def test_spans_override_advantage_of_sequence() -> None:
     spans = ((2.0, 1), (-3.0, 1))
     payload = {HANDLE: {0: rollout([5, 6, 7, 1], 1, [-0.5, float("nan"), -0.25])}}
     rows = collate([(replace(plan(0, 4, 0.0, 0.5), spans=spans),)], payload, 5)
@@ -142,7 +142,7 @@ def test_plan_that_does_not_fit_payload_is_refused() -> None:
         collate([(plan(0, 3, 1.0, 1.0),)], PAYLOAD, 9)
 
 
-def test_row_length_is_rounded_up_fullest_row() -> None:
+def test_row_length_is_fullest_row_rounded_up() -> None:
     assert row_length([5, 17, 3], 128, 8) == 24
     assert row_length([125], 126, 8) == 126
     assert row_length([], 128, 16) == 16
