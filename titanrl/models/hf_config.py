@@ -45,7 +45,7 @@ def rope_problems(hf: HFConfig) -> list[str]:
     if rope["rope_type"] == "llama3":
         missing = [name for name in ROPE_FACTORS if not isinstance(rope.get(name), int | float)]
         if missing:
-            return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope}). Complete config.json."]
+            return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope}). Add them to config.json."]
     return []
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store, TCPStore
 
-from titanrl.errors import FaultError
+from titanrl.errors import FaultError, describe
 
 Facts = Mapping[str, int | list[str]]
 """Values that must be equal on all ranks, by a plural noun such as `micro-batches`: a count, or a list of names."""
@@ -37,6 +37,8 @@ ALARM_LIFETIME = timedelta(days=20)
 """Timeout of the wait for an alarm. `poll` takes the timeout as a 32-bit number of milliseconds, at most 24 days."""
 GRACE_S = 2.0
 """Seconds within which all ranks must fail in the collective part of a phase for the failure to be common to all ranks."""
+MAX_TEXT = 300
+"""Maximum length of the description of an exception, in characters."""
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +135,7 @@ class Agreement:
                 self._report_failure(name, error)
             else:
                 agreed = True
-                self._exchange({"phase": name, "error": _one_line(error)}, error=error)
+                self._exchange({"phase": name, "error": describe(error)[:MAX_TEXT]}, error=error)
             raise
         self._store.set(self._key("at", self._rank), f"waiting for a request since {name}")
 
@@ -224,7 +226,7 @@ class Agreement:
         except DistStoreError:
             if self._alarm is not None:
                 raise RankError(self._alarm) from error
-            self._raise_alarm(f"rank {self._rank} failed in {phase}: {_one_line(error)}")
+            self._raise_alarm(f"rank {self._rank} failed in {phase}: {describe(error)[:MAX_TEXT]}")
         finally:
             self._store.set_timeout(self._wait)
 
@@ -342,11 +344,6 @@ def _counts(post: Post) -> str:
     """Return the counts among the facts of a post, in parentheses."""
     counts = [f"{value} {key}" for key, value in post["facts"].items() if isinstance(value, int)]
     return f" ({', '.join(counts)})" if counts else ""
-
-
-def _one_line(error: Exception) -> str:
-    """Return type and message of an exception on one line, truncated to 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _agree_alone(facts: Callable[[], Facts]) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanrl.errors import TitanRLError
+from titanrl.errors import TitanRLError, describe
 
 NEARLY_FULL = 64 << 20
 """Free space in bytes below which an error message mentions the free space."""
+
+MAX_TEXT = 300
+"""Maximum length of the description of the cause, in characters."""
 
 
 class StorageError(TitanRLError):
@@ -32,13 +35,9 @@ def storage_errors(what: str, folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise StorageError(f"cannot {what} in {folder}: {_cause(cause)} on rank {rank}{_free(folder)}") from error
+        raise StorageError(f"cannot {what} in {folder}: {describe(cause)[:MAX_TEXT]} on rank {rank}{_free(folder)}") from error
     except (OSError, RuntimeError) as error:  # torch's archive writer raises RuntimeError
-        raise StorageError(f"cannot {what} in {folder}: {_cause(error)}{_free(folder)}") from error
-
-
-def _cause(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise StorageError(f"cannot {what} in {folder}: {describe(error)[:MAX_TEXT]}{_free(folder)}") from error
 
 
 def _free(folder: Path) -> str:
