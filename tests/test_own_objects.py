@@ -109,7 +109,7 @@ def test_custom_advantage_plans_the_same_batch(own: Own) -> None:
     records = RecordTable.of([make_record(0, rewards=[1.0, 0.0, 0.25]), make_record(1, rewards=[0.5, 0.5])])
     sizes: dict[str, Any] = {"constant_length": 26, "row_tokens": 99, "rows_per_microbatch": 1, "dp_size": 1}
     advantage = loaded(plugins, "algorithm.advantage")
-    plan = plan_batch(records, algorithm=config.algorithm, own_advantage=advantage, **sizes)
+    plan = plan_batch(records, algorithm=config.algorithm, custom_advantage=advantage, **sizes)
     assert plan.advantages_N.tolist() == plan_batch(records, algorithm=AlgorithmConfig(), **sizes).advantages_N.tolist()
 
 

@@ -33,7 +33,7 @@ def test_directory_without_config_json_is_reported() -> None:
     ("changes", "rule"),
     [
         ({"model_type": "gemma3"}, "must have one of the supported model types qwen3, qwen2, llama, mistral, not gemma3"),
-        ({"hidden_size": "big"}, "must contain the positive numbers hidden_size"),
+        ({"hidden_size": "big"}, "must contain positive integers for hidden_size"),
         ({"head_dim": 16}, "config.json: head_dim: vLLM has no CPU attention kernel for this head size (got 16)"),
         ({"attention_bias": True}, "config.json: attention_bias: not supported (got True)"),
         ({"num_key_value_heads": 3}, "the 3 key-value heads of config.json must divide its 4 query heads"),

@@ -269,7 +269,7 @@ class GRPO(DumpedRun):
             rows_per_microbatch=config.trainer.rows_per_microbatch,
             dp_size=config.trainer.parallelism.dp_size,
             share_prompts=config.trainer.share_prompts,
-            own_advantage=self._advantage,
+            custom_advantage=self._advantage,
             weight_of=config.data.weight_of,
             by_task=advantages_by_task(config, self._plugins),
         )

@@ -49,7 +49,7 @@ def test_group_of_one_has_advantage_zero(method: str) -> None:
     assert group_advantages([7.0], method, std_ddof=1, pass_k=1) == (0.0,)
 
 
-def test_error_names_reward_that_is_not_finite() -> None:
+def test_error_names_non_finite_reward() -> None:
     with pytest.raises(ValueError, match=r"rewards\[1\]: not a finite number \(got nan\)"):
         group_advantages([0.0, math.nan], "dr_grpo")
 
@@ -152,7 +152,7 @@ def test_standardized_advantages_have_token_mean_zero(groups: list[tuple[list[fl
     assert sum(a * a * n for a, n in pairs) / sum(n for _, n in pairs) <= 1.0 + 1e-9
 
 
-def test_other_methods_use_only_their_group() -> None:
+def test_other_methods_depend_only_on_their_group() -> None:
     groups = [(1.0, 0.0), (5.0, 7.0)]
     assert batch_advantages(groups, [(1, 1), (9, 9)], "rloo") == [group_advantages(group, "rloo") for group in groups]
 

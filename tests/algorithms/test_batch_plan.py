@@ -21,7 +21,7 @@ def plan(
     rows_per_microbatch: int = 1,
     dp_size: int = 1,
     share_prompts: bool = False,
-    own_advantage: Advantage | None = None,
+    custom_advantage: Advantage | None = None,
     weight_of: Callable[[str, int], float] = lambda part, task: 1.0,
     **algorithm,
 ) -> BatchPlan:
@@ -33,7 +33,7 @@ def plan(
         rows_per_microbatch=rows_per_microbatch,
         dp_size=dp_size,
         share_prompts=share_prompts,
-        own_advantage=own_advantage,
+        custom_advantage=custom_advantage,
         weight_of=weight_of,
     )
 
@@ -46,7 +46,7 @@ def sequences(plan: BatchPlan) -> list[SequencePlan]:
     return [sequence for microbatch in plan.microbatches for rank in microbatch.rows for row in rank for sequence in row]
 
 
-def test_small_batch_matches_plan_by_hand(make_record: RecordMaker) -> None:
+def test_plan_of_small_batch_by_hand(make_record: RecordMaker) -> None:
     record = make_record(7, rewards=[1.0, 0.0, 0.5], num_sampled=[3, 5, 4], prompt_len=2)
     batch = plan([record], row_tokens=8)
     # The third rollout has reward = mean; of the others, 7 and 5 tokens do not share a row of 8. Weight 1 / (3 + 5 + 4).
@@ -57,14 +57,14 @@ def test_small_batch_matches_plan_by_hand(make_record: RecordMaker) -> None:
     assert batch.packing_efficiency == 12 / 16
 
 
-def test_groups_without_payload_count_in_weights_but_do_not_run(make_record: RecordMaker) -> None:
+def test_groups_without_payload_affect_weights_but_do_not_run(make_record: RecordMaker) -> None:
     mute = make_record(1, rewards=[1.0, 1.0], num_sampled=[10, 20], has_payload=False)
     batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 6]), mute])
     assert {sequence.handle.slot for sequence in sequences(batch)} == {0}
     assert {sequence.weight for sequence in sequences(batch)} == {1 / 40}
 
 
-def test_sequence_without_counted_tokens_does_not_run(make_record: RecordMaker) -> None:
+def test_sequence_without_loss_tokens_does_not_run(make_record: RecordMaker) -> None:
     batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 0])])
     assert [sequence.segment for sequence in sequences(batch)] == [0]
 
@@ -224,14 +224,14 @@ def centred(group: GroupRewards) -> list[float]:
     return [reward - mean for reward in group.rewards]
 
 
-def test_own_advantage_gives_the_plan_of_the_built_in_one(make_record: RecordMaker) -> None:
+def test_copy_of_built_in_advantage_gives_same_plan(make_record: RecordMaker) -> None:
     records = [make_record(0, rewards=[1.0, 0.0, 0.25], num_sampled=[3, 5, 4]), make_record(1, rewards=[0.5, 0.5])]
-    own, built_in = plan(records, own_advantage=centred), plan(records)
+    own, built_in = plan(records, custom_advantage=centred), plan(records)
     assert own == built_in
     assert own.advantages_N.tolist() == built_in.advantages_N.tolist()
 
 
-def test_own_advantage_gets_parts_lengths_and_options_of_its_group(make_record: RecordMaker) -> None:
+def test_custom_advantage_receives_parts_lengths_and_options(make_record: RecordMaker) -> None:
     seen: list[GroupRewards] = []
 
     def record_group(group: GroupRewards, *, std_ddof: int) -> list[int]:
@@ -241,7 +241,7 @@ def test_own_advantage_gets_parts_lengths_and_options_of_its_group(make_record: 
     second = make_record(4, rewards=[0.0, 1.0], reward_parts={"right": (0.0, 0.5), "short": (0.0, 0.5)}, num_sampled=[7, 8])
     first = make_record(2, rewards=[1.0, 0.0, 2.0], reward_parts={"right": (1.0, 0.0, 2.0)}, num_sampled=[3, 1, 2])
     weights = {"right": 1.0, "short": 0.5}
-    batch = plan([second, first], own_advantage=record_group, std_ddof=1, weight_of=lambda part, task: weights[part])
+    batch = plan([second, first], custom_advantage=record_group, std_ddof=1, weight_of=lambda part, task: weights[part])
     right = {"right": [1.0, 0.0, 2.0]}
     both = {"right": [0.0, 0.5], "short": [0.0, 0.5]}
     assert seen == [
@@ -267,8 +267,8 @@ def test_own_advantage_gets_parts_lengths_and_options_of_its_group(make_record: 
     assert batch.advantages_N.tolist() == [1.0] * 5
 
 
-def test_own_advantage_of_equal_rewards_is_trained_on(make_record: RecordMaker) -> None:
-    batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 5])], own_advantage=lambda group: group.num_tokens)
+def test_custom_advantage_of_equal_rewards_is_trained_on(make_record: RecordMaker) -> None:
+    batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 5])], custom_advantage=lambda group: group.num_tokens)
     assert sorted(sequence.advantage for sequence in sequences(batch)) == [3.0, 5.0]
 
 
@@ -286,6 +286,6 @@ def test_own_advantage_of_equal_rewards_is_trained_on(make_record: RecordMaker) 
     ],
     ids=["too-few", "nan", "too-large", "none", "raises"],
 )
-def test_wrong_result_of_own_advantage_names_it(make_record: RecordMaker, advantage: Advantage, problem: str) -> None:
+def test_error_names_custom_advantage_with_wrong_result(make_record: RecordMaker, advantage: Advantage, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^algorithm\.advantage: {problem}"):
-        plan([make_record(0, rewards=[1.0, 0.0])], own_advantage=advantage, advantage="mine:f")
+        plan([make_record(0, rewards=[1.0, 0.0])], custom_advantage=advantage, advantage="mine:f")

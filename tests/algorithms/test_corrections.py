@@ -109,7 +109,7 @@ def test_overflowing_ratio_is_truncated_or_rejected() -> None:
     assert not correction.kept_N.any()
 
 
-def test_weights_are_counted_per_token_or_sequence() -> None:
+def test_weights_are_summed_per_token_or_sequence() -> None:
     token = CorrectionConfig(weight="token", max_prox_over_behavior=2.0, veto_prox_over_behavior=(0.2, 9.0))
     sums = correction_sums(corrected(**token.model_dump()), SEQUENCE, token, mask=ALL)
     assert {name: value.item() for name, value in sums.items()} == pytest.approx(

@@ -1,4 +1,4 @@
-"""Advantages of turns and tokens, with numbers worked by hand.
+"""Turn and token advantages; expected numbers are worked out by hand.
 
 The group of turns has three rollouts. A has two segments, with turns of 2 and 3 tokens in the first and of 1 in the second, and
 rewards of 0, 1 and 2. B has one segment, with turns of 4 and 1 tokens and rewards of 1 and 0. C has one turn of 2 tokens and
@@ -45,7 +45,7 @@ def plan(records: Sequence[GroupRecord] | RecordTable, own: object = None, **alg
         row_tokens=100,
         rows_per_microbatch=1,
         dp_size=1,
-        own_advantage=own,  # type: ignore[arg-type]
+        custom_advantage=own,  # type: ignore[arg-type]
     )
 
 
@@ -54,13 +54,13 @@ def sequences(batch: BatchPlan) -> dict[tuple[int, int], SequencePlan]:
     return {(sequence.handle.slot, sequence.segment): sequence for sequence in found}
 
 
-def test_return_of_a_turn_is_discounted_per_later_turn() -> None:
+def test_turn_return_discounts_later_turns() -> None:
     assert discounted_returns([0.0, 1.0, 2.0], 0.5) == (1.0, 2.0, 2.0)
     assert discounted_returns([0.0, 1.0, 2.0], 1.0) == (3.0, 3.0, 2.0)
     assert discounted_returns([5.0], 0.0) == (5.0,)
 
 
-def test_returns_of_the_same_turn_are_compared() -> None:
+def test_turn_advantages_compare_returns_of_same_turn() -> None:
     assert returns_differ([[1.0, 0.0], [0.0, 1.0]], 1.0)  # the sums are equal, the second turns are not
     assert not returns_differ([[0.0, 1.0], [1.0]], 1.0)
     assert returns_differ([[0.0, 1.0], [1.0]], 0.5)
@@ -77,7 +77,7 @@ def test_returns_of_the_same_turn_are_compared() -> None:
         ("reinforce_pp_baseline", [[-1.0, 1.0, 0.0], [-1.0, -1.0], [2.0]]),
     ],
 )
-def test_advantages_of_turns_by_hand(method: str, expected: list[list[float]]) -> None:
+def test_turn_advantages_by_hand(method: str, expected: list[list[float]]) -> None:
     rewards, tokens = [[0.0, 1.0, 2.0], [1.0, 0.0], [4.0]], [[2, 3, 1], [4, 1], [2]]
     made = GroupRewards(rewards=[3.0, 1.0, 4.0], turn_rewards=rewards, turn_tokens=tokens)
     (advantages,) = turn_advantages([made], method, discount=0.5)
@@ -87,7 +87,7 @@ def test_advantages_of_turns_by_hand(method: str, expected: list[list[float]]) -
     assert [pytest.approx(own, abs=1e-5) for own in expected] == advantages
 
 
-def test_every_token_has_the_advantage_of_its_turn() -> None:
+def test_token_has_advantage_of_its_turn() -> None:
     batch = plan([group()], credit="turn", turn_discount=0.5)
     found = {segment: (sequence.advantage, sequence.spans) for (_, segment), sequence in sequences(batch).items()}
     # The second segment of A is compared with nothing; the turns of B have the same advantage.
@@ -106,7 +106,7 @@ def test_every_token_has_the_advantage_of_its_turn() -> None:
         ("constant", (1 / 30, 1 / 30, 1 / 30)),
     ],
 )
-def test_turns_keep_the_weights_of_their_rollouts(reduction: Reduction, weights: tuple[float, float, float]) -> None:
+def test_turn_credit_keeps_loss_weights_of_rollouts(reduction: Reduction, weights: tuple[float, float, float]) -> None:
     planned = sequences(plan([group()], credit="turn", turn_discount=0.5, reduction=reduction))
     assert [planned[0, segment].weight for segment in (0, 2, 3)] == pytest.approx(weights, rel=1e-15)
     tokens = {0: ((-1.0, 2), (1.0, 3)), 2: ((-1.0, 5),), 3: ((2.0, 2),)}
@@ -127,17 +127,17 @@ def test_turns_keep_the_weights_of_their_rollouts(reduction: Reduction, weights:
         ({"token_discount": 0.5, "credit": "turn"}, "Set credit to token, or remove token_discount"),
     ],
 )
-def test_credit_that_an_advantage_cannot_give_is_refused(options: dict[str, object], problem: str) -> None:
+def test_unsupported_credit_is_rejected(options: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         AlgorithmConfig(**options)  # type: ignore[arg-type]
 
 
-def test_single_turns_have_the_advantages_of_rollouts() -> None:
+def test_single_turn_has_advantage_of_rollout() -> None:
     record = make_record(0, rewards=[1.0, 0.0, 0.5], num_sampled=[3, 5, 4])
     assert plan([record], credit="turn") == plan([record])
 
 
-def test_own_advantage_sees_turns_and_returns_one_number_each() -> None:
+def test_custom_advantage_may_return_one_number_per_turn() -> None:
     def mine(group: GroupRewards, *, turn_discount: float) -> list[list[float]]:
         assert group.turn_rewards == [[0.0, 1.0, 2.0], [1.0, 0.0], [4.0]]
         assert group.turn_tokens == [[2, 3, 1], [4, 1], [2]]
@@ -152,7 +152,7 @@ def test_own_advantage_sees_turns_and_returns_one_number_each() -> None:
     }
 
 
-def test_own_advantage_per_token_crosses_segments() -> None:
+def test_custom_token_advantages_cross_segments() -> None:
     values = [[0.5, 0.5, 1.0, 1.0, 1.0, 2.0], [0.0] * 5, [-1.0, 3.0]]
     planned = sequences(plan([group()], lambda group: values, advantage="mine:f"))
     assert {segment: s.spans or s.advantage for (_, segment), s in planned.items()} == {
@@ -162,7 +162,7 @@ def test_own_advantage_per_token_crosses_segments() -> None:
     }
 
 
-def test_groups_may_have_advantages_of_different_units() -> None:
+def test_groups_may_mix_rollout_turn_and_token_advantages() -> None:
     def mine(group: GroupRewards) -> object:
         return [1.0, 2.0, 3.0] if group.index == 0 else [[1.0, 1.0, 0.5], [0.0, 0.0], [0.0]]
 
@@ -174,12 +174,12 @@ def test_groups_may_have_advantages_of_different_units() -> None:
 
 
 @pytest.mark.parametrize("values", [[[1.0], [1.0, 2.0], [1.0]], [[1.0] * 3, [float("nan")] * 2, [1.0]], [[1.0], 2.0, 3.0]])
-def test_wrong_number_of_values_names_the_advantage(values: object) -> None:
+def test_error_names_advantage_with_wrong_number_of_values(values: object) -> None:
     with pytest.raises(ValueError, match=r"^algorithm\.advantage: mine:f "):
         plan([group()], lambda group: values, advantage="mine:f")
 
 
-def test_mini_batches_have_the_advantages_of_the_whole_batch() -> None:
+def test_mini_batches_use_advantages_of_full_batch() -> None:
     records = RecordTable.of([group(index) for index in range(4)])
     step = plan_step(
         records,
@@ -201,7 +201,7 @@ def test_mini_batches_have_the_advantages_of_the_whole_batch() -> None:
     assert found == {(slot, segment): spans[segment] for slot in range(4) for segment in spans}
 
 
-def test_table_keeps_turns_in_any_order_and_beside_groups_without() -> None:
+def test_table_keeps_turns_in_any_order_and_with_groups_without_turns() -> None:
     plain = make_record(1, rewards=[1.0, 0.0], num_sampled=[3, 4])
     for table in (RecordTable.of([plain, group()]), RecordTable.of([plain]) + RecordTable.of([group()])):
         ordered = table.by_index()
@@ -235,14 +235,14 @@ def credited(index: int = 0, tokens: GroupTokens | None = TOKENS) -> GroupRecord
         ("reinforce_pp_baseline", 1.0, [0.25, 0.0, 0.0, 0.0, -0.25, 0.0]),
     ],
 )
-def test_advantages_of_tokens_by_hand(method: str, discount: float, expected: list[float]) -> None:
+def test_token_advantages_by_hand(method: str, discount: float, expected: list[float]) -> None:
     found = token_advantages(RecordTable.of([credited()]), method, discount=discount)
     if method.startswith("reinforce_pp"):  # the z-score over the 6 tokens
         expected = ((np.array(expected) - np.mean(expected)) / np.std(expected)).tolist()
     assert found.tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_advantages_of_tokens_reach_their_segments() -> None:
+def test_token_advantages_are_split_by_segment() -> None:
     batch = plan([credited()], credit="token", token_discount=0.5)
     assert {segment: s.spans or s.advantage for (_, segment), s in sequences(batch).items()} == {
         0: ((0.0625, 1), (-0.375, 1), (-0.25, 1)),
@@ -251,12 +251,12 @@ def test_advantages_of_tokens_reach_their_segments() -> None:
     assert batch.advantages_N.tolist() == [-0.5625 / 4, 0.3125 / 2]
 
 
-def test_rewards_at_the_ends_give_all_tokens_the_advantage_of_their_rollout() -> None:
+def test_outcome_rewards_give_each_token_advantage_of_rollout() -> None:
     for record in (credited(tokens=None), credited(tokens=GroupTokens(num_rewards=(1, 1), places=(3, 1), rewards=(1.5, 1.0)))):
         assert sequences(plan([record], credit="token")) == sequences(plan([record]))
 
 
-def test_turns_are_rewards_of_their_last_tokens() -> None:
+def test_turn_reward_is_added_to_last_token_of_turn() -> None:
     # The returns are A: 3, 3, 3, 3, 3, 2; B: 1, 1, 1, 1, 0; C: 4, 4.
     table = RecordTable.of([group()])
     assert table.tokens.by_token(table.num_sampled_by_rollout).tolist() == [0, 0, 0, 0, 1, 2, 0, 0, 0, 1, 0, 0, 4]
@@ -264,7 +264,7 @@ def test_turns_are_rewards_of_their_last_tokens() -> None:
     assert token_advantages(table, "dr_grpo").tolist() == pytest.approx(expected)
 
 
-def test_returns_of_the_same_token_are_compared() -> None:
+def test_token_advantages_compare_returns_of_same_token() -> None:
     def differ(tokens: GroupTokens | None, rewards: list[float], discount: float) -> bool:
         record = replace(make_record(0, rewards=rewards, num_sampled=[2, 3]), tokens=tokens)
         return token_returns_differ(RecordTable.of([record]), discount)
@@ -276,14 +276,14 @@ def test_returns_of_the_same_token_are_compared() -> None:
     assert differ(None, [1.0, 0.5], 1.0)
 
 
-def test_rollout_without_a_token_that_counts_is_compared_by_its_reward() -> None:
+def test_rollout_without_loss_tokens_is_compared_by_its_reward() -> None:
     record = replace(
         make_record(0, rewards=[1.0, 0.0], num_sampled=[0, 2]), tokens=GroupTokens(num_rewards=(0, 0), places=(), rewards=())
     )
     assert token_advantages(RecordTable.of([record]), "dr_grpo").tolist() == [-0.5, -0.5]
 
 
-def test_own_advantage_sees_rewards_of_tokens() -> None:
+def test_custom_advantage_receives_token_rewards() -> None:
     def mine(group: GroupRewards, *, token_discount: float) -> list[list[float]]:
         assert group.token_rewards == [[0.5, 0.0, 0.0, 1.0], [0.0, 1.0]]
         return [[token_discount * reward for reward in rewards] for rewards in group.token_rewards]
@@ -296,7 +296,7 @@ def test_own_advantage_sees_rewards_of_tokens() -> None:
     }
 
 
-def test_table_keeps_rewards_of_tokens_in_any_order_and_beside_groups_without() -> None:
+def test_table_keeps_token_rewards_in_any_order_and_with_groups_without_them() -> None:
     plain = make_record(1, rewards=[1.0, 0.0], num_sampled=[3, 4])
     for table in (RecordTable.of([plain, credited()]), RecordTable.of([plain]) + RecordTable.of([credited()])):
         ordered = table.by_index()

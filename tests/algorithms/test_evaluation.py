@@ -12,7 +12,7 @@ from titanrl.algorithms.evaluation import evaluation_statistics, improves, pass_
     ("num_samples", "num_solved", "k", "expected"),
     [(4, 1, 1, 1 / 4), (4, 1, 2, 1 / 2), (4, 2, 2, 5 / 6), (4, 0, 2, 0.0), (4, 4, 4, 1.0), (4, 1, 4, 1.0), (4, 3, 2, 1.0)],
 )
-def test_pass_at_k_equals_the_share_of_subsets(num_samples: int, num_solved: int, k: int, expected: float) -> None:
+def test_pass_at_k_is_fraction_of_subsets_with_solution(num_samples: int, num_solved: int, k: int, expected: float) -> None:
     assert pass_at_k(num_samples, num_solved, k) == pytest.approx(expected)
     subsets = list(itertools.combinations(range(num_samples), k))
     assert pass_at_k(num_samples, num_solved, k) == pytest.approx(
@@ -32,7 +32,7 @@ def test_statistics_are_means_over_prompts_with_intervals() -> None:
     assert sorted(found) == ["avg@4", "avg@4_ci95", "mean", "mean_ci95", "pass@2", "pass@2_ci95"]
 
 
-def test_failed_rewards_are_left_out_and_never_count_as_zero() -> None:
+def test_failed_rewards_are_excluded_instead_of_counted_as_zero() -> None:
     found = evaluation_statistics([[1.0, 1.0], [], [0.0]], num_samples=2, pass_k=(2,), solved_from=1.0)
     assert found["mean"] == found["avg@2"] == 0.5  # of the prompts with a reward
     assert found["pass@2"] == 1.0  # of the only prompt with two rewards
@@ -40,11 +40,11 @@ def test_failed_rewards_are_left_out_and_never_count_as_zero() -> None:
     assert "pass@2" not in evaluation_statistics([[1.0], []], num_samples=2, pass_k=(2,), solved_from=1.0)
 
 
-def test_single_greedy_sample_has_a_mean_alone() -> None:
+def test_single_sample_per_prompt_has_only_mean() -> None:
     assert evaluation_statistics([[0.25]], num_samples=1, pass_k=(), solved_from=1.0) == {"mean": 0.25}
 
 
-def test_weighted_sum_just_below_the_threshold_counts_as_solved() -> None:
+def test_rounding_below_threshold_counts_as_solved() -> None:
     reward = 0.7 + 0.2 + 0.1  # 0.9999999999999999
     assert reward < 1.0
     assert evaluation_statistics([[reward, 0.99]], num_samples=2, pass_k=(), solved_from=1.0)["avg@2"] == 0.5
@@ -62,7 +62,7 @@ def test_weighted_sum_just_below_the_threshold_counts_as_solved() -> None:
         (math.nan, None, 0.0, False),
     ],
 )
-def test_value_improves_by_more_than_rounding_or_the_required_increase(
+def test_improvement_must_exceed_rounding_and_required_increase(
     value: float, best: float | None, min_improvement: float, expected: bool
 ) -> None:
     assert improves(value, best, min_improvement) == expected

@@ -1,4 +1,4 @@
-"""Advantages of GDPO: each part of the reward normalized by itself. The numbers are worked out by hand."""
+"""GDPO advantages, which normalize each reward component separately; expected numbers are worked out by hand."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ def group(weights: Mapping[str, float] | None = None, **parts: Sequence[float]) 
     return GroupRewards(rewards=rewards, parts=parts, weights=weights)
 
 
-def test_parts_keep_the_resolution_that_their_sum_loses() -> None:
+def test_gdpo_distinguishes_parts_with_equal_sums() -> None:
     # The example of the paper: two binary rewards, groups of two, sample standard deviation.
     one, both = group(right=(0.0, 1.0), short=(0.0, 0.0)), group(right=(0.0, 1.0), short=(0.0, 1.0))
     half = 1 / math.sqrt(2)
@@ -52,28 +52,28 @@ def test_epsilon_is_added_to_both_standard_deviations() -> None:
     assert decoupled_advantages([group(right=(1.0, 0.0))], eps=0.5) == [(0.5, -0.5)]
 
 
-def test_missing_part_counts_for_the_others_only() -> None:
+def test_missing_part_is_excluded_from_its_mean() -> None:
     one = group({"right": 1.0, "style": 2.0}, right=(1.0, 0.0, 0.5), style=(3.0, NAN, 1.0))
     spread = math.sqrt(1 / 6)  # of 1, 0, 0.5
     assert gdpo(one, eps=0.0) == pytest.approx((0.5 / spread + 2, -0.5 / spread, -2), rel=1e-15)
     assert gdpo(group(right=(1.0, 0.0), style=(NAN, 5.0)), eps=0.0) == (1.0, -1.0)
 
 
-def test_group_of_equal_parts_has_advantages_of_exactly_zero() -> None:
+def test_group_of_equal_parts_has_advantage_exactly_zero() -> None:
     same, different = group(right=(0.1, 0.1, 0.1)), group(right=(1.0, 0.3, 0.2))
     assert decoupled_advantages([same, different])[0] == (0.0, 0.0, 0.0)
     assert decoupled_advantages([same, same]) == [(0.0, 0.0, 0.0)] * 2
     assert decoupled_advantages([]) == []
 
 
-def test_rewards_without_parts_are_one_part() -> None:
+def test_rewards_without_parts_are_treated_as_one_part() -> None:
     assert gdpo(GroupRewards(rewards=(1.0, 0.0))) == group_advantages((1.0, 0.0), "grpo")
 
 
-def test_huge_rewards_and_weights_stay_finite_or_are_refused() -> None:
+def test_huge_rewards_and_weights_stay_finite_or_raise() -> None:
     ((large, small),) = decoupled_advantages([group({"right": 1e300}, right=(1e308, -1e308))])
     assert (large, small) == (1.0, -1.0)
-    with pytest.raises(ValueError, match=r"^data\.rewards: .* not finite \(got the weight 1e\+308 of right\)\. Use smaller"):
+    with pytest.raises(ValueError, match=r"^data\.rewards: .* not finite \(got weight 1e\+308 for right\)\. Use smaller"):
         gdpo(group({"right": 1e308}, right=(1.0, *[0.0] * 8)))
 
 
@@ -125,13 +125,13 @@ def plan(records: list[GroupRecord], weights: Mapping[str, float]) -> BatchPlan:
     )
 
 
-def test_plan_weights_the_parts_and_keeps_groups_of_equal_sums(make_record: Callable[..., GroupRecord]) -> None:
+def test_plan_weights_parts_and_keeps_groups_with_equal_sums(make_record: Callable[..., GroupRecord]) -> None:
     # Every summed reward is 2, but 1 * (1, -1) + 2 * (-1, 1) = (-1, 1).
     equal_sums = make_record(0, rewards=[2.0, 2.0], reward_parts={"right": (2.0, 0.0), "short": (0.0, 1.0)})
     assert plan([equal_sums], {"right": 1.0, "short": 2.0}).advantages_N == pytest.approx([-1.0, 1.0], rel=1e-5)
 
 
-def test_groups_without_tokens_count_in_the_standard_deviation(make_record: Callable[..., GroupRecord]) -> None:
+def test_groups_without_tokens_enter_batch_standard_deviation(make_record: Callable[..., GroupRecord]) -> None:
     trained = make_record(0, rewards=[1.0, 0.0], reward_parts={"right": (1.0, 0.0)})
     masked = make_record(1, rewards=[0.0, 3.0], reward_parts={"right": (0.0, 3.0)}, num_sampled=[0, 0], has_payload=False)
     silent = make_record(2, rewards=[1.0] * 4, reward_parts={"right": (1.0,) * 4}, has_payload=False)

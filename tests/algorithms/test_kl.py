@@ -1,4 +1,4 @@
-"""Estimates of the divergence: values by hand, and expectations over a whole small distribution."""
+"""KL estimators: values worked out by hand, and exact expectations over a small vocabulary."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_gradients_match_finite_differences(estimator: KLEstimator) -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_masked_and_huge_differences_stay_finite(estimator: KLEstimator) -> None:
+def test_masked_and_huge_log_ratios_stay_finite(estimator: KLEstimator) -> None:
     logp = torch.tensor([-1.0, -1.0, -500.0], requires_grad=True)
     reference = torch.tensor([-1.0, -math.inf, 0.0])
     estimate = kl_estimate(logp, reference, estimator, mask=torch.tensor([True, False, True]))

@@ -1,4 +1,4 @@
-"""Mismatch by age of the token, by hand."""
+"""Log-probability mismatch by lag of the token, worked out by hand."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def sums_and_maxima() -> LossSums:
     )
 
 
-def test_differences_are_summed_by_age_without_masked_tokens() -> None:
+def test_differences_of_unmasked_tokens_are_summed_by_lag() -> None:
     losses = sums_and_maxima()
     assert [losses.sums[f"lag/{age}"] for age in range(5)] == [2, 1, 0, 0, 2]
     assert [losses.sums[f"lag/{age}/logprob_abs"] for age in range(5)] == pytest.approx([0.1, 0.5, 0.0, 0.0, 1.3])

@@ -93,7 +93,7 @@ def test_logits_are_not_modified() -> None:
     assert torch.equal(logits, before)
 
 
-def test_backward_saves_only_logits_and_two_values_per_token() -> None:
+def test_autograd_saves_only_logits_labels_and_two_values_per_token() -> None:
     logits, labels = example()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -102,7 +102,7 @@ def test_backward_saves_only_logits_and_two_values_per_token() -> None:
     assert any(tensor.data_ptr() == logits.data_ptr() for tensor in kept)
 
 
-def test_logits_that_are_not_finite_affect_only_their_row() -> None:
+def test_non_finite_logits_affect_only_their_row() -> None:
     logits, labels = example()
     logits[3], logits[5, 0] = math.nan, math.inf
     logits.requires_grad_()
@@ -114,7 +114,7 @@ def test_logits_that_are_not_finite_affect_only_their_row() -> None:
     assert logits.grad[mask].any(-1).all()
 
 
-def test_counted_row_that_is_not_finite_gives_nan_gradient() -> None:
+def test_unmasked_row_with_non_finite_logits_gives_nan_gradient() -> None:
     logits, labels = example()
     logits[3] = math.nan
     logits.requires_grad_()

@@ -55,7 +55,7 @@ def test_sum_and_token_sum_add_token_losses() -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_sequence_without_tokens_is_in_no_count(reduction: Reduction) -> None:
+def test_sequence_without_tokens_is_not_counted(reduction: Reduction) -> None:
     losses, prompt_of = [[1.0, 2.0], [4.0, 5.0, 6.0]], [0, 1]
     alone = objective(reduction, losses, prompt_of, constant_length=4)
     assert objective(reduction, [*losses, []], [*prompt_of, 2], constant_length=4) == alone

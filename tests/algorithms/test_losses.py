@@ -117,7 +117,7 @@ def test_tokens_without_finite_generator_logprob_are_masked(bad: float) -> None:
     assert logprobs.grad.tolist() == [-1.0, 0.0]
 
 
-def test_nan_of_policy_reaches_loss() -> None:
+def test_nan_logprob_of_policy_propagates_to_loss() -> None:
     loss, _ = ppo_clip(
         torch.tensor([NAN]), torch.tensor([-1.0]), torch.ones(1), clip_low=0.2, clip_high=0.2, mask=torch.tensor([True])
     )
@@ -242,7 +242,7 @@ def test_on_policy_gradients_equal_reinforce(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_masked_nan_reaches_neither_value_nor_gradient(name: str, bad: float) -> None:
+def test_masked_nan_affects_neither_value_nor_gradient(name: str, bad: float) -> None:
     logprobs, old, advantages, mask = example()
 
     def run(values: list[Tensor]) -> tuple[Tensor, Tensor]:

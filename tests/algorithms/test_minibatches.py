@@ -37,7 +37,7 @@ def slots(update: BatchPlan) -> set[int]:
 
 
 @given(num_groups=st.integers(1, 40), num_minibatches=st.integers(1, 40), epoch=st.integers(0, 3))
-def test_an_epoch_deals_every_group_to_one_minibatch(num_groups: int, num_minibatches: int, epoch: int) -> None:
+def test_epoch_assigns_each_group_to_one_minibatch(num_groups: int, num_minibatches: int, epoch: int) -> None:
     dealt = list(minibatches(num_groups, num_minibatches, (0, 1, epoch)))
     assert sorted(np.concatenate(dealt)) == list(range(num_groups))
     sizes = [len(groups) for groups in dealt]
@@ -53,7 +53,7 @@ def test_order_depends_on_seed_step_and_epoch() -> None:
     assert len({tuple(order) for order in orders}) == 4
 
 
-def test_one_epoch_of_one_minibatch_is_the_plan_of_the_batch(make_record: RecordMaker) -> None:
+def test_single_epoch_and_minibatch_equal_plan_of_batch(make_record: RecordMaker) -> None:
     records = [make_record(index, [1.0, 0.0, 0.25], [3, 5, 4]) for index in (4, 1, 2)]
     found = steps(records, 1, 1)
     assert found.updates == (plan()(RecordTable.of(records)),)
@@ -61,7 +61,7 @@ def test_one_epoch_of_one_minibatch_is_the_plan_of_the_batch(make_record: Record
     assert found.packing_efficiency == found.updates[0].packing_efficiency
 
 
-def test_every_epoch_has_every_group_in_a_new_order(make_record: RecordMaker) -> None:
+def test_each_epoch_has_all_groups_in_new_order(make_record: RecordMaker) -> None:
     records = [make_record(index) for index in range(12)]
     found = steps(records, 3, 4)
     assert (len(found.updates), found.num_in_first_epoch) == (12, 4)
@@ -82,7 +82,7 @@ def test_epochs_without_minibatches_repeat_the_plan(make_record: RecordMaker) ->
     assert found.first_epoch == found.updates[0].microbatches
 
 
-def test_loss_weights_are_those_of_each_optimizer_step(make_record: RecordMaker) -> None:
+def test_loss_weights_are_computed_per_optimizer_step(make_record: RecordMaker) -> None:
     records = [make_record(0, [1.0, 0.0], [3, 5]), make_record(1, [1.0, 0.0], [10, 2])]
     found = steps(records, 1, 2)
     weights = {min(slots(update)): {sequence.weight for sequence in sequences(update)} for update in found.updates}
@@ -90,7 +90,7 @@ def test_loss_weights_are_those_of_each_optimizer_step(make_record: RecordMaker)
     assert {sequence.weight for sequence in sequences(steps(records, 1, 1).updates[0])} == {1 / 20}
 
 
-def test_advantages_are_those_of_the_whole_batch(make_record: RecordMaker) -> None:
+def test_advantages_are_computed_over_full_batch(make_record: RecordMaker) -> None:
     records = [make_record(0, [1.0, 0.0], [2, 2]), make_record(1, [4.0, 3.0], [2, 2])]
     found = steps(records, 2, 2, advantage="reinforce_pp")
     # Rewards 1, 0, 4, 3 with two tokens each: mean 2, variance 2.5 (ddof 0).
@@ -112,7 +112,7 @@ def test_minibatch_without_gradient_takes_no_optimizer_step(make_record: RecordM
     assert nothing.num_placed == 0
 
 
-def test_packing_efficiency_is_that_of_all_rows(make_record: RecordMaker) -> None:
+def test_packing_efficiency_covers_all_optimizer_steps(make_record: RecordMaker) -> None:
     records = [make_record(0, num_sampled=[14, 14]), make_record(1, num_sampled=[62, 62])]
     # Rows of 64: 2 x 16 tokens share one row, two sequences of 64 fill one each.
     found = steps(records, 1, 2)

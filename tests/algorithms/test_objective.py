@@ -1,4 +1,4 @@
-"""Plan, log-probabilities, loss and weights of a toy policy together, compared with loops over the whole batch."""
+"""Gradient of a toy policy through plan, log-probabilities, loss and weights, compared with loops over the complete batch."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from titanrl.types import GroupRecord
 VOCAB_SIZE, PROMPT_LEN, GROUP_SIZE = 11, 2, 4
 REDUCTIONS = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 Payload = dict[tuple[int, int], tuple[list[int], list[float]]]
-"""Tokens and the generator's log-probability of each sampled one, by group and rollout."""
+"""Token ids and the generator's log-probabilities of the sampled tokens, by group and rollout."""
 Batch = tuple[list[GroupRecord], Payload]
 RecordMaker = Callable[..., GroupRecord]
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -37,13 +37,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def table() -> Tensor:
-    """The policy: logits of the next token, by the token before it."""
+    """The policy: logits of the next token for each previous token."""
     return torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
 def batch(make_record: RecordMaker, table: Tensor) -> Batch:
-    """Six groups, one of them without signal; the generator is a little off the policy."""
+    """Six groups, one without signal; the generator's log-probabilities differ slightly from the policy's."""
     rng = random.Random(0)
     records, payload = [], {}
     for index in range(6):
@@ -66,7 +66,7 @@ def reference_table(table: Tensor) -> Tensor:
 def rows_objective(
     rows: Sequence[Row], payload: Payload, table: Tensor, reference: Tensor, algorithm: AlgorithmConfig
 ) -> Tensor:
-    """Compute the share of one rank and micro-batch in the objective."""
+    """Compute one rank's share of the objective on one micro-batch."""
     before, labels, old, advantages, weights, mask, ids = [], [], [], [], [], [], []
     for number, sequence in enumerate(sequence for row in rows for sequence in row):
         tokens, logprobs = payload[sequence.handle.slot, sequence.segment]
@@ -188,7 +188,7 @@ def test_gradient_does_not_depend_on_rows_micro_batches_or_ranks(
     torch.testing.assert_close(gradient(layout, payload, table, reference_table, name), one_by_one, atol=2e-7, rtol=0)
 
 
-def test_order_of_groups_changes_no_bit_of_gradient(batch: Batch, table: Tensor, reference_table: Tensor) -> None:
+def test_group_order_does_not_change_gradient_bitwise(batch: Batch, table: Tensor, reference_table: Tensor) -> None:
     records, payload = batch
     forth, back = plan(records), plan(records[::-1])
     assert torch.equal(gradient(back, payload, table, reference_table), gradient(forth, payload, table, reference_table))

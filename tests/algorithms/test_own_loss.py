@@ -1,4 +1,4 @@
-"""Losses of the user in the objective: their inputs, options, traits and metrics."""
+"""User-defined losses in the objective: inputs, options, traits and metrics."""
 
 import math
 from collections.abc import Mapping
@@ -30,16 +30,16 @@ def copied_ppo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tupl
     return torch.maximum(unclipped_N, clipped_N), {"clip": clipped_N > unclipped_N}
 
 
-def own_algorithm(loss: Any, **keys: Any) -> AlgorithmConfig:
+def custom_algorithm(loss: Any, **keys: Any) -> AlgorithmConfig:
     return AlgorithmConfig(loss=OWN, **keys).with_loss_traits(declared_traits(loss) or LossTraits())
 
 
 @pytest.mark.parametrize("name", ["ppo", "decoupled", "kl, entropy", "geometric"])
-def test_copy_of_ppo_gives_the_same_bits(name: str) -> None:
+def test_custom_copy_of_ppo_is_bitwise_equal(name: str) -> None:
     keys = {key: value for key, value in ALGORITHMS[name].items() if key != "loss"}
     inputs = example(dtype=torch.float32)
     total, metrics = objective(inputs, AlgorithmConfig(**keys))
-    algorithm = own_algorithm(copied_ppo, **keys)
+    algorithm = custom_algorithm(copied_ppo, **keys)
     own_total, own_metrics = objective(inputs, algorithm, bound_loss(algorithm, copied_ppo))
     gradients = [torch.autograd.grad(value, inputs.logprobs_N)[0] for value in (total, own_total)]
     assert torch.equal(total, own_total)
@@ -47,7 +47,7 @@ def test_copy_of_ppo_gives_the_same_bits(name: str) -> None:
     assert own_metrics == metrics
 
 
-def test_inputs_hold_zero_outside_the_mask() -> None:
+def test_inputs_are_zero_outside_mask() -> None:
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Tensor:
@@ -58,7 +58,7 @@ def test_inputs_hold_zero_outside_the_mask() -> None:
     names = ("logprobs_N", "generator_logprobs_N", "advantages_N", "entropy_N")
     spoilt = {name: torch.where(clean.mask_N, getattr(clean, name).detach(), math.nan) for name in names}
     inputs = replace(clean, **spoilt | {"logprobs_N": spoilt["logprobs_N"].requires_grad_()})
-    algorithm = own_algorithm(record)
+    algorithm = custom_algorithm(record)
     total, _ = objective(inputs, algorithm, bound_loss(algorithm, record))
     total.backward()
     (tokens,) = seen
@@ -85,39 +85,39 @@ def test_declared_ratio_selects_the_old_policy(ratio: Any, proximal: Any, expect
         return inputs.log_ratio_N.square()
 
     inputs = example()
-    algorithm = own_algorithm(squared, proximal=proximal)
+    algorithm = custom_algorithm(squared, proximal=proximal)
     total, _ = objective(inputs, algorithm, bound_loss(algorithm, squared))
     by_hand = inputs.weights_N * (inputs.logprobs_N - getattr(inputs, expected)).square()
     assert total.item() == pytest.approx(by_hand[inputs.mask_N].sum().item(), rel=1e-12)
 
 
-def test_options_come_from_keys_of_algorithm_and_from_loss_options() -> None:
+def test_options_come_from_algorithm_keys_and_loss_options() -> None:
     def options(inputs: LossInputs, *, clip_high: float, beta: float = 0.5, scale: float = 2.0) -> Tensor:
         return torch.full_like(inputs.logprobs_N, clip_high + 10 * beta + 100 * scale)
 
-    algorithm = own_algorithm(options, clip_high=0.25, loss_options={"beta": 3.0})
+    algorithm = custom_algorithm(options, clip_high=0.25, loss_options={"beta": 3.0})
     assert bound_loss(algorithm, options)(LossInputs.of(*torch.zeros(3, 1))).tolist() == [0.25 + 30.0 + 200.0]
 
 
-def test_partial_has_the_traits_of_its_function() -> None:
+def test_partial_keeps_traits_of_its_function() -> None:
     @policy_loss(ratio="proximal", zero_without_advantage=True)
     def scaled(inputs: LossInputs, *, scale: float) -> Tensor:
         return -scale * inputs.ratio_N * inputs.advantages_N
 
     doubled = partial(scaled, scale=2.0)
     assert declared_traits(doubled) == declared_traits(scaled) == LossTraits(ratio="proximal", zero_without_advantage=True)
-    inputs, algorithm = example(), own_algorithm(doubled, proximal="step_start")
+    inputs, algorithm = example(), custom_algorithm(doubled, proximal="step_start")
     total, _ = objective(inputs, algorithm, bound_loss(algorithm, doubled))
     once, _ = objective(inputs, algorithm, bound_loss(algorithm, partial(scaled, scale=1.0)))
     assert total.item() == pytest.approx(2 * once.item(), rel=1e-12) != 0.0
 
 
-def test_further_values_become_metrics() -> None:
+def test_additional_values_become_metrics() -> None:
     def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         values = {"surprise": -inputs.logprobs_N, "positive": inputs.advantages_N > 0}
         return -inputs.logprobs_N * inputs.advantages_N, values
 
-    inputs, algorithm = example(), own_algorithm(loss)
+    inputs, algorithm = example(), custom_algorithm(loss)
     _, metrics = objective(inputs, algorithm, bound_loss(algorithm, loss))
     mask, logprobs = inputs.mask_N, inputs.logprobs_N.detach()
     assert metrics.sums["policy/surprise_mean"].item() == pytest.approx(-logprobs[mask].sum().item(), rel=1e-12)
@@ -137,26 +137,26 @@ def test_further_values_become_metrics() -> None:
     ],
     ids=["mean", "none", "metric"],
 )
-def test_loss_without_one_value_per_token_is_named(loss: Any, found: str) -> None:
-    algorithm = own_algorithm(loss)
+def test_error_names_loss_without_one_value_per_token(loss: Any, found: str) -> None:
+    algorithm = custom_algorithm(loss)
     with pytest.raises(
         ValueError, match=rf"^algorithm\.loss: \S*own\.py:loss must return one value per token, .* \({found}\)\. "
     ):
         objective(example(), algorithm, bound_loss(algorithm, loss))
 
 
-def test_loss_that_raises_is_named() -> None:
+def test_error_names_loss_that_raises() -> None:
     def loss(inputs: LossInputs) -> Tensor:
         return {"logprobs": inputs.logprobs_N}["advantages"]
 
-    algorithm = own_algorithm(loss)
+    algorithm = custom_algorithm(loss)
     with pytest.raises(ValueError, match=r"^algorithm\.loss: \S*own\.py:loss raised KeyError: 'advantages'\. Correct the loss"):
         objective(example(), algorithm, bound_loss(algorithm, loss))
 
 
-def test_undeclared_loss_is_computed_at_zero_advantages() -> None:
-    assert own_algorithm(lambda inputs: inputs.logprobs_N).runs_without_advantage
-    assert not own_algorithm(copied_ppo).runs_without_advantage
+def test_undeclared_loss_runs_on_zero_advantages() -> None:
+    assert custom_algorithm(lambda inputs: inputs.logprobs_N).runs_without_advantage
+    assert not custom_algorithm(copied_ppo).runs_without_advantage
     assert AlgorithmConfig(loss=OWN).runs_without_advantage  # not loaded yet
 
 
@@ -180,7 +180,7 @@ def test_undeclared_loss_is_computed_at_zero_advantages() -> None:
     ],
     ids=["no-inputs", "two-inputs", "option-without-value", "number", "unknown-option", "no-options"],
 )
-def test_wrong_signature_is_found_before_the_start(loss: Any, keys: dict[str, float], problem: str) -> None:
+def test_wrong_signature_is_rejected_before_start(loss: Any, keys: dict[str, float], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_loss(loss, name="mine", algorithm=AlgorithmConfig(loss=OWN, loss_options=keys))
 
@@ -203,7 +203,7 @@ UNDECLARED, RATIO, NO_RATIO = LossTraits(), LossTraits(ratio="proximal"), LossTr
         ({}, UNDECLARED, None),
     ],
 )
-def test_rules_follow_the_declared_ratio(keys: dict[str, Any], traits: LossTraits, problem: str | None) -> None:
+def test_config_rules_depend_on_declared_ratio(keys: dict[str, Any], traits: LossTraits, problem: str | None) -> None:
     algorithm = {**keys.get("algorithm", {}), "loss": OWN}
     config = Config.model_validate({"name": "a", "num_steps": 1, **keys, "algorithm": algorithm})  # not loaded: no rule applies
     if problem is None:
@@ -214,7 +214,7 @@ def test_rules_follow_the_declared_ratio(keys: dict[str, Any], traits: LossTrait
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_registered_loss_is_a_policy_loss(name: str) -> None:
+def test_registered_loss_follows_policy_loss_protocol(name: str) -> None:
     loss = import_object(LOSSES[name].path, key="algorithm.loss")
     assert set(option_names(loss) or ()) - set(LOSS_KEYS) == set(LOSSES[name].options)
     algorithm = AlgorithmConfig(loss=name)

@@ -18,7 +18,7 @@ def test_ties_are_broken_by_index() -> None:
     assert pack([5, 5, 5, 5], row_tokens=10) == [[0, 1], [2, 3]]
 
 
-def test_nothing_to_pack_gives_no_rows() -> None:
+def test_packing_nothing_gives_no_rows() -> None:
     assert pack([], row_tokens=10) == []
 
 
@@ -49,12 +49,12 @@ def best_fit_one_by_one(lengths: list[int], row_tokens: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 70))
-def test_equal_lengths_placed_at_once_match_best_fit_one_by_one(lengths: list[int], row_tokens: int) -> None:
+def test_batched_placement_of_equal_lengths_matches_best_fit(lengths: list[int], row_tokens: int) -> None:
     assert pack(lengths, row_tokens) == best_fit_one_by_one(lengths, row_tokens)
 
 
 @given(st.lists(st.lists(st.integers(1, 99), max_size=8, unique=True), min_size=1, max_size=30), st.randoms())
-def test_best_fit_decreasing_keeps_its_bound(cuts_by_row: list[list[int]], rng: random.Random) -> None:
+def test_number_of_rows_is_within_best_fit_bound(cuts_by_row: list[list[int]], rng: random.Random) -> None:
     # Full rows cut into pieces: the fewest rows that hold the pieces are known.
     lengths = [end - start for cuts in cuts_by_row for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 100], strict=True)]
     rng.shuffle(lengths)
@@ -62,7 +62,7 @@ def test_best_fit_decreasing_keeps_its_bound(cuts_by_row: list[list[int]], rng: 
 
 
 @pytest.mark.parametrize("num_sequences", [512, 10_000])
-def test_long_tailed_lengths_fill_rows(num_sequences: int) -> None:
+def test_long_tailed_lengths_pack_densely(num_sequences: int) -> None:
     lengths = np.random.default_rng(0).lognormal(mean=6.3, sigma=0.9, size=num_sequences).clip(16, 8192).astype(int).tolist()
     rows = pack(lengths, row_tokens=8192)
     assert sum(lengths) / (len(rows) * 8192) >= 0.97
@@ -114,12 +114,12 @@ def test_most_expensive_row_goes_to_least_loaded_rank() -> None:
     assert balance([7, 9, 1, 8, 2], num_ranks=2) == [[1, 4, 2], [3, 0]]
 
 
-def test_ranks_without_rows_get_empty_share() -> None:
+def test_surplus_ranks_get_no_rows() -> None:
     assert balance([4], num_ranks=3) == [[0], [], []]
 
 
 @given(st.lists(st.integers(1, 1000), max_size=100), st.integers(1, 9))
-def test_shares_are_complete_and_even(costs: list[int], num_ranks: int) -> None:
+def test_ranks_get_all_rows_evenly(costs: list[int], num_ranks: int) -> None:
     ranks = balance(costs, num_ranks)
     assert sorted(row for rank in ranks for row in rank) == list(range(len(costs)))
     counts = [len(rank) for rank in ranks]
@@ -128,7 +128,7 @@ def test_shares_are_complete_and_even(costs: list[int], num_ranks: int) -> None:
     assert max(totals) - min(totals) <= max(costs, default=0)
 
 
-def test_costs_of_full_rounds_are_near_equal() -> None:
+def test_costs_of_full_rounds_are_nearly_equal() -> None:
     lengths = np.random.default_rng(1).lognormal(mean=6.3, sigma=0.9, size=4096).clip(16, 8192).astype(int).tolist()
     costs = row_costs(np.array(lengths), np.zeros(len(lengths), np.int64), pack(lengths, row_tokens=8192))
     costs = costs[: len(costs) // 8 * 8]

@@ -1,4 +1,4 @@
-"""Correction, loss, divergence, entropy and metrics of the objective together."""
+"""The complete objective: off-policy correction, policy loss, KL penalty, entropy bonus and metrics."""
 
 import itertools
 import math
@@ -74,7 +74,7 @@ def gradients(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> tuple[Tens
     return loss.detach(), *by
 
 
-def test_default_is_clipped_ppo_against_sampler_bit_for_bit() -> None:
+def test_default_objective_is_ppo_clip_against_sampler_bitwise() -> None:
     inputs = example(dtype=torch.float32)
     tokens = LossInputs.of(inputs.logprobs_N, inputs.generator_logprobs_N, inputs.advantages_N, mask_N=inputs.mask_N)
     loss, _ = ppo(tokens, clip_low=0.2, clip_high=0.2)
@@ -204,7 +204,7 @@ def test_micro_batches_change_neither_loss_nor_metrics(name: str, cuts: list[int
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_masked_nan_reaches_neither_loss_nor_gradient(name: str, bad: float) -> None:
+def test_masked_nan_affects_neither_loss_nor_gradient(name: str, bad: float) -> None:
     inputs, algorithm = example(), AlgorithmConfig(**ALGORITHMS[name])
     spoilt = {
         field.name: torch.where(inputs.mask_N, value.detach(), bad)
@@ -226,7 +226,7 @@ def test_micro_batch_without_tokens_is_zero_everywhere(name: str) -> None:
     assert {value.item() for value in (*metrics.sums.values(), *metrics.maxima.values())} == {0.0}
 
 
-def test_tokens_without_finite_sampler_logprob_are_not_counted() -> None:
+def test_tokens_with_non_finite_sampler_logprob_are_masked() -> None:
     inputs = example()
     counted = int(inputs.mask_N.nonzero()[3])
     generator = inputs.generator_logprobs_N.clone()
@@ -240,7 +240,7 @@ def test_tokens_without_finite_sampler_logprob_are_not_counted() -> None:
 
 
 def measured(pieces: list[ObjectiveInputs], algorithm: AlgorithmConfig) -> list[ObjectiveInputs]:
-    """Return the pieces with the totals of the correction over all of them."""
+    """Return the micro-batches with the correction totals over all micro-batches."""
     sums: dict[str, float] = {}
     for piece in pieces:
         for name, value in measure_correction(piece, algorithm).sums.items():
@@ -301,7 +301,7 @@ def test_step_with_all_tokens_rejected_has_zero_loss() -> None:
     assert [value.any().item() for value in gradients(piece, algorithm)] == [False, False, False]
 
 
-def test_terms_without_their_inputs_are_refused() -> None:
+def test_terms_without_their_inputs_raise() -> None:
     inputs = replace(example(), reference_logprobs_N=None, entropy_N=None)
     with pytest.raises(AssertionError, match="reference"):
         policy_loss(inputs, AlgorithmConfig(kl={"coef": 0.1}))

@@ -34,7 +34,7 @@ def test_built_in_priorities(make_record: RecordMaker, priority: str, expected: 
     assert schedule.priorities(records, advantages).tolist() == pytest.approx(expected)
 
 
-def test_own_priority_gets_group_and_advantages_and_its_errors_name_it(make_record: RecordMaker) -> None:
+def test_custom_priority_receives_group_and_advantages(make_record: RecordMaker) -> None:
     records = RecordTable.of([make_record(4, rewards=[0.0, 1.0])])
     config = ReplayConfig(priority="object:mine")
 
@@ -44,7 +44,7 @@ def test_own_priority_gets_group_and_advantages_and_its_errors_name_it(make_reco
     assert with_priority(lambda group, advantages: group.index + advantages[1]).tolist() == [4.5]
     with pytest.raises(ValueError, match=r"^replay\.priority: object:mine raised ZeroDivisionError: .*Correct the priority\."):
         with_priority(lambda group, advantages: 1 / 0)
-    with pytest.raises(ValueError, match=r"^replay\.priority: object:mine returned nan\. Return a finite number\."):
+    with pytest.raises(ValueError, match=r"^replay\.priority: object:mine must return a finite number \(got nan\)\."):
         with_priority(lambda group, advantages: float("nan"))
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of several segments: the rollout is the unit of reductions and advantages, the segment that of packing.
+"""Rollouts of several segments: reductions and advantages work on rollouts, packing works on segments.
 
 Group 0 has rollouts of 2 + 3 and of 4 sampled tokens, group 1 has rollouts of 1 + 2 + 3 and of 6.
 """
@@ -20,7 +20,7 @@ PROMPT = 4
 
 
 def group(index: int, segments: list[list[int]], rewards: list[float]) -> GroupRecord:
-    """Return the record of rollouts with these numbers of sampled tokens by segment."""
+    """Return the record of a group, given the number of sampled tokens of each segment of each rollout."""
     sampled = [num for rollout in segments for num in rollout]
     record = make_record(index, rewards=rewards, num_sampled=[1] * len(rewards), prompt_len=PROMPT)
     return replace(
@@ -96,7 +96,7 @@ groups = st.lists(
 
 
 @given(groups, st.sampled_from(["sum", "token_mean", "sequence_mean", "prompt_mean", "constant"]), st.integers(1, 3))
-def test_objective_does_not_depend_on_the_cut_into_segments(
+def test_objective_does_not_depend_on_segmentation(
     drawn: list[list[tuple[list[int], float]]], reduction: Reduction, dp_size: int
 ) -> None:
     cut = [group(i, [nums for nums, _ in rollouts], [reward for _, reward in rollouts]) for i, rollouts in enumerate(drawn)]

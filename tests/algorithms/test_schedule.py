@@ -23,7 +23,7 @@ def test_first_step_without_warm_up_is_at_peak() -> None:
     assert rates("linear", num_warmup_steps=0, num_steps=2) == [1.0, 0.5]
 
 
-def test_run_shorter_than_warm_up_only_warms_up() -> None:
+def test_run_shorter_than_warm_up_never_reaches_peak() -> None:
     assert rates("linear", num_warmup_steps=4, num_steps=2) == [0.25, 0.5]
 
 

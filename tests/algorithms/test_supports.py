@@ -49,7 +49,7 @@ def example(num_tokens: int = 12, vocab_size: int = 137, seed: int = 0) -> tuple
     return logits_NV, labels_N, inside_NV
 
 
-def test_probability_is_divided_by_that_of_the_support() -> None:
+def test_probability_is_renormalized_over_support() -> None:
     # Of 1/2, 1/4, 1/8, 1/8, the first three together have 7/8.
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]] * 2).log() + 7.0
     inside = torch.tensor([[True, True, True, False], [True] * 4])
@@ -85,7 +85,7 @@ def test_values_and_gradients_match_dense_reference(monkeypatch, temperature: fl
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 100), st.sampled_from([0.3, 1.0, 2.0]))
-def test_any_supports_match_dense_fp64(seed: int, num_tokens: int, vocab_size: int, temperature: float) -> None:
+def test_random_supports_match_dense_fp64_reference(seed: int, num_tokens: int, vocab_size: int, temperature: float) -> None:
     logits, labels, inside = example(num_tokens, vocab_size, seed)
     logits = (10 * logits).double().requires_grad_()  # differences of probability that fp32 exponentials cannot hold
     results = logprobs_and_entropy(logits, labels, temperature=temperature, supports=supports_from(inside))
@@ -106,7 +106,7 @@ def test_gradients_match_finite_differences() -> None:
     assert torch.autograd.gradcheck(both, (logits,))
 
 
-def test_whole_supports_change_no_bit() -> None:
+def test_full_supports_are_bitwise_equal_to_none() -> None:
     logits, labels, inside = example()
     logits.requires_grad_()
     results = logprobs_and_entropy(logits, labels, supports=supports_from(torch.ones_like(inside)))
@@ -116,7 +116,7 @@ def test_whole_supports_change_no_bit() -> None:
     assert torch.equal(gradient, exact_gradient)
 
 
-def test_tokens_without_limit_need_no_mask(monkeypatch) -> None:
+def test_full_supports_build_no_mask(monkeypatch) -> None:
     monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", 1)
     logits, labels, inside = example()
     supports, masked = supports_from(inside), []
@@ -144,7 +144,7 @@ def test_logits_outside_the_support_have_no_effect(value: float) -> None:
     assert (changed.grad[~inside] == 0).all()
 
 
-def test_columns_of_rows_are_the_supports_of_their_tokens() -> None:
+def test_columns_select_supports_of_their_tokens() -> None:
     _, _, inside_NV = example(num_tokens=12)
     supports, inside_BLV = supports_from(inside_NV), inside_NV.view(3, 4, -1)
     part = supports.columns(3, 1, 3)
@@ -155,7 +155,7 @@ def test_columns_of_rows_are_the_supports_of_their_tokens() -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 32), (0, 137), (31, 97), (64, 96), (100, 137), (100, 140)])
-def test_ranks_mask_their_part_of_the_vocabulary(start: int, end: int) -> None:
+def test_ranks_mask_their_vocabulary_shard(start: int, end: int) -> None:
     _, _, inside_NV = example()
     outside_NV = supports_from(inside_NV).outside(slice(None), start, end - start)
     known = min(end, 137) - start

@@ -1,4 +1,4 @@
-"""Advantages of the tasks of a mixture."""
+"""Advantage estimators per task of a mixture."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_each_task_has_its_advantage() -> None:
     assert mixed.tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0, -2.0, 2.0], abs=1e-5)
 
 
-def test_function_of_the_user_gets_the_groups_of_its_task_only() -> None:
+def test_custom_advantage_receives_only_groups_of_its_task() -> None:
     seen = []
 
     def own(group: GroupRewards) -> list[float]:
@@ -43,7 +43,7 @@ def test_function_of_the_user_gets_the_groups_of_its_task_only() -> None:
     assert seen == [1]
 
 
-def test_tasks_with_the_same_method_are_standardized_together() -> None:
+def test_tasks_with_equal_estimators_are_standardized_together() -> None:
     together = advantages(*[TaskAdvantage(STANDARDIZED)] * 3)
     std = np.std([-1.0, 1.0, -1.0, 1.0, -2.0, 2.0])
     assert together.tolist() == pytest.approx([-1 / std, 1 / std, -1 / std, 1 / std, -2 / std, 2 / std], abs=1e-5)

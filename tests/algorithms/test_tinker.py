@@ -14,11 +14,11 @@ def test_thresholds_are_bounds_of_ratio() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_of_the_configuration_can_be_named(name: str) -> None:
+def test_every_registered_loss_is_available_by_name(name: str) -> None:
     assert tinker_algorithm(name, {}).loss == name
 
 
-def test_options_without_a_name_of_tinker_are_the_keys_of_algorithm() -> None:
+def test_options_without_tinker_name_use_algorithm_keys() -> None:
     assert tinker_algorithm("ppo", {"dual_clip": 3.0}).dual_clip == 3.0
     assert tinker_algorithm("sapo", {"sapo_temperatures": [1.0, 2.0]}).sapo_temperatures == (1.0, 2.0)
 
@@ -36,6 +36,6 @@ def test_options_without_a_name_of_tinker_are_the_keys_of_algorithm() -> None:
         ("ppo", {"clip_low_threshold": 1.5}, "clip_low"),
     ],
 )
-def test_unknown_losses_and_options_are_refused(loss_fn: str, options: dict[str, float], text: str) -> None:
+def test_unknown_losses_and_options_raise(loss_fn: str, options: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         tinker_algorithm(loss_fn, options)

@@ -1,4 +1,4 @@
-"""A model directory is read with its family, or refused with the option or the model type that is not supported."""
+"""Read model directories, and raise errors for unsupported model types and options."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def model_of(family: str, folder: Path, **changes: Any) -> Path:
-    """Write the recipe's model of a family, with changes of its config.json; None removes a key."""
+    """Write the recipe's model of a family with changes to its config.json; None removes a key."""
     path = folder / family
     create_model(path, RecipeConfig(family=family), seed=3)
     config = json.loads((path / "config.json").read_text()) | changes
@@ -24,13 +24,13 @@ def model_of(family: str, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(("family", "head_dim"), [("qwen3", 128), ("qwen2", 32), ("llama", 32), ("mistral", 32)])
-def test_missing_keys_have_the_defaults_of_transformers(family: str, head_dim: int, tmp_path: Path) -> None:
+def test_missing_keys_have_defaults_of_transformers(family: str, head_dim: int, tmp_path: Path) -> None:
     model = open_model(model_of(family, tmp_path, head_dim=None, rms_norm_eps=None, tie_word_embeddings=None))
     assert (model.hf["head_dim"], model.hf["rms_norm_eps"], model.shape.tied_embeddings) == (head_dim, 1e-6, False)
 
 
 @pytest.mark.parametrize(("family", "heads"), [("qwen3", 32), ("qwen2", 32), ("llama", 4), ("mistral", 8)])
-def test_missing_key_value_heads_are_those_of_transformers(family: str, heads: int, tmp_path: Path) -> None:
+def test_missing_key_value_heads_default_as_in_transformers(family: str, heads: int, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     path = model_of(family, tmp_path, num_key_value_heads=None)
@@ -55,52 +55,52 @@ def test_missing_key_value_heads_are_those_of_transformers(family: str, heads: i
     ],
     ids=str,
 )
-def test_unsupported_option_is_refused_by_name(family: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_error_names_unsupported_option(family: str, change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"config.json: {next(iter(change))}: not supported"):
         open_model(model_of(family, tmp_path, **change))
 
 
-def test_unknown_rope_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_error_for_unknown_rope_type_lists_supported_types(tmp_path: Path) -> None:
     path = model_of("llama", tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     with pytest.raises(ValueError, match=r"rope_scaling: not supported \(got rope_type 'yarn'\). Use .* default or llama3"):
         open_model(path)
 
 
-def test_incomplete_rope_scaling_is_refused_with_the_missing_numbers(tmp_path: Path) -> None:
+def test_error_for_incomplete_rope_scaling_lists_missing_numbers(tmp_path: Path) -> None:
     path = model_of("llama", tmp_path, rope_scaling={"rope_type": "llama3", "factor": 8.0})
     with pytest.raises(ValueError, match="rope_scaling: must contain the numbers low_freq_factor, high_freq_factor"):
         open_model(path)
 
 
-def test_rope_scaling_that_is_no_object_is_refused(tmp_path: Path) -> None:
+def test_rope_scaling_must_be_an_object(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rope_scaling: must be an object"):
         open_model(model_of("llama", tmp_path, rope_scaling="llama3"))
 
 
 def test_sliding_window_must_cover_all_positions(tmp_path: Path) -> None:
     path = model_of("mistral", tmp_path, sliding_window=511)
-    with pytest.raises(ValueError, match="sliding_window: must be null, or at least the model's 512 positions"):
+    with pytest.raises(ValueError, match="sliding_window: must be null, or at least max_position_embeddings, 512"):
         open_model(path)
     (path / "config.json").write_text((path / "config.json").read_text().replace("511", "512"))
     assert open_model(path).problems == []
 
 
-def test_missing_sliding_window_of_mistral_is_4096_as_in_transformers(tmp_path: Path) -> None:
+def test_sliding_window_of_mistral_defaults_to_4096(tmp_path: Path) -> None:
     path = model_of("mistral", tmp_path, max_position_embeddings=8192)
-    with pytest.raises(ValueError, match=r"sliding_window: .* 8192 positions \(got 4096\)"):
+    with pytest.raises(ValueError, match=r"sliding_window: .* max_position_embeddings, 8192 \(got 4096\)"):
         open_model(path)
 
 
-def test_head_size_of_qwen2_must_be_the_one_vllm_assumes(tmp_path: Path) -> None:
+def test_head_dim_of_qwen2_must_be_what_vllm_assumes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="head_dim: must be hidden_size / num_attention_heads = 32"):
         open_model(model_of("qwen2", tmp_path, head_dim=64))
 
 
-def test_unknown_model_type_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
+def test_error_for_unknown_model_type_lists_supported_types(tmp_path: Path) -> None:
     found = read_model(model_of("llama", tmp_path, model_type="gemma3"))
     assert isinstance(found, BrokenRule)
     assert "supported model types qwen3, qwen2, llama, mistral, not gemma3" in found.rule
-    assert "name a family of your own in model.family" in found.fix
+    assert "set model.family to a custom family" in found.fix
 
 
 OWN = """
@@ -110,7 +110,7 @@ number = 5
 """
 
 
-def test_family_of_the_user_is_imported_from_a_file(tmp_path: Path) -> None:
+def test_custom_family_is_imported_from_file(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     path = model_of("llama", tmp_path, model_type="mine")
     model = open_model(path, f"{tmp_path}/own.py:family")
@@ -120,12 +120,12 @@ def test_family_of_the_user_is_imported_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("number", "must name a titanrl.models.family.ModelFamily, and this is a int"),
+        ("number", "must name a titanrl.models.family.ModelFamily, but this is of type int"),
         ("nothing", "has no attribute 'nothing'"),
-        ("family", "the family is for model type mine, and config.json has llama"),
+        ("family", "the family is for model type mine, but config.json has llama"),
     ],
 )
-def test_unusable_family_of_the_user_is_refused(name: str, rule: str, tmp_path: Path) -> None:
+def test_unusable_custom_family_is_rejected(name: str, rule: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     found = read_model(model_of("llama", tmp_path), f"{tmp_path}/own.py:{name}")
     assert isinstance(found, BrokenRule)

@@ -1,4 +1,4 @@
-"""Modules that are built without random initial values."""
+"""Building modules without random initialization."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from titanrl.models.initial_values import WithoutDraws
 
 
 class Part(nn.Module):
-    """A module with drawn, constant and computed values, which `reset_parameters` sets."""
+    """Module whose `reset_parameters` sets random, constant and computed values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Part(nn.Module):
         self.noise.normal_()
 
 
-def test_draws_of_parameters_become_zeros_and_leave_the_random_state() -> None:
+def test_parameter_draws_become_zeros_and_keep_random_state() -> None:
     part = Part()
     before = torch.get_rng_state()
     with WithoutDraws():
@@ -45,7 +45,7 @@ def test_draws_of_parameters_become_zeros_and_leave_the_random_state() -> None:
         assert torch.equal(parameter, torch.zeros(3, 4))
 
 
-def test_constants_and_buffers_are_set_as_without_it() -> None:
+def test_constants_and_buffers_are_initialized_as_usual() -> None:
     part, plain = Part(), Part()
     torch.manual_seed(1)
     noise = torch.randn(4)

@@ -1,4 +1,4 @@
-"""The tiny model of the recipe, of every family."""
+"""The tiny recipe model of every family."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +28,7 @@ def names(directory: Path) -> list[str]:
     return sorted(file.name for file in directory.iterdir())
 
 
-def test_transformers_loads_the_model_and_finds_every_parameter(recipe_dir: Path) -> None:
+def test_transformers_loads_every_parameter_of_recipe_model(recipe_dir: Path) -> None:
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -47,7 +47,7 @@ def test_transformers_loads_the_model_and_finds_every_parameter(recipe_dir: Path
     assert logits.std() > 0.1
 
 
-def test_every_option_of_the_recipe_reaches_transformers(tmp_path: Path) -> None:
+def test_transformers_reads_every_recipe_option(tmp_path: Path) -> None:
     from transformers import AutoConfig, Qwen3ForCausalLM
 
     recipe = RecipeConfig(
@@ -70,7 +70,7 @@ def test_every_option_of_the_recipe_reaches_transformers(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_the_model_of_every_family(family: str, tmp_path: Path) -> None:
+def test_transformers_loads_recipe_model_of_every_family(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     create_model(tmp_path / "model", RecipeConfig(family=family, max_positions=8192), seed=0)
@@ -82,7 +82,7 @@ def test_transformers_loads_the_model_of_every_family(family: str, tmp_path: Pat
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
 
 
-def test_unknown_family_of_the_recipe_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
+def test_error_for_unknown_recipe_family_lists_supported_families(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be one of the supported model types qwen3, qwen2, llama, mistral"):
         create_model(tmp_path / "model", RecipeConfig(family="llama4"), seed=0)
     assert names(tmp_path) == []

@@ -1,4 +1,4 @@
-"""torchtitan's module-level device, which `prepare_torchtitan` sets, has not moved."""
+"""`prepare_torchtitan` sets the module-level device that the installed torchtitan uses."""
 
 import subprocess
 import sys
@@ -15,9 +15,9 @@ assert parallel_dims.device_type == "cpu" and utils.device_module is torch.cpu
 """
 
 
-def test_torchtitan_has_the_version_of_our_patches() -> None:
+def test_torchtitan_version_matches_our_patches() -> None:
     assert version("torchtitan") == "0.3.0"
 
 
-def test_torchtitan_uses_the_prepared_device() -> None:
+def test_torchtitan_uses_prepared_device() -> None:
     subprocess.run([sys.executable, "-c", TAKES_THE_DEVICE], check=True)  # torchtitan reads it once per process

@@ -1,4 +1,4 @@
-"""A model that vLLM cannot serve on this device is refused."""
+"""Errors for models that vLLM cannot serve on a device."""
 
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ def test_recipe_model_has_no_problems(config: dict[str, Any]) -> None:
     assert vllm_problems(config, **CPU) == []
 
 
-def test_head_size_without_cpu_kernel_is_refused_on_cpu_only(config: dict[str, Any]) -> None:
+def test_head_dim_without_cpu_kernel_is_rejected_only_on_cpu(config: dict[str, Any]) -> None:
     config["head_dim"] = 16
     (problem,) = vllm_problems(config, **CPU)
     assert "vLLM has no CPU attention kernel for this head size (got 16). Use a model with 32, 48," in problem
     assert vllm_problems(config, **CPU | {"device": "cuda"}) == []
 
 
-def test_cache_too_small_for_one_sequence_is_refused_with_the_size_needed(config: dict[str, Any]) -> None:
+def test_error_for_too_small_kv_cache_states_required_size(config: dict[str, Any]) -> None:
     needed = (256 + 32) * 1024  # 2 layers, 2 key/value heads of 32: 1 KiB a token in float32
     assert vllm_problems(config, **CPU | {"kv_cache_bytes": needed}) == []
     (problem,) = vllm_problems(config, **CPU | {"kv_cache_bytes": needed - 1})

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every family, made and saved by transformers, with the tokenizer of the recipe."""
+"""Create tiny checkpoints of every family with transformers, with the tokenizer of the recipe."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Functions that tests run on all ranks, of which one does something else; see `checks`."""
+"""Functions that tests run on all ranks, where one rank diverges from the others; see `checks`."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ from titanrl.weights.layout import local_part
 
 Plan = dict[str, Any]
 ODD = 2
-"""Rank that does something else, of four."""
+"""Rank that diverges, in a world of four."""
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def connections() -> tuple[Store, Store]:
 
 
 def new_agreement(name: str) -> Agreement:
-    """Return an agreement of this rank that can be used beside others."""
+    """Return an agreement of this rank that can be used together with others."""
     return Agreement(dist.get_rank(), dist.get_world_size(), iter(connections()).__next__, wait_s=30.0, name=name)
 
 
@@ -56,7 +56,7 @@ def take_step(agreement: Agreement, learner: Learner) -> None:
 
 
 def one_pass_fewer(model_dir: Path, plan: Plan) -> tuple[int, str, float]:
-    """Take a step, then one that lacks a micro-batch on one rank; return phases, error and the seconds until it came."""
+    """Take a step, then one with a micro-batch fewer on one rank; return phases, error and the seconds until the error."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     agreement = new_agreement("fewer")
     batches = variants.batches_of(learner, 1)[:2] * 2
@@ -76,7 +76,7 @@ def one_pass_fewer(model_dir: Path, plan: Plan) -> tuple[int, str, float]:
 
 
 def phases_of_replayed_steps(model_dir: Path, plan: Plan, folder: Path) -> list[int]:
-    """Take two steps, load the checkpoint before them, take them again; return the number of phases of each step."""
+    """Take two steps, load the checkpoint from before, and repeat the steps; return the number of phases of each step."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     agreement, checkpoints = new_agreement("replayed"), Checkpoints(learner, folder, 2)
     checkpoints.save(1)
@@ -99,7 +99,7 @@ def phases_of_replayed_steps(model_dir: Path, plan: Plan, folder: Path) -> list[
 
 
 def failing_pass(model_dir: Path, plan: Plan) -> tuple[str, str, float]:
-    """Raise on the last rank after its forward pass, when the others go on to backward; return type, text and seconds."""
+    """Raise on the last rank after its forward pass, while the others run backward; return type, message and seconds."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     agreement = agreement_of(30.0, [dist.group.WORLD, *learner.model.groups])
     batch = variants.batches_of(learner)[0]
@@ -119,7 +119,7 @@ def failing_pass(model_dir: Path, plan: Plan) -> tuple[str, str, float]:
 
 
 def drift(model_dir: Path, trainer: Plan, name: str) -> tuple[int, str]:
-    """Train, compare, change one value of a tensor on one rank, compare; return the number of tensors and the error."""
+    """Train, compare the replicas, change one value on one rank and compare again; return number of tensors and error."""
     learner = checks.make_learner(model_dir, **trainer)
     variants.train(learner, 2)
     check_replicas(learner)
@@ -134,8 +134,8 @@ def drift(model_dir: Path, trainer: Plan, name: str) -> tuple[int, str]:
     return len(tensors), ""
 
 
-def start_with_other_weights(model_dir: Path, other_dir: Path, plan: Plan) -> str:
-    """Load another model on one rank; return the error."""
+def load_other_weights(model_dir: Path, other_dir: Path, plan: Plan) -> str:
+    """Load a different model on one rank; return the error."""
     learner = checks.make_learner(other_dir if dist.get_rank() == ODD else model_dir, parallelism=plan)
     try:
         check_replicas(learner)
@@ -162,7 +162,7 @@ def headed_learner(model_dir: Path, plan: Plan) -> Learner:
 
 
 def train_with_head(model_dir: Path, plan: Plan) -> list[checks.Arrays]:
-    """Take a step without the head, then one where the first data-parallel share uses it; return gradients and parameters."""
+    """Take a step without the head, then one where only data-parallel rank 0 uses it; return gradients and parameters."""
     learner = headed_learner(model_dir, plan)
 
     def using(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
@@ -179,25 +179,3 @@ def train_with_head(model_dir: Path, plan: Plan) -> list[checks.Arrays]:
         assert not learner.optim_step(checks.ADAM).skipped
         check_replicas(learner)
     return [*found, checks.parameters(learner)]
-
-
-def seconds_of_a_comparison(model_dir: Path, plan: Plan) -> float:
-    """Return the time of one comparison of all replicas."""
-    learner = checks.make_learner(model_dir, parallelism=plan)
-    variants.train(learner)
-    check_replicas(learner)
-    started = time.perf_counter()
-    check_replicas(learner)
-    return time.perf_counter() - started
-
-
-def seconds_of_a_phase(num_phases: int) -> float:
-    """Return the mean time of an empty phase."""
-    agreement = new_agreement(f"timed {num_phases}")
-    started = time.perf_counter()
-    for _ in range(num_phases):
-        with agreement.phase("forward_backward") as agree:
-            agree(lambda: {"micro-batches": 4, "steps taken": 7, "rows": 32, "tokens": 4096})
-    seconds = time.perf_counter() - started
-    agreement.close()
-    return seconds / num_phases

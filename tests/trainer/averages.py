@@ -29,7 +29,7 @@ def make(model_dir: Path, trainer: Trainer) -> Learner:
 
 
 def averages(learner: Learner) -> checks.Arrays:
-    """Return the whole averages. This is a collective."""
+    """Return the full averages. This is a collective."""
     assert learner.average is not None
     return {name: checks.whole(value) for name, value in learner.average.tensors.items()}
 
@@ -42,7 +42,7 @@ def bytes_of(learner: Learner) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 
 def follow(model_dir: Path, trainer: Trainer) -> tuple[checks.Arrays, checks.Arrays]:
-    """Take three steps; return the whole averages, and those computed from the whole weights after each step."""
+    """Take three steps; return the full averages, and averages computed from the full weights after each step."""
     learner = make(model_dir, trainer)
     names = averages(learner).keys()
     expected = {name: checks.parameters(learner)[name] for name in names}
@@ -55,7 +55,7 @@ def follow(model_dir: Path, trainer: Trainer) -> tuple[checks.Arrays, checks.Arr
 
 
 def swap(model_dir: Path, trainer: Trainer) -> bool:
-    """Check that a pass can use the average, and that the live weights come back bit for bit."""
+    """Check that a pass can use the average, and that the live weights are restored bit for bit."""
     learner = make(model_dir, trainer)
     at_start = variants.scores(learner)
     with learner.weights_at(AVERAGE):  # the average of one version is this version
@@ -81,8 +81,8 @@ def not_finite(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple
     return loss + float("nan"), metrics
 
 
-def what_does_not_move_it(model_dir: Path) -> bool:
-    """Check that a skipped step and weights that do not change leave the average as it is, and that a new start resets it."""
+def steps_without_update(model_dir: Path) -> bool:
+    """Check that a skipped step and unchanged weights keep the average, and that `start_over` resets it."""
     learner = make(model_dir, {})
     start = bytes_of(learner)
     variants.train(learner)
@@ -100,8 +100,8 @@ def what_does_not_move_it(model_dir: Path) -> bool:
     return True
 
 
-def without_one(model_dir: Path) -> bool:
-    """Check the error of a learner that keeps no average."""
+def without_average(model_dir: Path) -> bool:
+    """Check the error of a learner without moving average."""
     learner = checks.make_learner(model_dir)
     with (
         pytest.raises(ValueError, match=r"no moving average \(got ema\)\. Set algorithm\.ema_decay"),
@@ -111,7 +111,7 @@ def without_one(model_dir: Path) -> bool:
     return learner.average is None
 
 
-def save_and_go_on(model_dir: Path, trainer: Trainer, folder: Path, in_background: bool) -> Any:
+def save_and_continue(model_dir: Path, trainer: Trainer, folder: Path, in_background: bool) -> Any:
     """Save a checkpoint and a state after two steps, then take two more; return bytes of weights and averages."""
     learner = make(model_dir, trainer)
     checkpoints = Checkpoints(learner, folder, 2, in_background=in_background)
@@ -123,8 +123,8 @@ def save_and_go_on(model_dir: Path, trainer: Trainer, folder: Path, in_backgroun
     return bytes_of(learner)
 
 
-def load_and_go_on(model_dir: Path, trainer: Trainer, folder: Path) -> Any:
-    """Load the checkpoint and take two steps; return bytes of weights and averages, and the whole averages."""
+def load_and_continue(model_dir: Path, trainer: Trainer, folder: Path) -> Any:
+    """Load the checkpoint and take two steps; return bytes of weights and averages, and the full averages."""
     learner = make(model_dir, trainer)
     checkpoints = Checkpoints(learner, folder, 2)
     checkpoints.load(2)
@@ -142,8 +142,8 @@ def load_and_go_on(model_dir: Path, trainer: Trainer, folder: Path) -> Any:
     return bytes_of(learner), averages(learner)
 
 
-def loads_that_lack_it(model_dir: Path, folder: Path) -> list[str]:
-    """Load a checkpoint and a state without averages, and a checkpoint with averages that are not wanted; return the errors."""
+def loads_without_average(model_dir: Path, folder: Path) -> list[str]:
+    """Load a checkpoint and a state without averages, and a checkpoint with unneeded averages; return the errors."""
     plain = checks.make_learner(model_dir)
     checkpoints = Checkpoints(plain, folder / "plain", 2)
     variants.train(plain)
@@ -170,7 +170,7 @@ def loads_that_lack_it(model_dir: Path, folder: Path) -> list[str]:
     return errors
 
 
-def divergence_from_the_average(model_dir: Path, plan: Trainer) -> list[tuple[float, float]]:
+def kl_to_average(model_dir: Path, plan: Trainer) -> list[tuple[float, float]]:
     """Return the KL terms to the average and to the start in each of three steps, on rank 0."""
     learner = make(model_dir, {"parallelism": plan})
     learner = Learner(learner.model, AlgorithmConfig(ema_decay=DECAY, kl=KLConfig(coef=0.5, reference="ema")), temperature=1.0)

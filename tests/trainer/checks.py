@@ -36,7 +36,7 @@ Arrays = Mapping[str, np.ndarray]
 def make_learner(
     model_dir: Path, *, seed: int = 0, family: str | None = None, ema_decay: float | None = None, **trainer: Any
 ) -> Learner:
-    """Return a new learner with the model of a directory; `trainer` holds keys of the section."""
+    """Return a new learner with the model of a directory; `trainer` contains keys of the `trainer` section."""
     config = TrainerConfig.model_validate({"row_tokens": ROW_TOKENS, **trainer})
     model = load_model(open_model(model_dir, family), config, DEVICES["cpu"], seed=seed)
     return Learner(model, AlgorithmConfig(ema_decay=ema_decay), temperature=1.0)
@@ -48,18 +48,18 @@ def shared_learner(model_dir: Path, plan: tuple[tuple[str, int], ...]) -> Learne
     return make_learner(model_dir, parallelism=dict(plan))
 
 
-def made_up(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: int) -> Segment:
-    """Return a rollout of the prompt with a random completion."""
+def random_segment(random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: int) -> Segment:
+    """Return a segment with the prompt and a random completion."""
     mask = np.arange(len(prompt_ids) + num_sampled) >= len(prompt_ids)
     token_ids = np.concatenate([prompt_ids, random.integers(1, VOCAB, num_sampled)])
     logprobs = np.where(mask, random.uniform(-6.0, -3.0, len(mask)), 0.0).astype(np.float32)
-    supports = made_up_supports(token_ids, mask) if num_sampled % 2 else None
+    supports = random_supports(token_ids, mask) if num_sampled % 2 else None
     if supports is not None:
         logprobs *= np.log(supports.sizes_S()).astype(np.float32) / 5
     return Segment(token_ids=token_ids, mask=mask, logprobs=logprobs, versions=np.where(mask, 0, -1), supports=supports)
 
 
-def made_up_supports(token_ids: np.ndarray, mask: np.ndarray) -> Supports:
+def random_supports(token_ids: np.ndarray, mask: np.ndarray) -> Supports:
     """Return random supports of 1 to all entries of the vocabulary, which contain the tokens."""
     random = np.random.default_rng(int(token_ids.sum()))
 
@@ -80,7 +80,7 @@ def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[GroupHandle, Mapping[
         length = int(random.integers(3, 25))
         num_prompt = int(random.integers(1, length - 1))
         handle = GroupHandle(shard=0, slot=index, serial=1)
-        payload[handle] = {0: made_up(random, random.integers(1, VOCAB, num_prompt), length - num_prompt)}
+        payload[handle] = {0: random_segment(random, random.integers(1, VOCAB, num_prompt), length - num_prompt)}
         advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
         plans.append(SequencePlan(handle=handle, segment=0, length=length, advantage=advantage, weight=weight))
     return tuple(plans), payload
@@ -117,7 +117,7 @@ def everything(rows: PackedRows, logprobs_N: torch.Tensor, entropy_N: torch.Tens
 
 
 def gradients(learner: Learner) -> Arrays:
-    """Return the whole gradient by parameter. This is a collective."""
+    """Return the full gradient by parameter. This is a collective."""
     learner.model.reshard()
     return {
         canonical_fqn(name): whole(parameter.grad)
@@ -127,7 +127,7 @@ def gradients(learner: Learner) -> Arrays:
 
 
 def parameters(learner: Learner) -> Arrays:
-    """Return the whole parameters. This is a collective."""
+    """Return the full parameters. This is a collective."""
     learner.model.reshard()
     return {canonical_fqn(name): whole(parameter) for name, parameter in learner.model.module.named_parameters()}
 
@@ -156,7 +156,7 @@ def gradient_of_groups(
     sequences, payload, groups, prompt_lens = [], {}, [], []
     for index, num_prompt in enumerate((4, 9, 14)):
         handle, prompt = GroupHandle(shard=0, slot=index, serial=1), random.integers(1, VOCAB, num_prompt)
-        payload[handle] = {place: made_up(random, prompt, int(random.integers(1, 15))) for place in range(5)}
+        payload[handle] = {i: random_segment(random, prompt, int(random.integers(1, 15))) for i in range(5)}
         groups += [index] * 5
         prompt_lens += [num_prompt] * 5
         for place, rollout in payload[handle].items():

@@ -12,7 +12,7 @@ from titanrl.trainer.storage import StorageError
 
 
 def save_until_full(model_dir: Path, plan: Plan, folder: Path, in_background: bool) -> tuple[dict[str, str], list[str]]:
-    """Save step 1; then save step 2, a state and a model where a rank's file is a full device, and load from nowhere.
+    """Save step 1; then save step 2, a state and a model while a rank's file is a full device, and load a missing checkpoint.
 
     Return the digests of step 1 and the errors of the others.
     """

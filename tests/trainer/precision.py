@@ -1,4 +1,4 @@
-"""Functions on float8, determinism and odd lengths that tests run on all ranks; see `checks`."""
+"""Functions for float8, determinism and odd lengths that tests run on all ranks; see `checks`."""
 
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,13 @@ def scales(learner: Learner) -> list[float]:
 
 
 def expected_scales(learner: Learner) -> list[float]:
-    """Return 448, the largest number of e4m3, over the largest absolute value of each weight. This is a collective."""
+    """Return 448 (the maximum of e4m3) divided by the largest absolute value of each weight. This is a collective."""
     learner.model.reshard()
     return [448.0 / float(np.abs(checks.whole(projection.weight)).max()) for projection in projections(learner)]
 
 
-def kept_scales_equal_torchaos(model_dir: Path, plan: Plan) -> bool:
-    """Check that the gradient equals, bit for bit, that of torchao's own projection, which computes scales in every pass."""
+def cached_scales_equal_torchao(model_dir: Path, plan: Plan) -> bool:
+    """Check that the gradient equals bit for bit that of torchao's linear layer, which computes scales in every pass."""
     from torchtitan.components.quantization.float8 import Float8Linear
 
     learner = checks.make_learner(model_dir, parallelism=plan, float8="tensorwise")
@@ -93,8 +93,8 @@ def gradient_of_odd_rows(model_dir: Path, plan: Plan, length: int) -> checks.Arr
     return found if dist.get_rank() == 0 else None
 
 
-def flags_of_torch(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, dict[str, bool]]:
-    """Return a gradient computed with the section's flags, and torch's flags; then switch them off."""
+def torch_flags(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, dict[str, bool]]:
+    """Return a gradient computed with the flags of the `trainer` section, and torch's flags; then disable the flags."""
     try:
         found = gradient(checks.make_learner(model_dir, **trainer))
         flags = {

@@ -18,10 +18,10 @@ DEADLINE_S = 240
 
 
 class World:
-    """Ranks that call functions on request, each in its own process."""
+    """Ranks in separate processes that call functions on request."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        """Start the ranks; they meet on a free port."""
+        """Start the ranks, which rendezvous on a free port."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.trainer.preload"])
         with socket.socket() as listener:

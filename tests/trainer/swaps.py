@@ -34,7 +34,7 @@ def scores(learner: Learner, batches: list[checks.PackedRows]) -> list[bytes]:
     return [learner.logprobs(batch).numpy().tobytes() for batch in batches]
 
 
-def swap_and_come_back(model_dir: Path, plan: Plan) -> bool:
+def swap_and_restore(model_dir: Path, plan: Plan) -> bool:
     """Check that an old version computes its old log-probabilities, and that training continues as if never interrupted."""
     learner, batches = make(model_dir, plan)
     learner.check_snapshots(checks.ROW_TOKENS)
@@ -59,7 +59,7 @@ def swap_and_come_back(model_dir: Path, plan: Plan) -> bool:
     return True
 
 
-def what_is_refused(model_dir: Path, plan: Plan) -> bool:
+def refused_calls(model_dir: Path, plan: Plan) -> bool:
     """Check that every use that would mix versions is refused and changes nothing."""
     learner, batches = make(model_dir, plan)
     learner.keep_weights()
@@ -98,7 +98,7 @@ def what_is_refused(model_dir: Path, plan: Plan) -> bool:
     return True
 
 
-def a_changed_snapshot_is_refused(model_dir: Path, plan: Plan) -> bool:
+def mismatched_snapshots(model_dir: Path, plan: Plan) -> bool:
     """Check that a snapshot with another dtype or other names is refused by tensor name before any write."""
     learner, _ = make(model_dir, plan)
     learner.keep_weights()
@@ -118,8 +118,8 @@ def a_changed_snapshot_is_refused(model_dir: Path, plan: Plan) -> bool:
     return True
 
 
-def a_gathered_parameter_is_named(model_dir: Path) -> bool:
-    """Check the error of a copy without resharding: after a forward pass the last norm is gathered."""
+def gathered_parameter(model_dir: Path) -> bool:
+    """Check the error of a snapshot without resharding: after a forward pass the last norm is gathered."""
     learner, batches = make(model_dir, {"dp_shard": 2})
     learner.logprobs(batches[0])
     with pytest.raises(GatheredParameterError, match=r"norm\.weight is gathered, with shape \(64,\)"):
@@ -129,8 +129,8 @@ def a_gathered_parameter_is_named(model_dir: Path) -> bool:
     return True
 
 
-def a_torch_that_does_not_reshard_is_found_out(model_dir: Path) -> bool:
-    """Check that set-up names a parameter that has new memory after a forward pass."""
+def torch_without_reshard(model_dir: Path) -> bool:
+    """Check that `check_recoverable` names a parameter that has new memory after a forward pass."""
     learner, _ = make(model_dir, {"dp_shard": 2})
     norm = learner.model.module.norm
 
@@ -142,8 +142,8 @@ def a_torch_that_does_not_reshard_is_found_out(model_dir: Path) -> bool:
     return True
 
 
-def proximal_logprobs_of_an_interval(model_dir: Path, plan: Plan) -> bool:
-    """Check over an interval of three steps that log-probabilities at its start do not change."""
+def interval_logprobs(model_dir: Path, plan: Plan) -> bool:
+    """Check that the log-probabilities of the interval's start do not change over its three steps."""
     learner, batches = make(model_dir, plan)
     plans, payload = checks.sequences()
     rows = [checks.collate([row], payload, checks.ROW_TOKENS) for row in checks.plan_rows(plans[:3], packed=False)]

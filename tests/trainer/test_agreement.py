@@ -1,4 +1,4 @@
-"""Ranks that differ, are late or fail are named on every rank, and replicas that differ, too."""
+"""Agreement and replica checks: ranks that diverge, are late or fail, and replicas that drift, are named on every rank."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def test_rank_in_another_phase_is_named_with_its_counts() -> None:
     assert disagreement(found) == "rank 2 is in optim_step (3 micro-batches), others in forward_backward (4 micro-batches)"
 
 
-def test_parameters_that_one_rank_did_not_use_are_named() -> None:
+def test_parameters_unused_on_one_rank_are_named() -> None:
     key = "parameters without gradient"
     found = posts({key: []}, {key: ["aux.weight", "aux.bias"]}, {key: []}, phase="optim_step")
     assert disagreement(found) == f"optim_step: rank 1: 2 {key} (aux.bias, aux.weight), others 0"
@@ -84,7 +84,7 @@ class Ranks:
         ]
 
     def run(self, work: Callable[[int, Agreement], None]) -> tuple[list[str], float]:
-        """Run a function on all ranks; return their errors and the longest time."""
+        """Run a function on all ranks; return the error of each rank and the longest duration."""
 
         def result(rank: int) -> str:
             try:
@@ -169,7 +169,7 @@ def test_ranks_continue_after_a_failure_before_the_first_collective(stores: list
 
 
 @pytest.mark.parametrize("agreed", [False, True], ids=["before", "after"])
-def test_common_failure_is_raised_as_it_is_and_ranks_continue(agreed: bool, stores: list[Store]) -> None:
+def test_failure_of_all_ranks_is_raised_unchanged_and_ranks_continue(agreed: bool, stores: list[Store]) -> None:
     ranks = Ranks(stores)
 
     def work(rank: int, agreement: Agreement) -> None:
@@ -184,7 +184,7 @@ def test_common_failure_is_raised_as_it_is_and_ranks_continue(agreed: bool, stor
     ranks.close()
 
 
-def test_store_keeps_no_posts_of_earlier_phases(stores: list[Store]) -> None:
+def test_store_deletes_posts_of_earlier_phases(stores: list[Store]) -> None:
     num_keys = stores[0].num_keys()
     ranks = Ranks(stores)
 
@@ -217,7 +217,7 @@ def test_rank_with_fewer_micro_batches_is_named_on_every_rank(world: Worlds, tin
         assert seconds < SOON_S
 
 
-def test_rank_that_raises_in_a_pass_ends_the_collectives_of_all_others(tiny_model: Path, tmp_path: Path) -> None:
+def test_exception_in_pass_interrupts_collectives_of_other_ranks(tiny_model: Path, tmp_path: Path) -> None:
     with World(2, tmp_path) as doomed:  # its process groups are lost
         (*waiting, seconds), (*failing, _) = doomed.run(apart.failing_pass, tiny_model, {"dp_shard": 2})
     assert waiting == ["RankError", "rank 1 failed in forward_backward: MemoryError: no memory for this rank"]
@@ -241,7 +241,7 @@ def test_replayed_step_has_the_same_phases(world: Worlds, tiny_model: Path, tmp_
     ],
     ids=["frozen weight", "optimizer state", "norm of tensor-parallel ranks", "moving average"],
 )
-def test_drift_of_one_replica_is_named(trainer: dict, name: str, others: str, world: Worlds, tiny_model: Path) -> None:
+def test_replica_that_drifted_is_named(trainer: dict, name: str, others: str, world: Worlds, tiny_model: Path) -> None:
     for num_tensors, error in world(4).run(apart.drift, tiny_model, trainer, name):
         assert num_tensors > 20
         odd = "rank 3 differs from rank 2" if others == "rank 3" else f"rank 2 differs from {others}"
@@ -254,11 +254,11 @@ def test_rank_with_other_weights_is_named_before_training(world: Worlds, tiny_mo
     weights = load_file(other / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][-1, -1] += 1e-3
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    for error in world(4).run(apart.start_with_other_weights, tiny_model, other, REPLICAS):
+    for error in world(4).run(apart.load_other_weights, tiny_model, other, REPLICAS):
         assert error.startswith("the trainer's replicas differ at version 0: layers.1.feed_forward.w3.weight on rank 2"), error
 
 
-def test_shards_are_not_replicas() -> None:
+def test_different_shards_are_not_compared() -> None:
     assert drifted([[7, 1], [8, 1], [7, 1]], [[0, 0], [1, 0], [0, 0]]) == []
     found = drifted([[7, 1], [8, 1], [9, 2]], [[0, 0], [1, 0], [0, 0]])
     assert found == [Drift(0, (2,), (0,)), Drift(1, (2,), (0, 1))]
@@ -267,7 +267,7 @@ def test_shards_are_not_replicas() -> None:
 
 
 @pytest.mark.parametrize("plan", [{"dp_shard": 2}, {"dp_replicate": 2}, HSDP], ids=["fsdp", "replicas", "hsdp"])
-def test_parameter_that_only_one_rank_uses_trains_as_on_one_rank(plan: dict, world: Worlds, tiny_model: Path) -> None:
+def test_parameter_used_on_one_rank_trains_as_without_parallelism(plan: dict, world: Worlds, tiny_model: Path) -> None:
     head = "aux.lora_a.weight"
     without, using, trained = world(1).run(apart.train_with_head, tiny_model, {})[0]
     found = world(4 if plan == HSDP else 2).run(apart.train_with_head, tiny_model, plan)[0]

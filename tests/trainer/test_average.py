@@ -1,4 +1,4 @@
-"""The moving average of the weights: its numbers, every layout, checkpoints, and the divergence from it."""
+"""The moving average of the weights: values, layouts, checkpoints, and the KL divergence from it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ LAYOUTS = {
 LORA = {"rank": 4}
 
 
-def test_average_moves_by_its_share_towards_the_weights() -> None:
+def test_average_follows_ema_formula() -> None:
     weights = {"moving": torch.tensor([1.0, -4.0]), "still": torch.tensor([0.1])}
     average = MovingAverage(weights, 0.75)
     weights["moving"].copy_(torch.tensor([5.0, 0.0]))
@@ -36,7 +36,7 @@ def test_average_moves_by_its_share_towards_the_weights() -> None:
     assert average.tensors["moving"].tolist() == [-2.0, 1.0]
 
 
-def test_average_of_bfloat16_weights_keeps_float32() -> None:
+def test_average_of_bfloat16_weights_is_float32() -> None:
     weights = {"w": torch.tensor([1.0], dtype=torch.bfloat16)}
     average = MovingAverage(weights, 0.5)
     weights["w"].fill_(1 + 2**-7)  # the next number of bfloat16
@@ -48,7 +48,7 @@ def test_average_of_bfloat16_weights_keeps_float32() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_average_is_that_of_one_rank_on_every_layout(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_average_does_not_depend_on_layout(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, trainer = LAYOUTS[layout]
     alone, _ = world(1).run(averages.follow, tiny_model, {})[0]
     for found, expected in world(size).run(averages.follow, tiny_model, trainer):
@@ -58,7 +58,7 @@ def test_average_is_that_of_one_rank_on_every_layout(layout: str, world: Worlds,
             np.testing.assert_allclose(value, alone[name], rtol=0, atol=1e-4, err_msg=name)  # AdamW divides tiny gradients
 
 
-def test_only_adapters_have_an_average(world: Worlds, tiny_model: Path) -> None:
+def test_lora_averages_only_adapters(world: Worlds, tiny_model: Path) -> None:
     found, expected = world(2).run(averages.follow, tiny_model, {"parallelism": FSDP, "lora": LORA})[0]
     assert found
     assert all(".lora_" in name for name in found)
@@ -76,44 +76,44 @@ def test_only_adapters_have_an_average(world: Worlds, tiny_model: Path) -> None:
     ],
     ids=["one rank", "fsdp", "adapters", "fsdp x tp"],
 )
-def test_swap_to_the_average_is_exact_and_does_not_affect_weights(
+def test_swap_to_average_is_exact_and_restores_weights(
     size: int, trainer: averages.Trainer, world: Worlds, tiny_model: Path
 ) -> None:
     assert all(world(size).run(averages.swap, tiny_model, trainer))
 
 
 def test_skipped_step_and_unchanged_weights_keep_the_average(world: Worlds, tiny_model: Path) -> None:
-    assert all(world(1).run(averages.what_does_not_move_it, tiny_model))
+    assert all(world(1).run(averages.steps_without_update, tiny_model))
 
 
-def test_trainer_without_average_says_which_key_keeps_one(world: Worlds, tiny_model: Path) -> None:
-    assert all(world(1).run(averages.without_one, tiny_model))
+def test_error_without_average_names_configuration_key(world: Worlds, tiny_model: Path) -> None:
+    assert all(world(1).run(averages.without_average, tiny_model))
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
-def test_resume_continues_the_average_bit_for_bit(in_background: bool, world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_continues_average_bitwise(in_background: bool, world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
     trainer, folder = {"parallelism": FSDP}, tmp_path / "checkpoints"
-    uninterrupted = world(2).run(averages.save_and_go_on, tiny_model, trainer, folder, in_background)
-    resumed = world(2).run(averages.load_and_go_on, tiny_model, trainer, folder)
+    uninterrupted = world(2).run(averages.save_and_continue, tiny_model, trainer, folder, in_background)
+    resumed = world(2).run(averages.load_and_continue, tiny_model, trainer, folder)
     assert [own for own, _ in resumed] == uninterrupted
     if not in_background:
-        (_, alone) = world(1).run(averages.load_and_go_on, tiny_model, {}, folder)[0]
+        (_, alone) = world(1).run(averages.load_and_continue, tiny_model, {}, folder)[0]
         for name, value in resumed[0][1].items():
             np.testing.assert_allclose(alone[name], value, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_checkpoint_without_average_is_refused_before_any_write(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
-    (errors,) = world(1).run(averages.loads_that_lack_it, tiny_model, tmp_path)
+def test_checkpoint_without_average_is_rejected_before_any_write(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
+    (errors,) = world(1).run(averages.loads_without_average, tiny_model, tmp_path)
     for name, error in zip(("step-1", "state"), errors, strict=True):
         assert error.startswith(f"algorithm.ema_decay: {name} was saved without a moving average of the weights (got ")
         assert "Set algorithm.ema_decay to null" in error
 
 
 @pytest.mark.parametrize(("size", "plan"), [(1, {}), (2, FSDP)], ids=["one rank", "fsdp"])
-def test_divergence_from_the_average_starts_at_zero_and_stays_below_that_from_the_start(
+def test_kl_to_average_starts_at_zero_and_stays_below_kl_to_start(
     size: int, plan: averages.Trainer, world: Worlds, tiny_model: Path
 ) -> None:
-    first, second, third = world(size).run(averages.divergence_from_the_average, tiny_model, plan)[0]
+    first, second, third = world(size).run(averages.kl_to_average, tiny_model, plan)[0]
     assert first == (0.0, 0.0)
     assert 0.0 < second[0] < second[1]
     assert 0.0 < third[0] < third[1]

@@ -9,7 +9,7 @@ from titanrl.datums import Datum, sampled_datum
 from titanrl.supports import supports_of
 from titanrl.tables import SequencePlan
 from titanrl.trainer.collate import collate, row_length
-from titanrl.trainer.datums import Place, RowSizes, check_supports, lay_out, plan_data
+from titanrl.trainer.datums import Location, RowSizes, build_rows, check_supports, plan_data
 from titanrl.types import GroupHandle, Segment
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
@@ -25,8 +25,9 @@ def rollout(token_ids: list[int], num_prompt: int, logprobs: list[float]) -> Seg
     )
 
 
-def plan(place: int, length: int, advantage: float, weight: float, *, num_shared: int = 0) -> SequencePlan:
-    return SequencePlan(handle=HANDLE, segment=place, length=length, advantage=advantage, weight=weight, num_shared=num_shared)
+def plan(segment: int, length: int, advantage: float, weight: float, *, num_shared: int = 0) -> SequencePlan:
+    sizes = {"length": length, "num_shared": num_shared}
+    return SequencePlan(handle=HANDLE, segment=segment, advantage=advantage, weight=weight, **sizes)
 
 
 PAYLOAD = {HANDLE: {0: rollout([5, 6, 7, 1], 2, [-0.5, -0.25]), 1: rollout([8, 9, 1], 1, [-1.0, float("nan")])}}
@@ -57,7 +58,7 @@ def test_supports_are_at_predicting_position_of_trained_tokens() -> None:
     assert collate([(plan(2, 4, 1.0, 1.0),)], payload, 9).supports is None
 
 
-def test_sampled_token_outside_of_its_support_is_a_bug() -> None:
+def test_sampled_token_outside_its_support_fails_assertion() -> None:
     wrong = replace(PAYLOAD[HANDLE][0], supports=supports_of([*map(int32, ([], [], [3, 7], [0, 2]))], 100))
     with pytest.raises(AssertionError, match="not in its support"):
         collate([(plan(0, 4, 2.0, 0.5),)], {HANDLE: {0: wrong}}, 9)
@@ -75,29 +76,29 @@ def test_supports_of_data_are_at_their_targets() -> None:
     data = [datum([3, 7], [1]), sampled_datum([5], [7], [-0.5], 1.0), datum([7], [0, 1])]
     sizes = RowSizes(row_tokens=8, rows_per_microbatch=2, multiple=8)
     check_supports(data, 100)
-    (places,) = plan_data([len(datum.model_input) for datum in data], sizes, 1, 0)
-    rows = lay_out(data, places, sizes)
+    (locations,) = plan_data([len(datum.model_input) for datum in data], sizes, 1, 0)
+    rows = build_rows(data, locations, sizes)
     assert rows.supports is not None
-    for place in places:
-        found = rows.supports.sizes_N.view(rows.tokens_BL.shape)[place.row, place.tokens].tolist()
-        assert found == [[100, 2, 1], [100], [100, 1, 2]][place.index]
-    assert lay_out(data[1:2], [Place(0, 0, slice(0, 1))], sizes).supports is None
+    for location in locations:
+        found = rows.supports.sizes_N.view(rows.tokens_BL.shape)[location.row, location.tokens].tolist()
+        assert found == [[100, 2, 1], [100], [100, 1, 2]][location.index]
+    assert build_rows(data[1:2], [Location(0, 0, slice(0, 1))], sizes).supports is None
 
 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (datum([3, 7], [1], vocab_size=90), r"^data\[0\]\.supports: the model has 100 tokens \(got 90\)"),
+        (datum([3, 7], [1], vocab_size=90), r"^data\[0\]\.supports: the model's vocabulary size is 100 \(got 90\)"),
         (datum([3, 7], [0]), r"target 2 is not in its support \(got token 1\)\. Give"),
         (datum([3, 7]), r"wrong length \(got 2\)\. Give one per input token: 3\."),
     ],
 )
-def test_supports_that_do_not_fit_their_data_are_refused(wrong: Datum, problem: str) -> None:
+def test_supports_that_do_not_match_their_data_raise(wrong: Datum, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_supports([wrong], 100)
 
 
-def test_spans_replace_the_advantage_of_the_sequence() -> None:
+def test_spans_override_advantage_of_sequence() -> None:
     spans = ((2.0, 1), (-3.0, 1))
     payload = {HANDLE: {0: rollout([5, 6, 7, 1], 1, [-0.5, float("nan"), -0.25])}}
     rows = collate([(replace(plan(0, 4, 0.0, 0.5), spans=spans),)], payload, 5)
@@ -141,7 +142,7 @@ def test_plan_that_does_not_fit_payload_is_refused() -> None:
         collate([(plan(0, 3, 1.0, 1.0),)], PAYLOAD, 9)
 
 
-def test_row_length_is_rounded_up_fullest_row() -> None:
+def test_row_length_is_fullest_row_rounded_up() -> None:
     assert row_length([5, 17, 3], 128, 8) == 24
     assert row_length([125], 126, 8) == 126
     assert row_length([], 128, 16) == 16

@@ -35,18 +35,18 @@ def assert_same_logits(model: Path, world: Worlds, family: str | None = None) ->
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=0)
 
 
-def test_logits_equal_those_of_transformers(model: Path, world: Worlds) -> None:
+def test_logits_match_transformers(model: Path, world: Worlds) -> None:
     assert_same_logits(model, world)
 
 
-def test_family_of_the_documentation_equals_transformers(world: Worlds, tmp_path: Path) -> None:
+def test_documented_custom_family_matches_transformers(world: Worlds, tmp_path: Path) -> None:
     (block,) = (block for block in blocks_of(ROOT / "docs/howto/model_families.md") if block.title)
     (tmp_path / block.title).write_text(block.text)
     model = write_model("seed_oss", tmp_path / "model", head_dim=64)
     assert_same_logits(model, world, f"{tmp_path / block.title}:family")
 
 
-def test_tensors_that_a_family_does_not_have_are_refused(world: Worlds, tmp_path: Path) -> None:
+def test_tensors_unknown_to_family_are_rejected(world: Worlds, tmp_path: Path) -> None:
     model = write_model("qwen2", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
@@ -55,7 +55,7 @@ def test_tensors_that_a_family_does_not_have_are_refused(world: Worlds, tmp_path
 
 
 @pytest.mark.parametrize("plan", [{}, FSDP, TP], ids=["one rank", "fsdp", "tp"])
-def test_exported_model_equals_the_loaded_one_tensor_by_tensor(model: Path, plan: dict, world: Worlds, tmp_path: Path) -> None:
+def test_exported_tensors_equal_loaded_tensors(model: Path, plan: dict, world: Worlds, tmp_path: Path) -> None:
     world(2 if plan else 1).run(variants.export, model, {"parallelism": plan}, tmp_path / "out", 0)
     expected = load_file(model / "model.safetensors")
     found = load_file(next((tmp_path / "out").glob("*.safetensors")))
@@ -65,7 +65,7 @@ def test_exported_model_equals_the_loaded_one_tensor_by_tensor(model: Path, plan
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_of_two_ranks_equals_that_of_one(family: str, world: Worlds, tmp_path: Path) -> None:
+def test_gradient_of_two_ranks_equals_gradient_of_one(family: str, world: Worlds, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / family, std=0.02)  # larger weights amplify the rounding of partial sums
     expected, loss = world(1).run(checks.gradient_of, model, (), 2, True)[0]
     largest = max(float(np.abs(gradient).max()) for gradient in expected.values())

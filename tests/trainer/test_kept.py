@@ -13,7 +13,7 @@ def sequence(slot: int, length: int, serial: int = 1, num_shared: int = 0) -> Se
     return SequencePlan(handle=handle, segment=2, length=length, advantage=1.0, weight=1.0, num_shared=num_shared)
 
 
-def test_get_uses_layout_of_requested_rows() -> None:
+def test_get_returns_values_in_layout_of_requested_rows() -> None:
     kept = KeptLogprobs()
     kept.put(3, [(sequence(0, 2), sequence(1, 3))], torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -9.0]]))
     assert kept.get(3, [(sequence(1, 3),), (sequence(0, 2),)], 4).tolist() == [[-3, -4, -5, 0], [-1, -2, 0, 0]]
@@ -26,7 +26,7 @@ def test_shared_prompt_is_kept_once() -> None:
     assert kept.get(3, [row], 7).tolist() == [[-1, -2, -3, -4, -5, -6, 0]]
 
 
-def test_other_version_or_reused_slot_is_a_key_error() -> None:
+def test_other_version_or_reused_slot_raises_key_error() -> None:
     kept = KeptLogprobs()
     kept.put(3, [(sequence(0, 2),)], torch.zeros(1, 2))
     with pytest.raises(KeyError, match="no log-probabilities of version 4"):
@@ -40,7 +40,7 @@ def test_other_version_or_reused_slot_is_a_key_error() -> None:
         kept.get(3, [(sequence(0, 1, serial=2),)], 1)
 
 
-def test_values_fit_rows_that_share_prompts_in_another_way() -> None:
+def test_values_fit_rows_with_different_prompt_sharing() -> None:
     kept, alone, behind = KeptLogprobs(), sequence(1, 4), sequence(1, 4, num_shared=2)
     kept.put(3, [(sequence(0, 3), behind)], torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0]]))
     # The shared part of a prompt has no sampled token, so its values do not matter.
@@ -49,7 +49,7 @@ def test_values_fit_rows_that_share_prompts_in_another_way() -> None:
     assert kept.get(3, [(sequence(0, 3), behind)], 5).tolist() == [[-1, -2, -3, -8, -9]]
 
 
-def test_values_of_another_rank_and_of_other_versions() -> None:
+def test_values_can_be_added_and_dropped_by_version() -> None:
     first, second = KeptLogprobs(), KeptLogprobs()
     first.put(3, [(sequence(0, 2),)], torch.ones(1, 2))
     first.put(4, [(sequence(0, 2),)], torch.zeros(1, 2))

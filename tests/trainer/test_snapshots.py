@@ -26,28 +26,28 @@ PLANS = {
 @pytest.mark.parametrize("layout", PLANS)
 def test_swap_to_old_version_is_exact_and_does_not_affect_training(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = PLANS[layout]
-    assert all(world(size).run(swaps.swap_and_come_back, tiny_model, plan))
+    assert all(world(size).run(swaps.swap_and_restore, tiny_model, plan))
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])
 def test_calls_that_would_mix_versions_are_refused(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = PLANS[layout]
-    assert all(world(size).run(swaps.what_is_refused, tiny_model, plan))
+    assert all(world(size).run(swaps.refused_calls, tiny_model, plan))
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
 def test_mismatched_snapshot_is_refused_before_any_write(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = PLANS[layout]
-    assert all(world(size).run(swaps.a_changed_snapshot_is_refused, tiny_model, plan))
+    assert all(world(size).run(swaps.mismatched_snapshots, tiny_model, plan))
 
 
 def test_error_names_gathered_parameter(world: Worlds, untied_model: Path) -> None:
-    assert all(world(2).run(swaps.a_gathered_parameter_is_named, untied_model))
+    assert all(world(2).run(swaps.gathered_parameter, untied_model))
 
 
-def test_setup_detects_torch_that_does_not_reshard(world: Worlds, tiny_model: Path) -> None:
-    assert all(world(2).run(swaps.a_torch_that_does_not_reshard_is_found_out, tiny_model))
+def test_check_detects_torch_that_does_not_reshard(world: Worlds, tiny_model: Path) -> None:
+    assert all(world(2).run(swaps.torch_without_reshard, tiny_model))
 
 
 def test_interval_start_is_constant_over_its_steps(world: Worlds, tiny_model: Path) -> None:
-    assert all(world(2).run(swaps.proximal_logprobs_of_an_interval, tiny_model, {"dp_shard": 2}))
+    assert all(world(2).run(swaps.interval_logprobs, tiny_model, {"dp_shard": 2}))

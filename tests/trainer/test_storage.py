@@ -11,7 +11,7 @@ from titanrl.files import digests_of
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
-def test_full_disk_is_one_line_on_every_rank(
+def test_full_disk_error_is_one_line_on_every_rank(
     in_background: bool, world: Callable[[int], World], tiny_model: Path, tmp_path: Path
 ) -> None:
     replies = world(2).run(full_disk.save_until_full, tiny_model, {"dp_shard": 2}, tmp_path, in_background)

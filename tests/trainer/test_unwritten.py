@@ -7,7 +7,7 @@ from titanrl.trainer.unwritten import mark, unwritten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensor_with_one_element_left_is_named(dtype: torch.dtype) -> None:
+def test_tensor_with_one_unwritten_element_is_named(dtype: torch.dtype) -> None:
     state = {name: torch.ones(3, 4, dtype=dtype) for name in ("b.weight", "a.weight")}
     mark(state)
     assert all(value.isnan().all() for value in state.values())
@@ -19,7 +19,7 @@ def test_tensor_with_one_element_left_is_named(dtype: torch.dtype) -> None:
     assert unwritten(state) == []
 
 
-def test_other_types_and_empty_shards_are_left_alone() -> None:
+def test_other_dtypes_and_empty_shards_are_ignored() -> None:
     state = {"count": torch.tensor(3), "shard": torch.empty(0, 4), "scalar": torch.tensor(1.0)}
     mark(state)
     assert state["count"] == 3

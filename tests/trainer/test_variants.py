@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Path, untied_model: Path) 
 
 @functools.cache
 def expected_logprobs(model: Path) -> list[np.ndarray]:
-    """Compute log-probabilities with transformers, one sequence at a time, over the supports of truncated ones."""
+    """Compute log-probabilities with transformers, one sequence at a time, over the support if sampling was truncated."""
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     plans, payload = checks.sequences()
     found = []
@@ -61,7 +61,7 @@ def test_logprobs_match_transformers(layout: str, world: Worlds, model: Path) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hugging_face_export_loads_bit_for_bit(layout: str, world: Worlds, model: Path, tmp_path: Path) -> None:
+def test_hugging_face_export_loads_bitwise_equal(layout: str, world: Worlds, model: Path, tmp_path: Path) -> None:
     size, plan = LAYOUTS[layout]
     written = world(size).run(variants.export, model, {"parallelism": plan}, tmp_path / "out", 1)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "tokenizer.json"}
@@ -72,7 +72,7 @@ def test_hugging_face_export_loads_bit_for_bit(layout: str, world: Worlds, model
 
 @pytest.mark.parametrize("section", [{}, {"dtype": "bfloat16"}, {"lora": LORA}], ids=["float32", "bfloat16", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loading_draws_no_weights_and_gives_the_same_tensors(layout: str, section: dict, world: Worlds, model: Path) -> None:
+def test_loading_without_random_init_gives_same_tensors(layout: str, section: dict, world: Worlds, model: Path) -> None:
     size, plan = LAYOUTS[layout]
     world(size).run(variants.tensors_after_loading, model, {**section, "parallelism": plan}, 5)
 
@@ -88,8 +88,8 @@ def test_tensor_missing_from_the_checkpoint_is_named(layout: str, world: Worlds,
         world(size).run(variants.loaded_bytes, folder, {"parallelism": plan})
 
 
-def test_part_of_a_tensor_that_no_file_has_is_an_error(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
-    """Of a sharded export, the names and sizes are complete although the file with the middle rows is missing."""
+def test_missing_slice_of_tensor_is_an_error(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
+    """A sharded export without the file of the middle rows still lists all names and sizes."""
     name = "model.layers.1.mlp.up_proj.weight"
     weights = load_file(tiny_model / "model.safetensors")
     rows = weights.pop(name)
@@ -103,7 +103,7 @@ def test_part_of_a_tensor_that_no_file_has_is_an_error(world: Worlds, tiny_model
 
 
 def with_weights(model: Path, target: Path, weights: Mapping[str, np.ndarray]) -> Path:
-    """Copy a model directory, with these weights in place of its own."""
+    """Copy a model directory and replace its weights."""
     shutil.copytree(model, target)
     save_file(dict(weights), target / "model.safetensors", metadata={"format": "pt"})
     return target
@@ -134,7 +134,7 @@ def test_bfloat16_compute_stays_close(layout: str, world: Worlds, tiny_model: Pa
 def test_scoring_in_chunks_does_not_change_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     for section in ({"parallelism": plan}, {"parallelism": {**plan, "fsdp_reshard_after_forward": "always"}}):
-        assert all(world(size).run(variants.chunks_change_nothing, tiny_model, section))
+        assert all(world(size).run(variants.chunked_gradient_is_equal, tiny_model, section))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -155,11 +155,11 @@ def test_lora_trains_only_adapters_and_publishes_merged_weights(layout: str, wor
     assert not [name for name in found["merged"] if "lora" in name]
 
 
-def test_seed_decides_initial_adapters_on_every_layout(world: Worlds, tiny_model: Path) -> None:
-    one, other = (world(1).run(variants.adapters_at_start, tiny_model, {"lora": LORA}, seed)[0] for seed in (1, 2))
+def test_initial_adapters_depend_only_on_seed(world: Worlds, tiny_model: Path) -> None:
+    one, other = (world(1).run(variants.initial_adapters, tiny_model, {"lora": LORA}, seed)[0] for seed in (1, 2))
     for size, plan in LAYOUTS.values():
         section = {"lora": LORA, "parallelism": plan}
-        for found in world(size).run(variants.adapters_at_start, tiny_model, section, 1):
+        for found in world(size).run(variants.initial_adapters, tiny_model, section, 1):
             assert found.keys() == one.keys()
             assert all(np.array_equal(found[name], one[name]) for name in one)
     assert all((one[name] != other[name]).mean() > 0.99 for name in one)
@@ -195,24 +195,24 @@ def test_compiled_model_has_same_gradient(layout: str, world: Worlds, tiny_model
 
 
 @pytest.mark.parametrize("plan", [FSDP, TP], ids=["fsdp", "tp"])
-def test_nan_loss_on_one_rank_skips_step_on_all(world: Worlds, tiny_model: Path, plan: dict) -> None:
-    assert world(2).run(variants.one_bad_loss_stops_all, tiny_model, plan) == [[(0, True), (1, False)]] * 2
+def test_nan_loss_on_one_rank_skips_step_on_all_ranks(world: Worlds, tiny_model: Path, plan: dict) -> None:
+    assert world(2).run(variants.nan_loss_on_one_rank, tiny_model, plan) == [[(0, True), (1, False)]] * 2
 
 
-def test_infinite_gradient_on_one_rank_skips_step_on_all(world: Worlds, tiny_model: Path) -> None:
-    assert world(2).run(variants.one_bad_gradient_stops_all, tiny_model, FSDP) == [(0, True)] * 2
+def test_infinite_gradient_on_one_rank_skips_step_on_all_ranks(world: Worlds, tiny_model: Path) -> None:
+    assert world(2).run(variants.infinite_gradient_on_one_rank, tiny_model, FSDP) == [(0, True)] * 2
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
-def test_step_without_counted_tokens_has_zero_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_step_without_loss_tokens_has_zero_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
-    assert world(size).run(variants.nothing_to_learn, tiny_model, plan) == [0.0] * size
+    assert world(size).run(variants.step_without_loss_tokens, tiny_model, plan) == [0.0] * size
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])
 def test_forward_between_backward_and_step_changes_nothing(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
-    assert all(world(size).run(variants.a_forward_in_between_changes_nothing, tiny_model, plan))
+    assert all(world(size).run(variants.forward_before_step, tiny_model, plan))
 
 
 def test_gradient_norm_does_not_depend_on_layout(world: Worlds, tiny_model: Path) -> None:
@@ -220,42 +220,42 @@ def test_gradient_norm_does_not_depend_on_layout(world: Worlds, tiny_model: Path
         norm
         for size, plan in LAYOUTS.values()
         for rows in (1, 8)
-        for norm in world(size).run(variants.norm_of_the_gradient, tiny_model, plan, rows)
+        for norm in world(size).run(variants.gradient_norm, tiny_model, plan, rows)
     ]
     assert min(norms) > 0.1
     assert max(norms) - min(norms) <= 1e-6 * max(norms)
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
-def test_resume_is_bit_for_bit_and_works_on_other_layouts(
+def test_resume_is_bitwise_and_works_on_other_layouts(
     in_background: bool, world: Worlds, tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"
-    uninterrupted = world(2).run(variants.save_and_go_on, tiny_model, FSDP, folder, in_background)
+    uninterrupted = world(2).run(variants.save_and_continue, tiny_model, FSDP, folder, in_background)
     kept = sorted(path.name for path in folder.iterdir())
     assert kept[-2:] == ["step-2", "step-3"]
     # A write in the background can still fail, so the oldest checkpoint may be kept until the next one.
     assert len(kept) <= (3 if in_background else 2)
-    resumed = world(2).run(variants.load_and_go_on, tiny_model, FSDP, folder, 3)
+    resumed = world(2).run(variants.load_and_continue, tiny_model, FSDP, folder, 3)
     assert [version for version, _, _ in resumed] == [3, 3]
     assert [own for _, own, _ in resumed] == uninterrupted
     if not in_background:
         for size, plan in ((1, {}), (2, TP), (4, BOTH)):
-            version, _, parameters = world(size).run(variants.load_and_go_on, tiny_model, plan, folder, 3)[0]
+            version, _, parameters = world(size).run(variants.load_and_continue, tiny_model, plan, folder, 3)[0]
             assert version == 3
             for name, value in parameters.items():
                 np.testing.assert_allclose(value, resumed[0][2][name], atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])
-def test_reference_of_kl_is_snapshot_of_start(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_kl_reference_is_snapshot_of_start(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
-    before, after = world(size).run(variants.divergence_from_the_start, tiny_model, plan)[0]
+    before, after = world(size).run(variants.kl_to_start, tiny_model, plan)[0]
     assert before == 0.0
     assert after > 1e-6
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])
-def test_optimizer_steps_on_one_batch_count_one_version(layout: str, world: Worlds, tiny_model: Path) -> None:
+def test_optimizer_steps_on_one_batch_increment_version_once(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
-    assert world(size).run(variants.several_steps_on_a_batch, tiny_model, plan) == [[0, 0, 1, 1]] * size
+    assert world(size).run(variants.steps_on_one_batch, tiny_model, plan) == [[0, 0, 1, 1]] * size

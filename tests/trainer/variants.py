@@ -70,7 +70,7 @@ def scores(learner: Learner) -> list[np.ndarray]:
 
 
 def export(model_dir: Path, trainer: Plan, target: Path, num_steps: int) -> tuple[list[np.ndarray], dict[str, bytes]]:
-    """Train some steps and export the result; return its log-probabilities and local bytes."""
+    """Train some steps and export the model; return its log-probabilities and local bytes."""
     learner = checks.make_learner(model_dir, **trainer)
     train(learner, num_steps)
     export_hf(learner.model, model_dir, target)
@@ -82,7 +82,7 @@ def loaded_bytes(model_dir: Path, trainer: Plan) -> dict[str, bytes]:
 
 
 def tensors_after_loading(model_dir: Path, trainer: Plan, seed: int) -> None:
-    """Load without drawing weights first; check that all tensors are those of a model whose weights were drawn."""
+    """Load without random initialization; check that all tensors equal those of a model with random initialization."""
     config = TrainerConfig.model_validate({"row_tokens": checks.ROW_TOKENS, **trainer})
     source = open_model(model_dir)
     drawn = build_model(source, config, DEVICES["cpu"], seed=seed)
@@ -101,14 +101,14 @@ def tensors_after_loading(model_dir: Path, trainer: Plan, seed: int) -> None:
         assert torch.equal(found[name], value), name
 
 
-def adapters_at_start(model_dir: Path, trainer: Plan, seed: int) -> checks.Arrays:
+def initial_adapters(model_dir: Path, trainer: Plan, seed: int) -> checks.Arrays:
     """Return the A matrices of new adapters. This is a collective."""
     parameters = checks.parameters(checks.make_learner(model_dir, seed=seed, **trainer))
     return {name: value for name, value in parameters.items() if name.endswith("lora_a.weight")}
 
 
 def train_adapters(model_dir: Path, trainer: Plan) -> dict[str, checks.Arrays]:
-    """Return whole parameters before and after two steps, and check that a snapshot holds only adapters."""
+    """Return the full parameters before and after two steps, and check that a snapshot contains only adapters."""
     learner = checks.make_learner(model_dir, **trainer)
     before = checks.parameters(learner)
     learner.keep_weights()
@@ -121,8 +121,8 @@ def train_adapters(model_dir: Path, trainer: Plan) -> dict[str, checks.Arrays]:
     return {"before": before, "after": checks.parameters(learner), "merged": merged}
 
 
-def chunks_change_nothing(model_dir: Path, trainer: Plan) -> bool:
-    """Check that scoring a few tokens at a time has the same gradient as scoring all at once."""
+def chunked_gradient_is_equal(model_dir: Path, trainer: Plan) -> bool:
+    """Check that scoring in chunks of a few tokens gives the same gradient as scoring all tokens together."""
     learner = checks.make_learner(model_dir, **trainer)
     batch = batches_of(learner, 8)[0]
     learner.run(batch, checks.everything)
@@ -137,7 +137,7 @@ def chunks_change_nothing(model_dir: Path, trainer: Plan) -> bool:
     return True
 
 
-def one_bad_loss_stops_all(model_dir: Path, plan: Plan) -> list[tuple[int, bool]]:
+def nan_loss_on_one_rank(model_dir: Path, plan: Plan) -> list[tuple[int, bool]]:
     """Run a step with NaN as the last rank's loss and a gradient of zero, then a good step."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     live = checks.local_bytes(learner)
@@ -153,7 +153,7 @@ def one_bad_loss_stops_all(model_dir: Path, plan: Plan) -> list[tuple[int, bool]
     return [(skipped.version, skipped.skipped), (learner.version, checks.local_bytes(learner) == live)]
 
 
-def one_bad_gradient_stops_all(model_dir: Path, plan: Plan) -> tuple[int, bool]:
+def infinite_gradient_on_one_rank(model_dir: Path, plan: Plan) -> tuple[int, bool]:
     """Run a step with an infinite gradient on the last rank."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     live = checks.local_bytes(learner)
@@ -169,15 +169,15 @@ def one_bad_gradient_stops_all(model_dir: Path, plan: Plan) -> tuple[int, bool]:
     return update.version, update.skipped
 
 
-def nothing_to_learn(model_dir: Path, plan: Plan) -> float:
-    """Return the gradient norm of a step in which no rank has a token that counts."""
+def step_without_loss_tokens(model_dir: Path, plan: Plan) -> float:
+    """Return the gradient norm of a step in which no rank has a loss token."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     result = learner.run(empty_rows(2, checks.ROW_TOKENS), checks.everything)
     assert result.sums.sums.get("loss/policy", 0.0) == 0.0
     return learner.optim_step(checks.ADAM).grad_norm
 
 
-def a_forward_in_between_changes_nothing(model_dir: Path, plan: Plan) -> bool:
+def forward_before_step(model_dir: Path, plan: Plan) -> bool:
     """Return True if a step is the same with a forward pass between backward and step."""
     plain = checks.make_learner(model_dir, parallelism=plan)
     train(plain)
@@ -189,14 +189,14 @@ def a_forward_in_between_changes_nothing(model_dir: Path, plan: Plan) -> bool:
     return checks.local_bytes(learner) == checks.local_bytes(plain)
 
 
-def norm_of_the_gradient(model_dir: Path, plan: Plan, rows_per_microbatch: int) -> float:
+def gradient_norm(model_dir: Path, plan: Plan, rows_per_microbatch: int) -> float:
     learner = checks.make_learner(model_dir, parallelism=plan)
     for batch in batches_of(learner, rows_per_microbatch):
         learner.run(batch, checks.everything)
     return learner.optim_step(checks.ADAM).grad_norm
 
 
-def save_and_go_on(model_dir: Path, plan: Plan, folder: Path, in_background: bool) -> dict[str, bytes]:
+def save_and_continue(model_dir: Path, plan: Plan, folder: Path, in_background: bool) -> dict[str, bytes]:
     """Save a checkpoint at each of three steps, then take three more; return the local bytes."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     checkpoints = Checkpoints(learner, folder, 2, in_background=in_background)
@@ -208,8 +208,8 @@ def save_and_go_on(model_dir: Path, plan: Plan, folder: Path, in_background: boo
     return checks.local_bytes(learner)
 
 
-def load_and_go_on(model_dir: Path, plan: Plan, folder: Path, step: int) -> tuple[int, dict[str, bytes], checks.Arrays]:
-    """Load a checkpoint and take three steps; return the loaded version, then local bytes and whole parameters."""
+def load_and_continue(model_dir: Path, plan: Plan, folder: Path, step: int) -> tuple[int, dict[str, bytes], checks.Arrays]:
+    """Load a checkpoint and take three steps; return the loaded version, then local bytes and full parameters."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     torch.rand(3)  # loading restores the random state
     checkpoints = Checkpoints(learner, folder, 2)
@@ -220,7 +220,7 @@ def load_and_go_on(model_dir: Path, plan: Plan, folder: Path, step: int) -> tupl
     return version, checks.local_bytes(learner), checks.parameters(learner)
 
 
-def divergence_from_the_start(model_dir: Path, plan: Plan) -> list[float]:
+def kl_to_start(model_dir: Path, plan: Plan) -> list[float]:
     """Return the KL term before and after a step, with the reference in a snapshot, on rank 0."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     learner = Learner(learner.model, AlgorithmConfig(kl=KLConfig(coef=0.5)), temperature=1.0)
@@ -238,8 +238,8 @@ def divergence_from_the_start(model_dir: Path, plan: Plan) -> list[float]:
     return terms
 
 
-def several_steps_on_a_batch(model_dir: Path, plan: Plan) -> list[int]:
-    """Take three optimizer steps on a batch, the last one skipped; return the version and what was refused in between."""
+def steps_on_one_batch(model_dir: Path, plan: Plan) -> list[int]:
+    """Take three optimizer steps on a batch, the last one skipped; check the rejected calls and return the versions."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     batch = batches_of(learner)[0]
 

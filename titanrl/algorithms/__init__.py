@@ -1,5 +1,5 @@
-"""Pure functions of the algorithm: advantages, loss weights, packing, batch plans, losses, corrections and log-probabilities.
+"""RL algorithms as pure functions: advantages, loss weights, packing, batch plans, losses, corrections and log-probabilities.
 
 `advantages`, `batch_plan`, `loss_weights`, `packing` and `schedule` do not import torch, so the controller starts faster. The
-other modules compute with tensors.
+tensor modules, such as `losses` and `objective`, run on the trainer.
 """

@@ -1,12 +1,12 @@
-"""Advantages: how much better each completion of a group was than its group, or than the batch.
+"""Advantage estimators: compare the reward of each completion with a baseline from its group or from the batch.
 
-A method is a function of `GroupRewards`, see `contracts.Advantage`. Registering one takes an entry in
-`titanrl.config.registry.ADVANTAGES`.
+An estimator is a function of `GroupRewards` that follows the protocol `contracts.Advantage`. To add a built-in estimator,
+register it in `titanrl.config.registry.ADVANTAGES`.
 
-Shape suffix: G completions of one prompt.
+Shape suffix: G completions of one prompt. In the formulas, R_i is the reward of completion i; mean and std are over the group.
 Sources: GRPO (arXiv:2402.03300), Dr. GRPO (arXiv:2503.20783), RLOO (arXiv:2402.14740), REINFORCE++ (arXiv:2501.03262),
-pass@k training (arXiv:2508.10751), GDPO (arXiv:2601.05242), MaxRL (maximum-likelihood RL) as its authors' code and SkyRL write
-it.
+pass@k training (arXiv:2508.10751), GDPO (arXiv:2601.05242), MaxRL (maximum-likelihood RL) as implemented by its authors and in
+SkyRL.
 """
 
 import math
@@ -22,16 +22,17 @@ from titanrl.config.registry import ADVANTAGES
 from titanrl.loading import import_object
 
 EPS = 1e-6
-"""Added to every divisor of advantages."""
+"""Constant added to each divisor of an advantage, for numerical stability."""
 
 Unit = Literal["rollout", "turn", "token"]
-"""Part of the batch that has an advantage of its own."""
+"""Granularity of an advantage."""
 
 HUGE = 2.0**120
-"""Size from which rewards are scaled down first. Squares of smaller ones are finite, and their advantages fit float32."""
+"""Absolute reward from which rewards are scaled down first. Squares of smaller rewards are finite, and their advantages fit
+float32."""
 
 MAX_ADVANTAGE = 3.4e38
-"""Largest advantage: the trainer holds advantages in float32."""
+"""Largest absolute advantage. The trainer stores advantages in float32."""
 
 
 def batch_advantages(
@@ -42,10 +43,16 @@ def batch_advantages(
     std_ddof: int = 0,
     pass_k: int | None = None,
 ) -> list[tuple[float, ...]]:
-    """Turn the rewards of all groups of a step into advantages, in the order of the groups.
+    """Compute the advantages of all groups of a step, in the order of the groups.
 
-    The REINFORCE++ methods standardize the result of `group_advantages` over the batch. `num_sampled` holds the number of
-    tokens of each completion that count in the loss.
+    The REINFORCE++ estimators also standardize the result of `group_advantages` over the batch.
+
+    Args:
+        groups: Rewards of the completions of each group.
+        num_sampled: Number of loss tokens of each completion.
+        method: Name in `ADVANTAGES`.
+        std_ddof: Delta degrees of freedom of the standard deviation in a group.
+        pass_k: k of `pass_at_k`.
 
     Raises:
         ValueError: See `group_advantages`.
@@ -67,13 +74,13 @@ def group_advantages(
     pass_k: int | None = None,
     eps: float = EPS,
 ) -> tuple[float, ...]:
-    """Turn the rewards of one group into advantages by a built-in method, `[G]`.
+    """Compute the advantages of one group with a built-in estimator, `[G]`.
 
-    The REINFORCE++ methods still have to be standardized over the batch. A group of one and a group of equal rewards have
-    advantages of exactly 0, except under `reinforce_pp`.
+    The result of the REINFORCE++ estimators is not standardized yet; `standardized` does that over the batch. Groups of one
+    completion and groups of equal rewards have advantages of exactly 0, except with `reinforce_pp`.
 
     Raises:
-        ValueError: A reward is not finite, is negative with `maxrl`, or gives an advantage that does not fit float32.
+        ValueError: A reward is not finite, a reward is negative with `maxrl`, or an advantage does not fit float32.
     """
     if not all(map(math.isfinite, rewards_G)):
         i, reward = next((i, reward) for i, reward in enumerate(rewards_G) if not math.isfinite(reward))
@@ -88,14 +95,14 @@ def group_advantages(
     is_huge = max(rewards_G) >= HUGE or min(rewards_G) <= -HUGE
     if not is_huge or traits.keeps_equal_rewards:
         return tuple(_built_in(method, std_ddof, pass_k, eps)(GroupRewards(rewards=rewards_G)))
-    unit = unit_of(rewards_G)
-    function = _built_in(method, std_ddof, pass_k, eps / unit)
-    scaled_G = tuple(function(GroupRewards(rewards=[reward / unit for reward in rewards_G])))
-    return scaled_G if traits.is_scale_free else _multiplied(scaled_G, unit, rewards_G, is_final=not traits.is_standardized)
+    scale = power_of_two_scale(rewards_G)
+    function = _built_in(method, std_ddof, pass_k, eps / scale)
+    scaled_G = tuple(function(GroupRewards(rewards=[reward / scale for reward in rewards_G])))
+    return scaled_G if traits.is_scale_free else _rescaled(scaled_G, scale, rewards_G, is_final=not traits.is_standardized)
 
 
 def grpo(group: GroupRewards, *, std_ddof: int = 0, eps: float = EPS) -> tuple[float, ...]:
-    """Return (R_i - mean) / (std + eps)."""
+    """Return (R_i - mean) / (std + eps). Source: GRPO with outcome rewards (arXiv:2402.03300)."""
     mean = _mean(group.rewards)
     variance = math.fsum((reward - mean) ** 2 for reward in group.rewards) / (len(group.rewards) - std_ddof)
     scale = 1.0 / (math.sqrt(variance) + eps)
@@ -103,49 +110,51 @@ def grpo(group: GroupRewards, *, std_ddof: int = 0, eps: float = EPS) -> tuple[f
 
 
 def dr_grpo(group: GroupRewards) -> tuple[float, ...]:
-    """Return R_i - mean."""
+    """Return R_i - mean. Source: Dr. GRPO (arXiv:2503.20783)."""
     mean = _mean(group.rewards)
     return tuple(reward - mean for reward in group.rewards)
 
 
 def rloo(group: GroupRewards) -> tuple[float, ...]:
-    """Return R_i - mean of the others."""
+    """Return R_i - mean of the other rewards in the group. Source: RLOO (arXiv:2402.14740)."""
     mean, size = _mean(group.rewards), len(group.rewards)
     scale = size / (size - 1)
     return tuple((reward - mean) * scale for reward in group.rewards)
 
 
 def maxrl(group: GroupRewards, *, eps: float = EPS) -> tuple[float, ...]:
-    """Return (R_i - mean) / (mean + eps), for rewards from 0 up."""
+    """Return (R_i - mean) / (mean + eps), for rewards >= 0. Source: MaxRL, as implemented by its authors and in SkyRL."""
     mean = _mean(group.rewards)
     scale = 1.0 / (mean + eps)
     return tuple((reward - mean) * scale for reward in group.rewards)
 
 
 def reinforce_pp(group: GroupRewards) -> tuple[float, ...]:
-    """Return R_i, which is then standardized over the batch."""
+    """Return R_i, which `batch_advantages` then standardizes over the batch. Source: REINFORCE++ (arXiv:2501.03262)."""
     return tuple(group.rewards)
 
 
 def pass_at_k(group: GroupRewards, *, pass_k: int, eps: float = EPS) -> tuple[float, ...]:
-    """Return `pass_at_k_advantages`; 0 for a group of fewer than `pass_k`, which rollouts whose reward failed have left."""
+    """Return `pass_at_k_advantages`, or zeros if failed rewards left the group with fewer than `pass_k` completions."""
     rewards_G = group.rewards
     return pass_at_k_advantages(rewards_G, pass_k, eps=eps) if len(rewards_G) >= pass_k else (0.0,) * len(rewards_G)
 
 
 def pass_at_k_advantages(rewards_G: Sequence[float], k: int, *, eps: float = EPS) -> tuple[float, ...]:
-    """Return how much each completion adds to the best of k completions, in standard deviations of that best, `[G]`.
+    """Return the contribution of each completion to the best-of-k reward, in standard deviations of that reward, `[G]`.
 
-    With M(S) = the largest reward in S, over all k-subsets S of the group:
-    A_i = (mean of M(S) with i in S - mean of M(S)) / (std of M(S) + eps). For rewards of 0 and 1 this is pass@k training
-    (arXiv:2508.10751). The group must have at least k completions.
+    M(S) is the largest reward in S, where S ranges over all k-subsets of the group. Then
+    A_i = (mean of M(S) over all S that contain i - mean of M(S)) / (std of M(S) + eps).
+
+    For rewards of 0 and 1 this is the advantage of pass@k training (arXiv:2508.10751). The group must have at least k
+    completions.
     """
     size = len(rewards_G)
-    assert 1 <= k <= size, f"the best of {k} needs a group of {k}, this one has {size}"
+    assert 1 <= k <= size, f"best-of-{k} needs at least {k} completions (got {size})"
     ordered = sorted(rewards_G)
     if ordered[k - 1] == ordered[-1]:  # every k completions include the best reward
         return (0.0,) * size
-    # Of all k-subsets, comb(j, k - 1) have their largest reward at index j of the order.
+    # In comb(j, k - 1) of all k-subsets, the largest reward is at index j.
     shares = [math.comb(j, k - 1) / math.comb(size, k) for j in range(size)]
     mean = math.fsum(share * reward for share, reward in zip(shares, ordered, strict=True))
     variance = math.fsum(share * (reward - mean) ** 2 for share, reward in zip(shares, ordered, strict=True))
@@ -156,9 +165,10 @@ def pass_at_k_advantages(rewards_G: Sequence[float], k: int, *, eps: float = EPS
 def standardized(
     values: Sequence[Sequence[float]], num_sampled: Sequence[Sequence[int]], *, eps: float = EPS
 ) -> list[tuple[float, ...]]:
-    """Return (value - mean) / (std + eps), with mean and variance over the tokens of the batch that count in the loss.
+    """Return (value - mean) / (std + eps), with mean and variance over the loss tokens of the batch.
 
-    All tokens of a sequence share its value, so it counts `num_sampled` times. Equal values become exactly 0.
+    Each value is weighted by its entry in `num_sampled`, the number of loss tokens that share it. If all values are equal, the
+    result is exactly 0. Source: the global normalization of REINFORCE++ (arXiv:2501.03262).
     """
     flat = zip((v for group in values for v in group), (n for group in num_sampled for n in group), strict=True)
     counted = [(value, count) for value, count in flat if count]
@@ -166,8 +176,8 @@ def standardized(
     if len(distinct) <= 1:
         return [(0.0,) * len(group) for group in values]
     if max(distinct) >= HUGE or min(distinct) <= -HUGE:
-        unit = unit_of(distinct)
-        return standardized([[value / unit for value in group] for group in values], num_sampled, eps=eps / unit)
+        scale = power_of_two_scale(distinct)
+        return standardized([[value / scale for value in group] for group in values], num_sampled, eps=eps / scale)
     total = sum(count for _, count in counted)
     mean = math.fsum(count * value for value, count in counted) / total
     std = math.sqrt(math.fsum(count * (value - mean) ** 2 for value, count in counted) / total)
@@ -175,10 +185,11 @@ def standardized(
 
 
 def decoupled_advantages(groups: Iterable[GroupRewards], *, std_ddof: int = 0, eps: float = EPS) -> list[tuple[float, ...]]:
-    """Return the advantages of GDPO for all groups of a step: `gdpo` of each, divided by the standard deviation over the batch.
+    """Return the GDPO advantages of all groups of a step: `gdpo` of each group, divided by the std over the batch.
 
-    The advantages of each part sum to 0 in a group, and so does their weighted sum. The mean that the paper subtracts over the
-    completions of the batch is therefore 0, and a group whose parts are all equal has advantages of exactly 0.
+    The paper (arXiv:2601.05242) also subtracts the mean over the completions of the batch. That mean is 0, because the
+    normalized values of each reward component sum to 0 in a group, and so does their weighted sum. For the same reason, a group
+    whose components are all equal has advantages of exactly 0.
 
     Raises:
         ValueError: See `gdpo`.
@@ -188,16 +199,17 @@ def decoupled_advantages(groups: Iterable[GroupRewards], *, std_ddof: int = 0, e
     largest = max(map(abs, flat), default=0.0)
     if largest == 0.0:
         return sums
-    # Relative to the largest value the squares neither overflow nor vanish.
+    # Dividing by the largest value keeps the squares from overflowing and underflowing.
     std = largest * math.sqrt(math.fsum((value / largest) ** 2 for value in flat) / len(flat))
     return [tuple(value / (std + eps) for value in group) for group in sums]
 
 
 def gdpo(group: GroupRewards, *, std_ddof: int = 0, eps: float = EPS) -> tuple[float, ...]:
-    """Return the sum over the parts of weight * (r_i - mean) / (std + eps), with mean and std of that part in the group.
+    """Return the sum over reward components of weight * (r_i - mean) / (std + eps), with mean and std of that component.
 
-    A completion without a part gets nothing for it and is not in its mean. Rewards without parts are one part of weight 1.
-    `decoupled_advantages` scales the sums over the batch.
+    A completion that lacks a component contributes 0 for it and is excluded from its mean and std. Rewards without components
+    are treated as one component of weight 1. `decoupled_advantages` normalizes the sums over the batch.
+    Source: GDPO (arXiv:2601.05242).
 
     Raises:
         ValueError: The weights are so large that a sum is not finite.
@@ -212,21 +224,21 @@ def gdpo(group: GroupRewards, *, std_ddof: int = 0, eps: float = EPS) -> tuple[f
     if not all(map(math.isfinite, sums)):
         largest = max(group.weights, key=lambda part: abs(group.weights[part]))
         raise ValueError(
-            "data.rewards: the weighted sum of the normalized parts is not finite "
-            f"(got the weight {group.weights[largest]:g} of {largest}). Use smaller weights."
+            "data.rewards: the weighted sum of the normalized rewards is not finite "
+            f"(got weight {group.weights[largest]:g} for {largest}). Use smaller weights."
         )
     return tuple(sums)
 
 
-def unit_of(values: Collection[float]) -> float:
-    """Return the power of two that brings the largest of some huge values below `HUGE`; dividing by it does not round."""
+def power_of_two_scale(values: Collection[float]) -> float:
+    """Return a power of two that scales the largest absolute value below `HUGE`. Dividing by a power of two is exact."""
     return 2.0 ** (math.frexp(max(map(abs, values)))[1] - 120)
 
 
 def checked_advantages(
     advantage: Callable[[GroupRewards], Iterable[Any]], group: GroupRewards, name: str
 ) -> tuple[Unit, list[list[float]]]:
-    """Call an advantage of the user for one group.
+    """Call a user-defined advantage for one group and check the result.
 
     Args:
         advantage: Function of the group.
@@ -234,7 +246,7 @@ def checked_advantages(
         name: Import path or name of the function, for error messages.
 
     Returns:
-        The unit that has an advantage each, and the advantages of the units of each completion.
+        Granularity of the advantages, and for each completion the list of its advantages: one, or one per turn or token.
 
     Raises:
         ValueError: The function raised, or did not return one finite number per completion, turn or token.
@@ -244,12 +256,12 @@ def checked_advantages(
         returned = list(advantage(group))
         is_nested = any(np.ndim(value) for value in returned)
         numbers = [[float(number) for number in value] if is_nested else [float(value)] for value in returned]
-    except Exception as error:  # the function is the user's and may raise anything
+    except Exception as error:  # user-defined code may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"algorithm.advantage: {name} raised {cause} (got the rewards {rewards}). Correct it.") from error
-    unit = _unit_of([len(own) for own in numbers], group, is_nested=is_nested)
-    if unit is None or not all(abs(number) <= MAX_ADVANTAGE for own in numbers for number in own):
-        got = numbers if is_nested else [number for own in numbers for number in own]
+    unit = _unit_of(list(map(len, numbers)), group, is_nested=is_nested)
+    if unit is None or not all(abs(number) <= MAX_ADVANTAGE for values in numbers for number in values):
+        got = numbers if is_nested else [number for values in numbers for number in values]
         raise ValueError(
             f"algorithm.advantage: {name} must return one finite number per completion (got {got} for the rewards {rewards}), "
             "or for each completion a list of one number per turn or per token. Correct it."
@@ -258,7 +270,7 @@ def checked_advantages(
 
 
 def _unit_of(counts: Sequence[int], group: GroupRewards, *, is_nested: bool) -> Unit | None:
-    """Return the unit of which each completion has so many; None if there is none."""
+    """Return the granularity that matches the number of values of each completion; None if there is no match."""
     if not is_nested:
         return "rollout" if len(counts) == len(group.rewards) else None
     if counts == [len(turns) for turns in group.turn_rewards]:
@@ -268,13 +280,13 @@ def _unit_of(counts: Sequence[int], group: GroupRewards, *, is_nested: bool) -> 
 
 @lru_cache(maxsize=4096)
 def _normalized(values_G: tuple[float, ...], std_ddof: int, eps: float) -> tuple[float, ...]:
-    """Return `grpo` of one part; many groups have the same values of a part."""
+    """Return the `grpo` advantages of one reward component. The cache helps because many groups have equal values."""
     return group_advantages(values_G, "grpo", std_ddof=std_ddof, eps=eps)
 
 
 @lru_cache(maxsize=64)
 def _built_in(method: str, std_ddof: int, pass_k: int | None, eps: float) -> Callable[[GroupRewards], Sequence[float]]:
-    """Return the function of a built-in advantage with those of the options that it has."""
+    """Return a built-in estimator with the options that it takes."""
     function = import_object(ADVANTAGES[method].path, key="algorithm.advantage")
     names = option_names(function) or ()
     given = {"std_ddof": std_ddof, "pass_k": pass_k, "eps": eps}
@@ -285,10 +297,10 @@ def _mean(rewards_G: Sequence[float]) -> float:
     return math.fsum(rewards_G) / len(rewards_G)
 
 
-def _multiplied(scaled_G: Sequence[float], unit: float, rewards_G: Sequence[float], *, is_final: bool) -> tuple[float, ...]:
-    """Multiply the advantages of scaled rewards by the unit, or raise ValueError if they overflow."""
-    advantages_G = tuple(advantage * unit for advantage in scaled_G)
-    # Advantages that `batch_advantages` will standardize only have to be finite here.
+def _rescaled(scaled_G: Sequence[float], scale: float, rewards_G: Sequence[float], *, is_final: bool) -> tuple[float, ...]:
+    """Multiply the advantages of scaled rewards by the scale, or raise ValueError if they overflow."""
+    advantages_G = tuple(advantage * scale for advantage in scaled_G)
+    # Advantages that are standardized later only have to fit float64 here.
     if max(map(abs, advantages_G)) > (MAX_ADVANTAGE if is_final else sys.float_info.max):
         largest = max(rewards_G, key=abs)
         fix = "Make the reward return smaller numbers, or set algorithm.advantage to grpo."
@@ -297,10 +309,10 @@ def _multiplied(scaled_G: Sequence[float], unit: float, rewards_G: Sequence[floa
 
 
 def _best_with(ordered: Sequence[float], index: int, k: int) -> float:
-    """Return the mean of the largest reward over the k-subsets that include the completion at `index`, in ascending order."""
+    """Return the mean of the largest reward over all k-subsets that contain `ordered[index]`; `ordered` is ascending."""
     if k == 1:
         return ordered[index]
     others = [*ordered[:index], *ordered[index + 1 :]]
-    number = math.comb(len(others), k - 1)
-    # The largest of the k - 1 others is at index j in comb(j, k - 2) of the subsets.
-    return math.fsum(math.comb(j, k - 2) / number * max(other, ordered[index]) for j, other in enumerate(others))
+    num_subsets = math.comb(len(others), k - 1)
+    # In comb(j, k - 2) of these subsets, the largest of the k - 1 other rewards is at index j.
+    return math.fsum(math.comb(j, k - 2) / num_subsets * max(other, ordered[index]) for j, other in enumerate(others))

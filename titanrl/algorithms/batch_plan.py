@@ -1,6 +1,6 @@
-"""The plan of one optimizer step: the rank, row, advantage and loss weight of each sequence.
+"""Plan one optimizer step: assign each sequence a rank, a packed row, an advantage and a loss weight.
 
-Shape suffix: S sequences.
+Shape suffixes: S planned sequences, M segments, N rollouts, P groups (prompts), T tokens.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 
 from titanrl.algorithms.advantages import batch_advantages, decoupled_advantages
 from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
-from titanrl.algorithms.credit import own_advantages, spans_of, token_advantages, turn_advantages
+from titanrl.algorithms.credit import custom_advantages, spans_of, token_advantages, turn_advantages
 from titanrl.algorithms.loss_weights import sequence_weights
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.config.algorithm import AlgorithmConfig
@@ -23,24 +23,24 @@ from titanrl.types import BoolArray, IntArray
 
 T = TypeVar("T")
 WeightOf = Callable[[str, int], float]
-"""Function from a part of the reward, and the number of a task, to the factor of the part in the sum."""
+"""Function that maps a reward component and a task index to the component's weight in the summed reward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskAdvantage:
-    """The advantage of the groups of a task."""
+    """Advantage estimator of a task. Two of them are equal if they compute the same advantages."""
 
     algorithm: AlgorithmConfig
-    """Its name and options."""
-    own: Callable[..., Sequence[Any]] | None = None
-    """Function of the user; None selects the built-in one."""
+    """Configuration with the name and options of the estimator."""
+    custom: Callable[..., Sequence[Any]] | None = None
+    """User-defined function; None selects the built-in estimator."""
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return self.algorithm.advantage, self.algorithm.std_ddof, self.algorithm.pass_k, id(self.own)
+        return self.algorithm.advantage, self.algorithm.std_ddof, self.algorithm.pass_k, id(self.custom)
 
     def __eq__(self, other: object) -> bool:
-        """Return True if the advantages are computed in the same way."""
+        """Return True if both compute the same advantages."""
         return isinstance(other, TaskAdvantage) and self._key == other._key
 
     def __hash__(self) -> int:
@@ -57,41 +57,41 @@ def plan_batch(
     rows_per_microbatch: int,
     dp_size: int,
     share_prompts: bool = False,
-    own_advantage: Callable[..., Sequence[Any]] | None = None,
+    custom_advantage: Callable[..., Sequence[Any]] | None = None,
     weight_of: WeightOf = lambda part, task: 1.0,
     by_task: Sequence[TaskAdvantage] = (),
     advantages_N: DoubleArray | None = None,
     spans: Spans | None = None,
 ) -> BatchPlan:
-    """Plan one optimizer step over all groups of `records`; their order does not matter.
+    """Plan one optimizer step over all groups of `records`. The plan does not depend on the order of the groups.
 
-    Loss weights are computed from the counts of all records. Sequences with a gradient of zero are in these counts, but not in
-    the micro-batches: those without a sampled token, and those without an advantage unless another term of the objective needs
-    them. The importance weight of a replayed group multiplies the loss weights of its sequences. Each rank gets the same number
-    of micro-batches, at least one.
+    Loss weights are computed from the token and sequence counts of all records. Sequences with zero gradient are included in
+    these counts, but not in the micro-batches. A sequence has zero gradient if it has no sampled token, or if its advantage is
+    0 and no other term of the objective needs it. The importance weight of a replayed group multiplies the loss weights of its
+    sequences. All ranks get the same number of micro-batches, at least one.
 
     Args:
         records: Groups of the step. A group without payload must have no gradient.
-        algorithm: Advantages, reduction and terms of the objective.
-        constant_length: Tokens that `reduction: constant` divides by.
-        row_tokens: Tokens of a row.
-        rows_per_microbatch: Rows that a rank runs at once.
-        dp_size: Data-parallel ranks.
-        share_prompts: Store the prompt of a group once in each row with its sequences, unless that takes more rows.
-        own_advantage: Advantage of the user; None selects the built-in one that `algorithm` names.
-        weight_of: Function from a part of the reward, and the number of a task, to its factor in the sum.
-        by_task: Advantages of each task of a mixture, in place of those of `algorithm`. Tasks with equal ones are compared with
-            each other.
+        algorithm: Advantage estimator, reduction and terms of the objective.
+        constant_length: Divisor of `reduction: constant`, in tokens.
+        row_tokens: Length of a row in tokens.
+        rows_per_microbatch: Maximum number of rows in a rank's micro-batch.
+        dp_size: Number of data-parallel ranks.
+        share_prompts: Store the prompt of a group once per row, for all its sequences in that row, unless that takes more rows.
+        custom_advantage: User-defined advantage; None selects the built-in one that `algorithm` names.
+        weight_of: Weight of a reward component in the summed reward, see `WeightOf`.
+        by_task: Estimators of the tasks of a mixture, by task index; they replace that of `algorithm`. Groups of tasks with
+            equal estimators are standardized together.
         advantages_N: Advantages of all rollouts, with the groups in prompt order; None computes them from these groups.
-        spans: Advantages of the tokens of all segments; None if those of a rollout do not differ.
+        spans: Token advantages of all segments; None if all tokens of a rollout have the same advantage.
 
     Raises:
-        ValueError: A sequence does not fit a row, the advantage refuses a reward, or it returns no valid advantages.
+        ValueError: A sequence does not fit a row, the estimator rejects a reward, or it returns invalid advantages.
     """
     ordered = records.by_index()
-    assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not be in a batch twice"
+    assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not appear twice in a batch"
     if advantages_N is None:
-        advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm, own_advantage)], weight_of)
+        advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm, custom_advantage)], weight_of)
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
     rollout_of_M = ordered.rollout_of
     sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
@@ -99,7 +99,7 @@ def plan_batch(
     rows = pack_sequences(sequences, prompts_S, prompt_lens_S if share_prompts else None, row_tokens)
     microbatches = _microbatches(sequences, chosen_spans, rows, rows_per_microbatch, dp_size)
     num_placed = int((sequences["length"] - sequences["num_shared"]).sum())
-    # A rank without rows runs an empty one.
+    # A rank without rows runs one empty row.
     num_rows = sum(max(len(rank), 1) for microbatch in microbatches for rank in microbatch.rows)
     return BatchPlan(
         microbatches=microbatches,
@@ -111,32 +111,38 @@ def plan_batch(
 
 
 def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArray | None, row_tokens: int) -> list[list[int]]:
-    """Return the indices of each row's sequences, and set `num_shared` in the table.
+    """Pack sequences into rows, set `num_shared` in the table, and return the sequence indices of each row.
 
-    With prompt lengths, sequences with the same prompt share it, unless that takes more rows. The last token of the prompt is
-    never shared, because it predicts the first token of each completion.
+    With prompt lengths, sequences that have the same prompt share it, unless that takes more rows. The last token of the prompt
+    is never shared, because it predicts the first token of each completion.
+
+    Args:
+        sequences: Table of the sequences, which is modified.
+        prompts_S: Prompt id of each sequence.
+        prompt_lens_S: Number of prompt tokens of each sequence; None shares no prompts.
+        row_tokens: Length of a row in tokens.
     """
     lengths_S: IntArray = sequences["length"]
-    apart = pack(lengths_S.tolist(), row_tokens)
+    unshared_rows = pack(lengths_S.tolist(), row_tokens)
     if prompt_lens_S is None:
-        return apart
+        return unshared_rows
     num_shared_S = np.maximum(prompt_lens_S - 1, 0)
-    together = pack_sharing(lengths_S, np.unique(prompts_S, return_inverse=True)[1], num_shared_S, row_tokens)
-    if len(apart) < len(together):
-        return apart
-    order = np.fromiter(chain.from_iterable(together), np.int64, len(lengths_S))
-    follows = np.diff(prompts_S[order], prepend=-1) == 0
-    follows[np.cumsum([0, *map(len, together)])[:-1]] = False  # the first sequence of a row
-    sequences["num_shared"][order[follows]] = num_shared_S[order[follows]]
-    return together
+    rows = pack_sharing(lengths_S, np.unique(prompts_S, return_inverse=True)[1], num_shared_S, row_tokens)
+    if len(unshared_rows) < len(rows):
+        return unshared_rows
+    order = np.fromiter(chain.from_iterable(rows), np.int64, len(lengths_S))
+    shares = np.diff(prompts_S[order], prepend=-1) == 0
+    shares[np.cumsum([0, *map(len, rows)])[:-1]] = False  # the first sequence of a row stores the prompt
+    sequences["num_shared"][order[shares]] = num_shared_S[order[shares]]
+    return rows
 
 
 def _advantages(
     records: RecordTable, by_task: Sequence[TaskAdvantage], weight_of: WeightOf
 ) -> tuple[DoubleArray, Spans | None]:
-    """Return the advantages of all rollouts, `[N]`, and those of their tokens if they differ.
+    """Return the advantages of all rollouts, `[N]`, and the token advantages if they differ within a rollout.
 
-    The groups of tasks with the same method are compared with each other.
+    Groups of tasks with equal estimators are processed together.
     """
     first, *others = dict.fromkeys(by_task)
     if not others:
@@ -145,7 +151,7 @@ def _advantages(
     group_of_T = np.repeat(records.group_of[records.rollout_of], records.num_sampled)
     has_spans = False
     for method in (first, *others):
-        tasks = [number for number, chosen in enumerate(by_task) if chosen == method]
+        tasks = [task for task, estimator in enumerate(by_task) if estimator == method]
         chosen_P = np.isin(records.tasks, tasks)
         if chosen_P.any():
             subset = records.take(np.flatnonzero(chosen_P))
@@ -162,11 +168,11 @@ def _advantages(
 
 
 def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: WeightOf) -> tuple[DoubleArray, Spans | None]:
-    """Return the advantages of all rollouts by one method, `[N]`, and those of their tokens if they differ."""
-    algorithm, own_advantage = method.algorithm, method.own
-    if own_advantage is not None:
-        own = partial(own_advantage, **advantage_arguments(own_advantage, algorithm))
-        return own_advantages(own, list(group_rewards(records, weight_of)), algorithm.advantage, records)
+    """Return the advantages of all rollouts with one estimator, `[N]`, and the token advantages if they differ in a rollout."""
+    algorithm, custom_advantage = method.algorithm, method.custom
+    if custom_advantage is not None:
+        bound = partial(custom_advantage, **advantage_arguments(custom_advantage, algorithm))
+        return custom_advantages(bound, list(group_rewards(records, weight_of)), algorithm.advantage, records)
     if algorithm.credit == "turn":
         groups, options = list(group_rewards(records, weight_of)), {"std_ddof": algorithm.std_ddof}
         turns = turn_advantages(groups, algorithm.advantage, discount=algorithm.turn_discount, **options)
@@ -193,7 +199,7 @@ def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: Weigh
 def _segments_with_gradient(
     records: RecordTable, algorithm: AlgorithmConfig, constant_length: int, advantages: DoubleArray, spans: Spans | None
 ) -> tuple[BoolArray, DoubleArray]:
-    """Return which segments have a gradient, `[M]`, and the weights of their rollouts, `[N]`."""
+    """Return a mask of the segments with nonzero gradient, `[M]`, and the loss weights of all rollouts, `[N]`."""
     weights = sequence_weights(
         algorithm.reduction,
         num_sampled=records.num_sampled_by_rollout,
@@ -211,7 +217,7 @@ def _segments_with_gradient(
 
 
 def _with_spans(sequences: Table, spans: Spans) -> Spans:
-    """Set the advantages of sequences whose tokens have the same one; return the spans of the others."""
+    """Store the advantage of each sequence with a single span in the table; return the spans of all other sequences."""
     is_equal = spans.num_spans == 1
     sequences["advantage"][is_equal] = spans.take(np.flatnonzero(is_equal)).table["advantage"]
     sequences["num_spans"] = np.where(is_equal, 0, spans.num_spans)
@@ -219,10 +225,7 @@ def _with_spans(sequences: Table, spans: Spans) -> Spans:
 
 
 def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task: 1.0) -> Iterator[GroupRewards]:
-    """Yield the rewards of each group, without parts that none of its rollouts has.
-
-    `weight_of` is a function from a part of the reward, and the number of a task, to its factor in the sum.
-    """
+    """Yield the rewards of each group, without reward components that all of its rollouts lack."""
     tasks = records.tasks.tolist()
     weights = {(part, task): weight_of(part, task) for task in set(tasks) for part in records.reward_parts}
     ends = np.cumsum(records.groups["num_rollouts"]).tolist()
@@ -247,7 +250,7 @@ def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task:
 
 
 def _token_rewards(records: RecordTable) -> Sequence[Sequence[float]]:
-    """Return the rewards of the tokens of each rollout; empty if no reward is one of tokens."""
+    """Return the token rewards of each rollout by group; empty if the batch has no token rewards."""
     if records.known_tokens is None:
         return ()
     num_tokens = records.num_sampled_by_rollout
@@ -261,15 +264,16 @@ def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
 def _sequences(
     records: RecordTable, chosen: BoolArray, advantages: DoubleArray, weights: DoubleArray
 ) -> tuple[Table, IntArray, IntArray]:
-    """Plan the chosen segments, in their order. Return the sequences, the id of each one's prompt and the prompt's tokens.
+    """Return the table of the chosen segments, in order, with the prompt id and the number of prompt tokens of each.
 
-    The first segments of a group begin with the same prompt. A later segment begins in its own way.
+    The first segments of all rollouts in a group begin with the same prompt and share its id. Each later segment gets a unique
+    prompt id and a prompt length of 0.
     """
     segments = np.flatnonzero(chosen)
     group_of = records.group_of[records.rollout_of[segments]]
     groups = records.groups[group_of]
-    without = np.unique(groups["index"][groups["has_payload"] == 0])
-    assert not len(without), f"groups {without} have a gradient but no payload"
+    missing = np.unique(groups["index"][groups["has_payload"] == 0])
+    assert not len(missing), f"groups {missing} have a gradient but no payload"
     sequences = np.zeros(len(segments), SEQUENCE)
     sequences["handle"] = groups["handle"]
     sequences["segment"] = segments - records.segment_starts[records.starts[group_of]]
@@ -283,7 +287,7 @@ def _sequences(
 def _microbatches(
     sequences: Table, spans: Spans | None, rows: Sequence[Sequence[int]], rows_per_microbatch: int, dp_size: int
 ) -> tuple[MicroBatch, ...]:
-    """Balance the rows over ranks and cut each rank's share; ranks with fewer rows get empty micro-batches."""
+    """Balance the rows over ranks and split each rank's rows into micro-batches, padded with empty ones to equal number."""
     costs = row_costs(sequences["length"], sequences["num_shared"], rows)
     ranks = [[rows[i] for i in indices] for indices in balance(costs, dp_size)]
     num_microbatches = max(1, math.ceil(max(len(rank) for rank in ranks) / rows_per_microbatch))
@@ -295,7 +299,8 @@ def _microbatches(
 
 
 def _row_table(sequences: Table, spans: Spans | None, rows: Sequence[Sequence[int]]) -> RowTable:
-    """Return the table of some rows, given as indices into `sequences`."""
-    places = np.fromiter(chain.from_iterable(rows), np.int64)
+    """Return the table of rows that are given as indices into `sequences`."""
+    indices = np.fromiter(chain.from_iterable(rows), np.int64)
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-    return RowTable(sequences[places], ends) if spans is None else RowTable(sequences[places], ends, spans.take(places).table)
+    chosen = sequences[indices]
+    return RowTable(chosen, ends) if spans is None else RowTable(chosen, ends, spans.take(indices).table)

@@ -1,4 +1,4 @@
-"""The advantages of the tasks of a mixture."""
+"""Advantage estimators of the tasks of a mixture."""
 
 from titanrl.algorithms.batch_plan import TaskAdvantage
 from titanrl.config.mixture import TaskConfig, algorithm_of, key_of
@@ -7,10 +7,10 @@ from titanrl.plugins import Plugins, loaded
 
 
 def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
-    """Return the advantage of each task of a run, in the order of their numbers.
+    """Return the advantage estimator of each task, by task index.
 
     Raises:
-        ValueError: An advantage of the user cannot be loaded.
+        ValueError: A user-defined advantage cannot be loaded.
     """
     chosen = []
     for name, task in config.data.tasks.items():

@@ -1,4 +1,4 @@
-"""Protocols of the losses and advantages that a configuration can name. Importing this module does not import torch.
+"""Protocols of policy losses and advantages, and checks of user-defined ones. Importing this module does not import torch.
 
 Shape suffixes: N tokens of a micro-batch, G completions of one prompt.
 """
@@ -29,25 +29,25 @@ _TRAITS = "titanrl_loss_traits"
 class LossInputs:
     """Inputs of a policy loss: one value per token of a micro-batch, `[N]`.
 
-    Values outside `mask_N` are 0, so that a loss does not have to treat prompts and padding.
+    Values outside `mask_N` are 0, so a loss does not have to handle prompts and padding.
     """
 
     logprobs_N: "Tensor"
-    """Log-probability under the policy being trained, the only input with a gradient."""
+    """Log-probability under the current policy, the only input that requires grad."""
     old_logprobs_N: "Tensor"
-    """Log-probability under the policy in the denominator of the ratio, see `LossTraits.ratio`."""
+    """Log-probability under the policy in the denominator of the importance ratio, see `LossTraits.ratio`."""
     generator_logprobs_N: "Tensor"
     """Log-probability under the policy that sampled the token."""
     reference_logprobs_N: "Tensor | None"
     """Log-probability under the reference policy; None if `algorithm.kl.coef` is 0."""
     entropy_N: "Tensor"
-    """Entropy of the distribution of the policy being trained."""
+    """Entropy of the current policy's distribution at the token, without gradient."""
     advantages_N: "Tensor"
-    """Advantage of the token's sequence."""
+    """Advantage of the token."""
     mask_N: "Tensor"
-    """True at the tokens that count."""
+    """True at loss tokens: sampled tokens that contribute to the loss."""
     sequence_N: "Tensor"
-    """Id of the token's sequence in the micro-batch, an int64; `titanrl.algorithms.segments` sums over sequences."""
+    """Id of the token's sequence in the micro-batch, int64. `titanrl.algorithms.segments` reduces over sequences."""
 
     @classmethod
     def of(
@@ -62,9 +62,10 @@ class LossInputs:
         reference_logprobs_N: "Tensor | None" = None,
         entropy_N: "Tensor | None" = None,
     ) -> Self:
-        """Build the inputs of a loss, with 0 at masked tokens and at those without a finite old log-probability.
+        """Build the inputs of a loss, with 0 at masked tokens.
 
-        By default every token counts, all belong to one sequence, the old policy is the sampler, and entropies are 0.
+        Tokens whose old log-probability is not finite are masked. By default all tokens are unmasked and belong to one
+        sequence, the old policy is also the sampler, and entropies are 0.
         """
         import torch
 
@@ -72,44 +73,46 @@ class LossInputs:
         mask_N = finite_N if mask_N is None else mask_N & finite_N
         zeros_N = torch.zeros_like(old_logprobs_N)
 
-        def counted(values_N: "Tensor") -> "Tensor":
+        def masked(values_N: "Tensor") -> "Tensor":
             return torch.where(mask_N, values_N, 0.0)
 
-        old_N = counted(old_logprobs_N)
-        samples_old = generator_logprobs_N is None or generator_logprobs_N is old_logprobs_N
+        old_N = masked(old_logprobs_N)
+        is_sampler = generator_logprobs_N is None or generator_logprobs_N is old_logprobs_N
         return cls(
-            logprobs_N=counted(logprobs_N),
+            logprobs_N=masked(logprobs_N),
             old_logprobs_N=old_N,
-            generator_logprobs_N=old_N if samples_old or generator_logprobs_N is None else counted(generator_logprobs_N),
-            reference_logprobs_N=None if reference_logprobs_N is None else counted(reference_logprobs_N),
-            entropy_N=zeros_N if entropy_N is None else counted(entropy_N.detach()),
-            advantages_N=counted(advantages_N),
+            generator_logprobs_N=old_N if is_sampler or generator_logprobs_N is None else masked(generator_logprobs_N),
+            reference_logprobs_N=None if reference_logprobs_N is None else masked(reference_logprobs_N),
+            entropy_N=zeros_N if entropy_N is None else masked(entropy_N.detach()),
+            advantages_N=masked(advantages_N),
             mask_N=mask_N,
             sequence_N=zeros_N.long() if sequence_N is None else sequence_N,
         )
 
     @property
     def log_ratio_N(self) -> "Tensor":
-        """Logarithm of the importance ratio, with gradient; 0 at masked tokens."""
+        """Log of the importance ratio, with gradient; 0 at masked tokens."""
         return self.logprobs_N - self.old_logprobs_N
 
     @property
     def ratio_N(self) -> "Tensor":
-        """Importance ratio, with gradient and within exp(-20) and exp(20); 1 at masked tokens."""
+        """Importance ratio, with gradient, clamped to [exp(-20), exp(20)]; 1 at masked tokens."""
         from titanrl.algorithms.ratios import bounded_exp
 
         return bounded_exp(self.log_ratio_N)
 
 
 class PolicyLoss(Protocol):
-    """A policy loss: a function of a micro-batch that returns one loss per token, `[N]`.
+    """Policy loss: a function of a micro-batch that returns one loss per token, `[N]`.
 
-    The framework does the rest: it weights and sums the losses of the tokens that count, applies the off-policy correction,
-    and adds divergence and entropy. Parameters after the first are options: those named like a key of `algorithm` (`clip_low`,
-    `clip_high`, `dual_clip`, `dro_beta`, `sapo_temperatures`) get its value, others that of `algorithm.loss_options`.
+    The objective (`titanrl.algorithms.objective`) weights and sums the losses of the unmasked tokens, applies the off-policy
+    correction, and adds the KL and entropy terms. Parameters after the first are options. An option named like a key of
+    `algorithm` (`clip_low`, `clip_high`, `dual_clip`, `dro_beta`, `sapo_temperatures`) receives the value of that key. Other
+    options come from `algorithm.loss_options`.
 
-    A loss may return a pair: the losses, and further values per token for the metrics. The mean of `NAME` over the tokens
-    becomes `policy/NAME_mean`, for flags `policy/NAME_frac`. `ratio` and `clip` replace the values computed from `ratio_N`.
+    A loss may return a pair of the losses and a dict of additional per-token values for the metrics. The mean of a value `NAME`
+    over the tokens is logged as `policy/NAME_mean`, or as `policy/NAME_frac` if it is a bool tensor. Values named `ratio` and
+    `clip` replace those of the standard metrics: the importance ratio `ratio_N`, and False for all tokens.
 
     Example:
         @titanrl.policy_loss(ratio="proximal", zero_without_advantage=True)
@@ -118,19 +121,19 @@ class PolicyLoss(Protocol):
     """
 
     def __call__(self, inputs: LossInputs, /) -> "Tensor | tuple[Tensor, Mapping[str, Tensor]]":
-        """Return the loss of each token, or a pair of the losses and further values per token."""
+        """Return the loss of each token, or a pair of the losses and additional per-token values."""
         ...
 
 
 def policy_loss(*, ratio: Ratio, zero_without_advantage: bool = False) -> Callable[[Function], Function]:
-    """Declare the traits of a policy loss, which the rules of the configuration depend on.
+    """Declare properties of a policy loss that the validation of the configuration depends on.
 
-    Without this decorator a loss is trained synchronously, without correction weights and with untruncated sampling only.
+    A loss without this decorator can only be used synchronously, without correction weights and without truncated sampling.
 
     Args:
-        ratio: `sampler` if the loss contains the ratio of the policy to the sampling policy, `proximal` if that to the policy
-            that `algorithm.proximal` selects, `none` without a ratio.
-        zero_without_advantage: True if the gradient is 0 where the advantage is 0. Such sequences are then left out.
+        ratio: Denominator of the loss's importance ratio: `sampler` for the sampling policy, `proximal` for the policy that
+            `algorithm.proximal` selects, `none` if the loss has no ratio.
+        zero_without_advantage: True if the gradient is 0 wherever the advantage is 0. The trainer then skips such sequences.
     """
 
     def declare(loss: Function) -> Function:
@@ -141,32 +144,32 @@ def policy_loss(*, ratio: Ratio, zero_without_advantage: bool = False) -> Callab
 
 
 def declared_traits(loss: object) -> LossTraits | None:
-    """Return the traits that `policy_loss` declared for a loss, or for a partial's function; None without a declaration."""
+    """Return the traits that `policy_loss` declared for a loss or for the function of a partial; None if undeclared."""
     traits: LossTraits | None = getattr(unwrapped(loss), _TRAITS, None)
     return traits
 
 
 def loss_arguments(loss: Callable[..., Any], algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Return the options of a loss: the keys of `algorithm` that it has parameters for, and `loss_options`."""
+    """Return the keyword arguments of a loss: the keys of `algorithm` that it takes, and `algorithm.loss_options`."""
     return _named(loss, LOSS_KEYS, algorithm) | algorithm.loss_options
 
 
-def bound_loss(algorithm: AlgorithmConfig, own: Callable[..., Any] | None = None) -> PolicyLoss:
-    """Return the loss of a configuration with its options.
+def bound_loss(algorithm: AlgorithmConfig, custom: Callable[..., Any] | None = None) -> PolicyLoss:
+    """Return the loss of a configuration with its options bound.
 
     Args:
-        algorithm: Name of the loss, and its options.
-        own: Loss of the user; None selects the built-in one of that name.
+        algorithm: Name and options of the loss.
+        custom: User-defined loss; None selects the built-in loss of that name.
     """
-    loss = import_object(LOSSES[algorithm.loss].path, key="algorithm.loss") if own is None else own
+    loss = import_object(LOSSES[algorithm.loss].path, key="algorithm.loss") if custom is None else custom
     bound: PolicyLoss = partial(loss, **loss_arguments(loss, algorithm))
-    return bound if own is None else partial(_named_in_errors, bound, algorithm.loss)
+    return bound if custom is None else partial(_named_in_errors, bound, algorithm.loss)
 
 
 def _named_in_errors(loss: PolicyLoss, name: str, inputs: LossInputs) -> "Tensor | tuple[Tensor, Mapping[str, Tensor]]":
     try:
         return loss(inputs)
-    except Exception as error:  # the loss is the user's and may raise anything
+    except Exception as error:  # user-defined code may raise anything
         raise ValueError(f"algorithm.loss: {name} raised {type(error).__name__}: {error}. Correct the loss.") from error
 
 
@@ -178,17 +181,17 @@ def check_loss(
     key: str = "algorithm.loss",
     options_key: str = "algorithm.loss_options",
 ) -> None:
-    """Check that an object is a policy loss, and has the options that `algorithm.loss_options` sets.
+    """Check that a user-defined object is a policy loss and takes the options in `algorithm.loss_options`.
 
     Args:
-        loss: Object of the user.
+        loss: User-defined object.
         name: Import path or name of the object.
-        algorithm: Options of the loss.
-        key: Key of the loss, for error messages.
-        options_key: Key of the options, for error messages.
+        algorithm: Configuration with the options of the loss.
+        key: Configuration key of the loss, for error messages.
+        options_key: Configuration key of the options, for error messages.
 
     Raises:
-        ValueError: It is not callable, or does not accept the arguments.
+        ValueError: The object is not callable or does not accept the arguments.
     """
     options = option_names(loss) if callable(loss) else None
     if options is not None:
@@ -203,7 +206,7 @@ def check_loss(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewards:
-    """The rewards of one prompt's completions, for an advantage. Sequences have one value per completion, `[G]`.
+    """Rewards of all completions of one prompt, the input of an advantage. Each sequence has one entry per completion, `[G]`.
 
     Example: `GroupRewards(rewards=(1.0, 0.0), parts={"right": (1.0, 0.0)}, num_tokens=(12, 26), index=3)`
     """
@@ -211,30 +214,30 @@ class GroupRewards:
     rewards: Sequence[float]
     """Summed reward of each completion."""
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Values of each part of the reward; NaN where a completion does not have the part."""
+    """Values of each reward component by name; NaN for completions without the component."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Factor of each part in the summed reward."""
+    """Weight of each component in the summed reward."""
     num_tokens: Sequence[int] = ()
-    """Sampled tokens of each completion that count in the loss."""
+    """Number of loss tokens of each completion."""
     index: int = 0
-    """Position of the prompt in the stream."""
+    """Index of the prompt in the prompt stream."""
     turn_rewards: Sequence[Sequence[float]] = ()
-    """Rewards of the turns of each completion; that of the completion as a whole is part of its last turn's."""
+    """Rewards of the turns of each completion. The last turn includes the reward of the completion."""
     turn_tokens: Sequence[Sequence[int]] = ()
-    """Sampled tokens of each turn that count in the loss; they add up to `num_tokens`."""
+    """Number of loss tokens of each turn; the turns of a completion sum to `num_tokens`."""
     token_rewards: Sequence[Sequence[float]] = ()
-    """Rewards of the tokens of each completion that count in the loss, those of turns and of the completion as a whole as part
-    of the last token's; empty if no reward of the batch is one of tokens."""
+    """Rewards of the loss tokens of each completion. The last token of a turn includes the turn's reward, and the last token of
+    a completion includes the completion's reward. Empty if no reward of the batch is a token reward."""
 
 
 class Advantage(Protocol):
-    """An advantage: a function of the rewards of one group that returns one number per completion, `[G]`.
+    """Advantage estimator: a function of the rewards of one group that returns one number per completion, `[G]`.
 
-    It may also return a list of numbers for each completion: one per turn, or one per token that counts in the loss. If both
-    fit, they are those of turns.
+    It may instead return a list of numbers per completion: one per turn, or one per loss token. If the lengths match both, the
+    numbers are taken as turn advantages.
 
-    It runs in the controller, once per group and step. Parameters named `std_ddof`, `pass_k`, `turn_discount` or
-    `token_discount` get these keys of `algorithm`.
+    The controller calls it once per group and step. Parameters named `std_ddof`, `pass_k`, `turn_discount` or `token_discount`
+    receive the values of these keys of `algorithm`.
 
     Example:
         def centred(group: GroupRewards) -> list[float]:
@@ -243,20 +246,20 @@ class Advantage(Protocol):
     """
 
     def __call__(self, group: GroupRewards, /) -> Sequence[float] | Sequence[Sequence[float]]:
-        """Return the advantages of the group's completions, of their turns, or of their tokens."""
+        """Return the advantages of the completions, or for each completion the advantages of its turns or tokens."""
         ...
 
 
 def advantage_arguments(advantage: Callable[..., Any], algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Return the keys of `algorithm` that an advantage has parameters for."""
+    """Return the keys of `algorithm` that an advantage takes as parameters, with their values."""
     return _named(advantage, ADVANTAGE_KEYS, algorithm)
 
 
 def check_advantage(advantage: Any, *, name: str, algorithm: AlgorithmConfig) -> None:
-    """Check that an object is an advantage.
+    """Check that a user-defined object is an advantage.
 
     Raises:
-        ValueError: It is not callable, or does not accept the arguments.
+        ValueError: The object is not callable or does not accept the arguments.
     """
     arguments = advantage_arguments(advantage, algorithm) if callable(advantage) else ()
     expected = ADVANTAGE_EXPECTED
@@ -269,7 +272,7 @@ def _named(function: Callable[..., Any], keys: Sequence[str], algorithm: Algorit
 
 
 def option_names(function: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the parameters after the first; None if any name is accepted or the signature is unknown."""
+    """Return the names of all parameters after the first; None if the function takes **kwargs or its signature is unknown."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[1:]
     except (TypeError, ValueError):  # some builtins have no signature

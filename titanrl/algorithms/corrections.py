@@ -1,7 +1,7 @@
-"""Off-policy correction: importance weights and rejection of tokens and sequences, from log-probabilities without gradient.
+"""Off-policy correction: importance weights and rejection of tokens and sequences, computed without gradient.
 
-Shape suffix: N tokens. d = prox - behavior is the log-probability of each token under the proximal policy minus that under the
-sampling policy. All bounds apply to the ratio exp(d).
+Shape suffix: N tokens. d = prox - behavior is the log-ratio of each token: its log-probability under the proximal policy minus
+its log-probability under the sampling (behavior) policy. All bounds apply to the ratio exp(d).
 Sources: truncated importance sampling (https://fengyao.notion.site/off-policy-rl), sequence-level and geometric rejection
 (https://richardli.xyz/rl-collapse), decoupled PPO (arXiv:2505.24298).
 """
@@ -25,18 +25,19 @@ class Correction:
     kept_N: Tensor
     """The mask without the rejected tokens."""
     weights_N: Tensor | None
-    """Factor on the loss of each token, 1 at masked tokens; None if the config has no weights."""
+    """Importance weight of each token's loss, 1 at masked tokens; None if the config uses no weights."""
     truncated_N: Tensor
-    """True where a weight was truncated."""
+    """True at kept tokens whose weight was truncated."""
 
 
 @torch.no_grad()
 def correct(
     proximal_logprobs_N: Tensor, generator_logprobs_N: Tensor, sequence_N: Tensor, config: CorrectionConfig, *, mask: Tensor
 ) -> Correction:
-    """Compute weights and rejections of the tokens of `mask`, whose log-probabilities must be finite.
+    """Compute importance weights and rejections of the unmasked tokens, whose log-probabilities must be finite.
 
-    Each rule looks at the whole mask; a token is kept if no rule rejects it.
+    Each rejection rule is evaluated on all unmasked tokens. A token is kept if no rule rejects it. Weights are
+    min(exp(d), max_prox_over_behavior), where d is summed over the sequence if `config.weight` is `sequence`.
     """
     d_N = log_ratio(proximal_logprobs_N, generator_logprobs_N, mask=mask)
     kept_N = mask & ~_rejected(d_N, sequence_N, config, mask)
@@ -50,9 +51,10 @@ def correct(
 
 @torch.no_grad()
 def correction_sums(correction: Correction, sequence_N: Tensor, config: CorrectionConfig, *, mask: Tensor) -> dict[str, Tensor]:
-    """Count weights, tokens and sequences before and after rejection, 0-dim, to be summed over micro-batches and ranks.
+    """Sum the weights, and count tokens and sequences before and after rejection, as 0-dim tensors.
 
-    Weights are counted per kept token, or per sequence with a kept token. `loss_weights.correction_totals` divides the sums.
+    Each kept token adds its weight, or with sequence weights each sequence with a kept token. The caller sums the results over
+    micro-batches and ranks, and `loss_weights.correction_totals` computes the quotients.
     """
     kept_N = correction.kept_N
     kept_sequences_N = segment_first(sequence_N, mask=kept_N)
@@ -77,11 +79,12 @@ def weights_after_rejection(
     *,
     mask: Tensor,
 ) -> Tensor:
-    """Return the weights `sequence_weights` would give for a batch without the rejected tokens.
+    """Return the loss weights that `sequence_weights` would compute for a batch without the rejected tokens, `[N]`.
 
-    `totals` covers the whole step. `prompt_mean` is not possible: the sequences of a prompt may be on several ranks.
+    `totals` covers all ranks and micro-batches of the step. `prompt_mean` is not supported, because the sequences of a prompt
+    may be on different ranks.
     """
-    assert reduction != "prompt_mean", "tokens of a prompt cannot be counted on one rank"
+    assert reduction != "prompt_mean", "a single rank cannot count the tokens of a prompt"
     match reduction:
         case "sum":
             return weights_N
@@ -97,7 +100,7 @@ def weights_after_rejection(
 
 
 def _rejected(d_N: Tensor, sequence_N: Tensor, config: CorrectionConfig, mask: Tensor) -> Tensor:
-    """Return True at the tokens that at least one rule of the config rejects."""
+    """Return True at tokens that at least one rejection rule rejects."""
     rejected_N = torch.zeros_like(mask)
     if config.reject_token_prox_over_behavior is not None:
         rejected_N |= _outside(d_N, config.reject_token_prox_over_behavior)
@@ -114,6 +117,6 @@ def _rejected(d_N: Tensor, sequence_N: Tensor, config: CorrectionConfig, mask: T
 
 
 def _outside(log_ratio_N: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Return True where exp(log_ratio) is outside the bounds. Overflow is harmless: the ratio is only compared."""
+    """Return True where exp(log_ratio) is outside the bounds. An overflow to inf is harmless in a comparison."""
     ratio_N, (low, high) = log_ratio_N.exp(), bounds
     return (ratio_N < low) | (ratio_N > high)

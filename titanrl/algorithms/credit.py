@@ -1,7 +1,7 @@
-"""Credit for the turns and tokens of a rollout: discounted returns, advantages per turn and token, and those of the user.
+"""Credit assignment to turns and tokens: discounted returns, advantages per turn or token, and user-defined advantages.
 
-Shape suffixes: N rollouts, M segments, T runs of tokens of all segments, G rollouts of a group, L tokens of its longest one.
-The order is that of `RecordTable`.
+Shape suffixes: N rollouts, M segments, T runs of tokens of all segments, G rollouts of a group, L tokens of the longest rollout
+in the group. Everything is in the order of `RecordTable`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,21 +18,21 @@ from titanrl.types import IntArray
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> tuple[float, ...]:
-    """Return the discounted return of each turn or token of a rollout: G_k = r_k + discount * G_(k + 1)."""
+    """Return the discounted return (reward-to-go) of each turn or token of a rollout: G_k = r_k + discount * G_(k + 1)."""
     returns = list(accumulate(reversed(rewards), lambda later, reward: reward + discount * later))
     return tuple(reversed(returns))
 
 
 def returns_differ(turn_rewards: Sequence[Sequence[float]], discount: float) -> bool:
-    """Return True if the returns of any turn differ among the rollouts that have it."""
+    """Return True if, for some k, the returns of the k-th turns differ among the rollouts that have a k-th turn."""
     returns = [discounted_returns(rewards, discount) for rewards in turn_rewards]
     return any(len(set(values)) > 1 for values in by_turn(returns))
 
 
 def by_turn(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the values of the first turns of all rollouts, of their second turns, and so on."""
+    """Convert values by rollout to values by turn; the k-th list covers all rollouts that have a k-th turn."""
     longest = max(map(len, values), default=0)
-    return [[own[k] for own in values if k < len(own)] for k in range(longest)]
+    return [[rollout[k] for rollout in values if k < len(rollout)] for k in range(longest)]
 
 
 def turn_advantages(
@@ -40,9 +40,9 @@ def turn_advantages(
 ) -> list[list[list[float]]]:
     """Return the advantage of each turn, by group and rollout.
 
-    The returns of the k-th turns of a group are compared by the method, among the rollouts that have so many turns. A turn that
-    only one rollout has is compared with nothing, so the methods with a baseline give it 0. The REINFORCE++ methods standardize
-    over the tokens of the batch, as they do for rollouts.
+    For each k, the estimator is applied to the returns of the k-th turns of a group, over the rollouts that have a k-th turn.
+    If only one rollout has a k-th turn, estimators with a baseline give it advantage 0. The REINFORCE++ estimators standardize
+    over the tokens of the batch, as for rollout advantages.
 
     Raises:
         ValueError: See `group_advantages`.
@@ -50,50 +50,51 @@ def turn_advantages(
     advantages = []
     for group in groups:
         returns = [discounted_returns(rewards, discount) for rewards in group.turn_rewards]
-        compared = [iter(group_advantages(values, method, std_ddof=std_ddof)) for values in by_turn(returns)]
-        advantages.append([[next(compared[k]) for k in range(len(own))] for own in returns])
+        by_k = [iter(group_advantages(values, method, std_ddof=std_ddof)) for values in by_turn(returns)]
+        advantages.append([[next(by_k[k]) for k in range(len(rollout))] for rollout in returns])
     if not ADVANTAGES[method].traits.is_standardized:
         return advantages
     values = [list(chain.from_iterable(group)) for group in advantages]
     counts = [list(chain.from_iterable(group.turn_tokens)) for group in groups]
     flat = iter(chain.from_iterable(standardized(values, counts)))
-    return [[[next(flat) for _ in own] for own in group] for group in advantages]
+    return [[[next(flat) for _ in rollout] for rollout in group] for group in advantages]
 
 
 def token_advantages(records: RecordTable, method: str, *, discount: float = 1.0, std_ddof: int = 0) -> DoubleArray:
-    """Return the advantage of each token that counts in the loss, one rollout after another, `[T]`.
+    """Return the advantages of all loss tokens, concatenated over rollouts, `[T]`.
 
-    The returns of the t-th tokens of a group are compared by the method. A rollout with fewer tokens enters with the return of
-    its last one, so with rewards at the ends only and no discount all tokens have the advantage of their rollout. The
-    REINFORCE++ methods standardize over the tokens of the batch.
+    For each t, the estimator is applied to the returns of the t-th tokens of a group. A rollout with fewer tokens is
+    represented by the return of its last token. With a reward only at the last token and discount 1, each token thus has the
+    advantage of its rollout. The REINFORCE++ estimators standardize over the tokens of the batch.
 
     Raises:
         ValueError: See `group_advantages`.
     """
     values: list[DoubleArray] = []
     for returns_GL, num_tokens_G in _token_returns(records, discount):
-        compared: dict[tuple[float, ...], tuple[float, ...]] = {}  # without a discount, most tokens have equal returns
+        by_returns: dict[tuple[float, ...], tuple[float, ...]] = {}  # without a discount, most tokens have equal returns
         columns = list(map(tuple, returns_GL.T.tolist()))
         for column in columns:
-            if column not in compared:
-                compared[column] = group_advantages(column, method, std_ddof=std_ddof)
-        advantages_LG = np.array([compared[column] for column in columns])
-        values += [advantages_LG[:num_tokens, place] for place, num_tokens in enumerate(num_tokens_G)]
+            if column not in by_returns:
+                by_returns[column] = group_advantages(column, method, std_ddof=std_ddof)
+        advantages_LG = np.array([by_returns[column] for column in columns])
+        values += [advantages_LG[:num_tokens, i] for i, num_tokens in enumerate(num_tokens_G)]
     if ADVANTAGES[method].traits.is_standardized:
-        by_rollout = [own.tolist() for own in values]
-        return np.fromiter(chain.from_iterable(standardized(by_rollout, [[1] * len(own) for own in values])), np.float64)
+        by_rollout = [rollout.tolist() for rollout in values]
+        counts = [[1] * len(rollout) for rollout in by_rollout]
+        return np.fromiter(chain.from_iterable(standardized(by_rollout, counts)), np.float64)
     return np.concatenate(values) if values else np.zeros(0)
 
 
 def token_returns_differ(records: RecordTable, discount: float) -> bool:
-    """Return True if the returns of any token differ in a group."""
+    """Return True if, for some t, the returns of the t-th tokens of a group differ."""
     return any(bool((returns_GL != returns_GL[:1]).any()) for returns_GL, _ in _token_returns(records, discount))
 
 
 def _token_returns(records: RecordTable, discount: float) -> Iterator[tuple[DoubleArray, list[int]]]:
-    """Yield the returns of the tokens of each group, `[G, L]`, and the number of tokens of each rollout.
+    """Yield the token returns of each group, `[G, L]`, and the number of loss tokens of each of its rollouts.
 
-    Behind the last token of a rollout its return is repeated; a rollout without a token has its reward.
+    Rows are padded with the return of the rollout's last token, or with the rollout's reward if it has no loss tokens.
     """
     num_tokens_N = records.num_sampled_by_rollout
     rewards_T = records.tokens.by_token(num_tokens_N)
@@ -101,49 +102,52 @@ def _token_returns(records: RecordTable, discount: float) -> Iterator[tuple[Doub
     for start, count in zip(records.starts.tolist(), records.groups["num_rollouts"].tolist(), strict=True):
         num_tokens = num_tokens_N[start : start + count].tolist()
         returns_GL = np.zeros((count, max(num_tokens, default=0)))
-        for place, num in enumerate(num_tokens):
-            own = discounted_returns(by_rollout[start + place].tolist(), discount)
-            returns_GL[place, :num] = own
-            returns_GL[place, num:] = own[-1] if own else records.rewards[start + place]
+        for i, num in enumerate(num_tokens):
+            returns = discounted_returns(by_rollout[start + i].tolist(), discount)
+            returns_GL[i, :num] = returns
+            returns_GL[i, num:] = returns[-1] if returns else records.rewards[start + i]
         yield returns_GL, num_tokens
 
 
-def own_advantages(
+def custom_advantages(
     advantage: Callable[[GroupRewards], Iterable[Any]], groups: Sequence[GroupRewards], name: str, records: RecordTable
 ) -> tuple[DoubleArray, Spans | None]:
-    """Call an advantage of the user for each group; return the advantage of each rollout, and of its tokens if they differ.
+    """Call a user-defined advantage for each group.
+
+    Returns:
+        The advantage of each rollout, `[N]`, and the token advantages if any group has advantages per turn or token.
 
     Raises:
-        ValueError: The function raised, or returned something else than `contracts.Advantage` allows.
+        ValueError: The function raised, or its result does not follow `contracts.Advantage`.
     """
     returned = [checked_advantages(advantage, group, name) for group in groups]
     if all(unit == "rollout" for unit, _ in returned):
         return np.fromiter(chain.from_iterable(chain.from_iterable(v) for _, v in returned), np.float64), None
-    values = [_by_token(unit, own, group) for (unit, own), group in zip(returned, groups, strict=True)]
+    values = [_by_token(unit, by_unit, group) for (unit, by_unit), group in zip(returned, groups, strict=True)]
     flat_T = np.fromiter(chain.from_iterable(chain.from_iterable(group) for group in values), np.float64)
     return spans_of(flat_T, np.ones(len(flat_T), np.int64), records.num_sampled, records)
 
 
 def _by_token(unit: Unit, values: Sequence[Sequence[float]], group: GroupRewards) -> list[list[float]]:
-    """Return the advantages of a group per token."""
+    """Expand the advantages of a group's rollouts or turns to one per token."""
     match unit:
         case "token":
-            return [list(own) for own in values]
+            return [list(rollout) for rollout in values]
         case "turn":
-            return [np.repeat(own, counts).tolist() for own, counts in zip(values, group.turn_tokens, strict=True)]
+            return [np.repeat(turns, counts).tolist() for turns, counts in zip(values, group.turn_tokens, strict=True)]
         case "rollout":
-            return [list(own) * count for own, count in zip(values, group.num_tokens, strict=True)]
+            return [list(rollout) * count for rollout, count in zip(values, group.num_tokens, strict=True)]
 
 
 def spans_of(
     values_T: DoubleArray, counts_T: IntArray, num_values_M: IntArray, records: RecordTable
 ) -> tuple[DoubleArray, Spans]:
-    """Return the mean advantage of each rollout over its tokens, `[N]`, and the advantages of the tokens.
+    """Return the mean advantage of each rollout over its loss tokens, `[N]`, and the token advantages as spans.
 
     Args:
-        values_T: Advantages of runs of tokens, those of one segment after another.
-        counts_T: Tokens of each run that count in the loss.
-        num_values_M: Runs of each segment.
+        values_T: Advantage of each run of consecutive tokens, concatenated over segments.
+        counts_T: Number of loss tokens in each run.
+        num_values_M: Number of runs in each segment.
         records: Groups of the segments.
     """
     num_tokens_N = records.num_sampled_by_rollout
@@ -154,7 +158,7 @@ def spans_of(
 
 
 def _spans(values_T: DoubleArray, counts_T: IntArray, segment_of_T: IntArray, num_segments: int) -> Spans:
-    """Join runs of the same segment and advantage, and leave out those without tokens."""
+    """Merge adjacent runs of a segment that have equal advantages, and drop runs without tokens."""
     has_tokens = counts_T > 0
     values_T, counts_T, segment_of_T = values_T[has_tokens], counts_T[has_tokens], segment_of_T[has_tokens]
     begins = np.ones(len(values_T), np.bool_)

@@ -1,7 +1,7 @@
-"""Statistics of an evaluation: mean reward, avg@k and pass@k over prompts, with confidence intervals.
+"""Evaluation statistics: mean reward, avg@n and pass@k over prompts, with 95 % confidence intervals.
 
-The prompts are a random sample of all possible ones, and the samples of a prompt depend on each other. So every statistic is a
-mean over prompts, and its standard error is that of a mean of independent prompts (arXiv:2411.00640, sections 2.1 and 2.2).
+Prompts are treated as independent draws from a population, and the completions of one prompt as a cluster. Each statistic is
+therefore a mean over prompts with the standard error of a mean of independent prompts (arXiv:2411.00640, sections 2.1 and 2.2).
 """
 
 import math
@@ -10,21 +10,23 @@ from collections.abc import Sequence
 import numpy as np
 
 Z_95 = 1.959964
-"""Two-sided 95 % quantile of the normal distribution."""
+"""Critical value of a two-sided 95 % interval of the normal distribution."""
 TOLERANCE = 1e-9
-"""Rounding error by which a weighted sum of rewards may fall short of its value."""
+"""Bound on the rounding error of a weighted sum of rewards."""
 
 
 def evaluation_statistics(
     rewards: Sequence[Sequence[float]], *, num_samples: int, pass_k: Sequence[int], solved_from: float
 ) -> dict[str, float]:
-    """Return the statistics by name: `mean`, `avg@n` and `pass@k`, each with the half-width of its interval, `<name>_ci95`.
+    """Return `mean`, `avg@n` and `pass@k` by name, each with the half-width of its 95 % interval as `<name>_ci95`.
+
+    avg@n is the fraction of completions that solve their prompt, averaged over prompts; it is omitted for n = 1.
 
     Args:
-        rewards: Rewards of each prompt, without completions whose reward failed; not all of them empty.
-        num_samples: Completions per prompt, n.
-        pass_k: Numbers k; a prompt with fewer than k rewards is left out of pass@k.
-        solved_from: Reward from which a completion counts as solved.
+        rewards: Rewards of each prompt, without completions whose reward failed; at least one prompt has a reward.
+        num_samples: Number of completions per prompt, n.
+        pass_k: Values of k. Prompts with fewer than k rewards are excluded from pass@k.
+        solved_from: Minimum reward of a completion that solves its prompt.
     """
     scored = [values for values in rewards if values]
     statistics = _with_interval("mean", [float(np.mean(values)) for values in scored])
@@ -38,21 +40,24 @@ def evaluation_statistics(
 
 
 def improves(value: float, best: float | None, min_improvement: float) -> bool:
-    """Return True if a value is better than the best one so far by more than rounding, or by an increase that is required."""
+    """Return True if a value exceeds the best one so far by at least `min_improvement`, with a tolerance for rounding.
+
+    An increase within the tolerance is never an improvement. The first value that is not NaN always is.
+    """
     return not math.isnan(value) and (best is None or value - best > max(min_improvement - TOLERANCE, TOLERANCE))
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k, the probability that one of k samples solves a prompt.
+    """Return the unbiased estimate of pass@k, the probability that at least one of k samples solves a prompt.
 
-    Of n samples, c solve it: 1 - C(n - c, k) / C(n, k), the share of subsets of size k with a solution (arXiv:2107.03374,
-    equation 1).
+    With c solutions in n samples, it is 1 - C(n - c, k) / C(n, k), the fraction of k-subsets that contain a solution
+    (arXiv:2107.03374, equation 1).
     """
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
 def _with_interval(name: str, values_N: Sequence[float]) -> dict[str, float]:
-    """Return the mean over prompts and the half-width of its 95 % interval, which one prompt does not have."""
+    """Return the mean over prompts and, for at least two prompts, the half-width of its 95 % interval."""
     mean = float(np.mean(values_N))
     if len(values_N) < 2:
         return {name: mean}

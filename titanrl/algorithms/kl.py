@@ -1,8 +1,8 @@
-"""Estimates of the divergence of the policy from a reference, on tokens the policy sampled.
+"""Per-token estimators of KL(policy, reference), on tokens sampled from the policy.
 
-Every tensor of a call has the same shape. With u = logprobs - reference_logprobs, k1 and k3 estimate KL(policy, reference)
-without bias; the expected gradient of k2 is the gradient of that divergence.
-Source: http://joschu.net/blog/kl-approx.html; for gradients arXiv:2506.09477.
+All tensors of a call have the same shape. With u = logprobs - reference_logprobs, k1 and k3 are unbiased estimators of
+KL(policy, reference). The expected gradient of k2 is the gradient of KL(policy, reference).
+Source: http://joschu.net/blog/kl-approx.html; for the gradients arXiv:2506.09477.
 """
 
 import torch
@@ -13,11 +13,13 @@ from titanrl.config.choices import KLEstimator
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator, *, mask: Tensor) -> Tensor:
-    """Return the estimate of each token, with gradient; 0 at masked tokens.
+    """Return the KL estimate of each token, with gradient; 0 at masked tokens.
 
-    `k1` is u, `k2` is u^2 / 2, `k3` is exp(-u) - 1 + u. Over samples of the policy the expected gradient of k1 is 0, that of k3
-    belongs to KL(reference, policy), and that of k2 to KL(policy, reference). `k3_straight_through` has the gradient of k2 and
-    the value of k3, which varies less than k1.
+    `k1` is u, `k2` is u^2 / 2, and `k3` is exp(-u) - 1 + u. `k3_straight_through` has the value of k3, whose variance is lower
+    than that of k1, and the gradient of k2.
+
+    Over samples of the policy, the expected gradient of k1 is 0, that of k2 is the gradient of KL(policy, reference), and that
+    of k3 is the gradient of KL(reference, policy).
     """
     u = log_ratio(logprobs, reference_logprobs, mask=mask)
     match estimator:
@@ -33,6 +35,6 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 
 
 def _k3(u: Tensor) -> Tensor:
-    """Compute exp(-u) - 1 + u, exact near 0; u is clamped before exp."""
+    """Compute exp(-u) - 1 + u without cancellation near 0; u is clamped to `MAX_LOG_RATIO` before exp."""
     bounded = u.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded

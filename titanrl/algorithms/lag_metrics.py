@@ -1,28 +1,30 @@
-"""Difference between the log-probabilities of sampler and trainer, by the age of each token.
+"""Mismatch between the log-probabilities of generator and trainer, by policy lag of each token.
 
-Shapes: N tokens, K ages.
+The lag (age) of a token is the policy version being trained minus the policy version that sampled the token.
+
+Shape suffixes: N tokens, K lags.
 """
 
 import torch
 
 OLDEST = 4
-"""Largest age that is counted separately; it includes all older tokens."""
+"""Lag of the last bin, which also contains all larger lags."""
 
 
 @torch.no_grad()
 def lag_metrics(
     logprobs_N: torch.Tensor, generator_logprobs_N: torch.Tensor, lags_N: torch.Tensor, mask_N: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return sums and maxima of the differences of log-probabilities, and numbers of tokens, by age.
+    """Return sums and maxima of absolute log-probability differences, and token counts, by lag.
 
-    Tokens sampled by the version being trained (lag 0) show the effect of numerics alone. Older tokens also show how far the
-    policy has moved. `lag/<k>` counts tokens, `lag/<k>/logprob_abs` sums their absolute differences.
+    At lag 0 the difference is numerical only. At larger lags it also includes the change of the policy. The sum `lag/<k>` is
+    the number of tokens with lag k, and `lag/<k>/logprob_abs` is the sum of their absolute differences.
 
     Args:
         logprobs_N: Log-probabilities of the trainer, in nats.
-        generator_logprobs_N: Log-probabilities of the generator, in nats, finite where the mask is true.
-        lags_N: Optimizer steps between the version that sampled a token and the version being trained.
-        mask_N: True at the tokens that count.
+        generator_logprobs_N: Log-probabilities of the generator, in nats, finite at unmasked tokens.
+        lags_N: Lag of each token.
+        mask_N: True at loss tokens.
     """
     difference_N = torch.where(mask_N, (logprobs_N - generator_logprobs_N).abs(), 0.0)
     ages_K = torch.arange(OLDEST + 1, device=lags_N.device)

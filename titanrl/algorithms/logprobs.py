@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 from titanrl.algorithms.supports import TokenSupports
 
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
-"""Logits converted to fp32 at once, so that no fp32 copy of all logits exists. On a CPU a chunk fits into its cache."""
+"""Number of logits per chunk. Converting chunks avoids an fp32 copy of all logits. On a CPU, a chunk fits into the cache."""
 
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
-"""The same on an accelerator, where launching many small kernels costs more than 16 MiB of memory."""
+"""Number of logits per chunk on an accelerator, where many small kernel launches cost more than 16 MiB of fp32 memory."""
 
 
 def logprobs_and_entropy(
@@ -31,18 +31,22 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each label and the entropy of each distribution, in nats, `[N]` each.
 
-    The distribution is softmax(logits / temperature), in fp32 (fp64 for fp64 logits). Both results carry gradients. The
-    backward pass recomputes the softmax, so autograd saves only the logits and two `[N]`.
+    The distribution is softmax(logits / temperature), computed in fp32 (fp64 for fp64 logits). Both results are differentiable.
+    The backward pass recomputes the softmax, so autograd saves only the logits, the labels and two `[N]` tensors.
 
-    With `supports`, the softmax of each token is over its support alone, and logits outside of it have neither an effect nor a
-    gradient. Labels must be inside. Masks are made for one chunk of tokens at a time.
+    The log-probability of a label outside the vocabulary is finite but meaningless, so the caller must mask it. Rows whose
+    gradients are 0 get a zero gradient even if their logits are not finite.
 
-    With `group`, each of its ranks holds the vocabulary entries from `vocab_start` on, in any split. Labels count from 0 over
-    the whole vocabulary and are the same on every rank; so is the result. Two all-reduces of `[N]` and `[3, N]` run in the
-    forward pass, none in the backward pass, and no rank receives the logits of another.
-
-    The log-probability of a label outside the vocabulary is finite but meaningless: mask it. Logits that are not finite do not
-    spoil the gradient of masked rows.
+    Args:
+        logits_NV: Logits of this rank's vocabulary entries.
+        labels_N: Token ids over the full vocabulary, the same on every rank.
+        group: Process group over which the vocabulary is sharded, in any split; None if this rank holds all of it. The forward
+            pass then runs two all-reduces, of `[N]` and `[3, N]`, and the backward pass none. Logits are not exchanged. The
+            result is the same on every rank.
+        vocab_start: Id of this rank's first vocabulary entry.
+        temperature: Divisor of the logits.
+        supports: Support of each token, which must contain its label. The softmax is then over the support only, and logits
+            outside of it affect nothing and get zero gradient. Dense masks exist for one chunk of tokens at a time.
     """
     assert logits_NV.ndim == 2, f"logits must be [N, V], got {tuple(logits_NV.shape)}"
     assert labels_N.shape == logits_NV.shape[:1], f"labels must be [{logits_NV.shape[0]}], got {tuple(labels_N.shape)}"
@@ -92,8 +96,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Tensor | None, None, None, None, None, None]:
-        """Compute the gradient of the logits x: with p = softmax(x / T) and H its entropy,
+        """Compute the gradient with respect to the logits x.
 
+        With p = softmax(x / T) and its entropy H, the gradient of entry v is
         ((1[v = label] - p_v) * grad_logprobs - p_v * (log p_v + H) * grad_entropy) / T.
         """
         logits_NV, labels_N, log_z_N, entropy_N = ctx.saved_tensors
@@ -116,13 +121,13 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 inner_CV = logp_CV.add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None]).add_(grad_N[rows, None])
                 grad_CV.mul_(inner_CV.neg_())
             grad_CV.scatter_add_(-1, local_N[rows, None], torch.where(owned_N, grad_N, 0.0)[rows, None])
-            # p is NaN where logits are not finite, and NaN * 0 is NaN.
+            # Where logits are not finite, p is NaN, and a zero output gradient would not remove it: NaN * 0 is NaN.
             grad_logits_NV[rows] = grad_CV.masked_fill_(unused_N[rows, None], 0.0)
         return grad_logits_NV, None, None, None, None, None
 
 
 def _largest(logits_NV: Tensor, supports: TokenSupports | None, vocab_start: int) -> Tensor:
-    """Return the largest logit of each token's support on this rank, `[N]`; -inf if the rank has none of it."""
+    """Return the largest logit in each token's support on this rank, `[N]`; -inf if the support has no entry on this rank."""
     if supports is None:
         return logits_NV.amax(-1)
     max_N = logits_NV.new_empty(len(logits_NV))
@@ -135,16 +140,16 @@ def _largest(logits_NV: Tensor, supports: TokenSupports | None, vocab_start: int
 
 
 def _exp(values_CV: Tensor, rows: slice, supports: TokenSupports | None, vocab_start: int) -> Tensor:
-    """Return exp(values), 0 outside the supports; set the values there to 0, too, so that no product with them is NaN."""
+    """Return exp(values), with 0 outside the supports. Also zero the values there in place, so that products are not NaN."""
     if supports is None or not supports.limits_any(rows):
         return values_CV.exp()
     outside_CV = supports.outside(rows, vocab_start, values_CV.shape[-1])
-    # Not -inf: on a CPU, exp takes five times longer where it underflows.
+    # Fill with 0 before exp instead of -inf: on a CPU, exp takes five times longer where it underflows.
     return values_CV.masked_fill_(outside_CV, 0.0).exp().masked_fill_(outside_CV, 0.0)
 
 
 def _local_labels(labels_N: Tensor, vocab_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each label on this rank, and True where this rank holds it; other columns are arbitrary."""
+    """Return the column of each label on this rank, and True where this rank holds the label; other columns are arbitrary."""
     column_N = labels_N - vocab_start
     return column_N.clamp(0, vocab_size - 1), (column_N >= 0) & (column_N < vocab_size)
 
@@ -158,7 +163,7 @@ def _shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
 
 
 def _chunks(logits_NV: Tensor) -> Iterator[slice]:
-    """Yield slices of rows with about `CHUNK_ELEMENTS` logits each."""
+    """Yield slices of rows with at most `CHUNK_ELEMENTS` logits each, but at least one row."""
     num_rows, vocab_size = logits_NV.shape
     step = max(CHUNK_ELEMENTS.get(logits_NV.device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocab_size, 1)
     for start in range(0, num_rows, step):

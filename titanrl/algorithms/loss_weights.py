@@ -1,7 +1,8 @@
-"""Loss weights: the objective of one optimizer step is sum_it w_i * l_it over its sampled tokens, and nothing else scales it.
+"""Loss weights: the objective of one optimizer step is sum_it w_i * l_it over all sampled tokens t of all sequences i.
 
-The weights are computed before the first micro-batch from the counts of the whole step, over all ranks. So neither the
-micro-batch split nor the number of data-parallel ranks changes the gradient. A mean of micro-batch means would change it.
+Nothing else scales the loss. The weights are computed before the first micro-batch from the token and sequence counts of the
+complete step, over all ranks. The gradient therefore depends neither on the split into micro-batches nor on the number of
+data-parallel ranks. A mean of micro-batch means would depend on both.
 
 Shape suffixes: N sequences, P prompts.
 """
@@ -18,22 +19,29 @@ from titanrl.types import CorrectionTotals
 def sequence_weights(
     reduction: Reduction, *, num_sampled: npt.ArrayLike, prompt_of: npt.ArrayLike, constant_length: int
 ) -> npt.NDArray[np.float64]:
-    """Return the weight w_i of every sampled token of sequence i, for all sequences of an optimizer step, `[N]`.
+    """Return the weight w_i of each sampled token of sequence i, for all sequences of an optimizer step, `[N]`.
 
-    With n tokens in total, n_i in the sequence and n_p in the sequence's prompt, N sequences and P prompts with a token:
+    The step has n sampled tokens: n_i in sequence i, and n_p in all sequences of the prompt p of sequence i. N sequences and
+    P prompts have at least one sampled token.
 
     - `sum`: 1
-    - `token_mean`: 1 / n
-    - `sequence_mean`: 1 / (N * n_i)
+    - `token_mean`: 1 / n, as in DAPO (arXiv:2503.14476)
+    - `sequence_mean`: 1 / (N * n_i), as in GRPO (arXiv:2402.03300)
     - `sequence_mean_token_sum`: 1 / N
     - `prompt_mean`: 1 / (P * n_p)
     - `constant`: 1 / (N * constant_length), as in Dr. GRPO (arXiv:2503.20783)
 
-    A sequence without sampled tokens has weight 0 and is in no count. `prompt_of[i]` is the id of sequence i's prompt.
+    A sequence without sampled tokens has weight 0 and is not counted in N.
+
+    Args:
+        reduction: Value of `algorithm.reduction`.
+        num_sampled: Number of sampled tokens of each sequence, `[N]`.
+        prompt_of: Id of each sequence's prompt, `[N]`.
+        constant_length: Divisor of `constant`, in tokens.
     """
     counts_N = np.asarray(num_sampled, np.int64)
-    _, place_N = np.unique(np.asarray(prompt_of), return_inverse=True)
-    prompt_tokens_P = np.bincount(place_N, weights=counts_N).astype(np.int64)
+    _, prompt_N = np.unique(np.asarray(prompt_of), return_inverse=True)
+    prompt_tokens_P = np.bincount(prompt_N, weights=counts_N).astype(np.int64)
     num_sequences = np.count_nonzero(counts_N)
     match reduction:
         case "sum":
@@ -45,20 +53,21 @@ def sequence_weights(
         case "sequence_mean_token_sum":
             denominators_N = np.full_like(counts_N, num_sequences)
         case "prompt_mean":
-            denominators_N = np.count_nonzero(prompt_tokens_P) * prompt_tokens_P[place_N]
+            denominators_N = np.count_nonzero(prompt_tokens_P) * prompt_tokens_P[prompt_N]
         case "constant":
             denominators_N = np.full_like(counts_N, num_sequences * constant_length)
     return np.divide(1.0, denominators_N, out=np.zeros(len(counts_N)), where=counts_N > 0)
 
 
 def correction_totals(sums: Mapping[str, float]) -> CorrectionTotals:
-    """Compute the effect of a correction on the step from `corrections.correction_sums`, summed over micro-batches and ranks.
+    """Compute the mean weight and the kept fractions of a step.
 
-    A quotient is 1 if its numerator or its denominator is 0.
+    `sums` are those of `corrections.correction_sums`, added up over micro-batches and ranks. A quotient is 1 if its numerator
+    or denominator is 0.
     """
 
-    def quotient(part: str, whole: str) -> float:
-        return sums[part] / sums[whole] if sums[part] and sums[whole] else 1.0
+    def quotient(numerator: str, denominator: str) -> float:
+        return sums[numerator] / sums[denominator] if sums[numerator] and sums[denominator] else 1.0
 
     return CorrectionTotals(
         mean_weight=quotient("weight", "num_weights"),

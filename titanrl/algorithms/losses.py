@@ -1,9 +1,10 @@
-"""The built-in policy losses. Nothing here divides: the loss weights carry every scale.
+"""Built-in policy losses, one value per token. They are not normalized: the loss weights contain all normalization.
 
-A loss is a function of `LossInputs` and returns one value per token, see `contracts.PolicyLoss`. Registering one takes an entry
-in `titanrl.config.registry.LOSSES`. r = exp(logprobs - old_logprobs) is the importance ratio.
+A loss is a function of `LossInputs` that follows the protocol `contracts.PolicyLoss`. To add a built-in loss, register it in
+`titanrl.config.registry.LOSSES`.
 
-Shape suffix: N tokens.
+Shape suffix: N tokens. In the formulas, r = exp(logprobs - old_logprobs) is the importance ratio, A the advantage, and sg the
+stop-gradient (`detach`).
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from titanrl.algorithms.contracts import LossInputs
 from titanrl.algorithms.segments import segment_mean
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
-"""Bound on the size of a sequence's mean log-ratio in `gspo`."""
+"""Bound on the absolute mean log-ratio of a sequence in `gspo`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,47 +25,48 @@ class LossMetrics:
     """Metrics of one micro-batch on one rank as 0-dim tensors, to be reduced over micro-batches and ranks."""
 
     sums: dict[str, Tensor]
-    """Metrics to add up. `loss/*` and `num_tokens` are then complete; the others are divided by `num_tokens`."""
+    """Metrics that are reduced by sum. All but `loss/*` and `num_tokens` are then divided by `num_tokens`."""
     maxima: dict[str, Tensor]
-    """Metrics to combine by maximum; 0 without tokens."""
+    """Metrics that are reduced by maximum; 0 without tokens."""
 
 
 def ppo(
     inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Compute PPO's clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """Compute the clipped surrogate loss of PPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    `dual_clip` c > 1 bounds the loss by -c A where A < 0. Sources: PPO (arXiv:1707.06347); two separate bounds as in DAPO
-    (arXiv:2503.14476); dual clip (arXiv:1912.09729).
+    `dual_clip` c > 1 also bounds the loss by -c A where A < 0. Sources: PPO (arXiv:1707.06347, equation 7); separate lower and
+    upper bounds as in DAPO (arXiv:2503.14476); dual clip (arXiv:1912.09729).
     """
     advantages_N = inputs.advantages_N
     loss_N, clipped_N = _clipped_surrogate(inputs.ratio_N, advantages_N, clip_low, clip_high)
     if dual_clip is not None:
-        highest_N = -dual_clip * advantages_N
-        beyond_N = (advantages_N < 0) & (loss_N > highest_N)
-        loss_N, clipped_N = torch.where(beyond_N, highest_N, loss_N), clipped_N | beyond_N
+        bound_N = -dual_clip * advantages_N
+        beyond_N = (advantages_N < 0) & (loss_N > bound_N)
+        loss_N, clipped_N = torch.where(beyond_N, bound_N, loss_N), clipped_N | beyond_N
     return loss_N, {"clip": clipped_N}
 
 
 def importance_sampling(inputs: LossInputs) -> Tensor:
-    """Compute -r A, without a clip on r."""
+    """Compute -r A, without clipping r. Source: `importance_sampling` in Tinker."""
     return -inputs.ratio_N * inputs.advantages_N
 
 
 def reinforce(inputs: LossInputs) -> Tensor:
-    """Compute -A logprobs. Source: Williams 1992; for language models arXiv:2402.14740."""
+    """Compute -A logprobs. Sources: REINFORCE (Williams 1992); for language models arXiv:2402.14740."""
     return -inputs.advantages_N * inputs.logprobs_N
 
 
 def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Compute PPO's surrogate with one ratio s per sequence: the geometric mean of the ratios of its tokens.
+    """Compute PPO's clipped surrogate with a sequence-level ratio s, the geometric mean of the token ratios.
 
-    s = exp(sg(mean of log r) + logprobs - sg(logprobs)), where sg stops the gradient. Each token carries its share of the
-    gradient; with `sequence_mean` weights the shares add up to the gradient of s A. Source: GSPO (arXiv:2507.18071).
+    s = exp(sg(mean of log r) + logprobs - sg(logprobs)), the GSPO-token form: its value is the same at every token of the
+    sequence, and each token has its own gradient. With `sequence_mean` weights, the token gradients sum to the gradient of s A.
+    Source: GSPO (arXiv:2507.18071).
     """
-    own_N, mask_N = inputs.logprobs_N, inputs.mask_N
+    logprobs_N, mask_N = inputs.logprobs_N, inputs.mask_N
     mean_N = segment_mean(inputs.log_ratio_N.detach(), inputs.sequence_N, mask=mask_N)
-    log_ratio_N = torch.where(mask_N, mean_N + own_N - own_N.detach(), 0.0)
+    log_ratio_N = torch.where(mask_N, mean_N + logprobs_N - logprobs_N.detach(), 0.0)
     ratio_N = log_ratio_N.clamp(-MAX_SEQUENCE_LOG_RATIO, MAX_SEQUENCE_LOG_RATIO).exp()
     loss_N, clipped_N = _clipped_surrogate(ratio_N, inputs.advantages_N, clip_low, clip_high)
     return loss_N, {"ratio": ratio_N, "clip": clipped_N}
@@ -73,7 +75,7 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tens
 def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Compute -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs.
 
-    A clipped token keeps its gradient, unlike in `ppo`. Source: CISPO (arXiv:2506.13585).
+    Unlike in `ppo`, clipped tokens keep a gradient. Source: CISPO (arXiv:2506.13585).
     """
     ratio_N = inputs.ratio_N.detach()
     bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -81,7 +83,7 @@ def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Ten
 
 
 def dro(inputs: LossInputs, *, dro_beta: float) -> Tensor:
-    """Compute -(A logprobs - beta / 2 (log r)^2), for data of other policies.
+    """Compute -(A logprobs - beta / 2 (log r)^2), for off-policy data.
 
     The loss is not proportional to A, so loss weights cannot be multiplied into the advantages.
     Source: DRO (arXiv:2405.19107), in Tinker's form.
@@ -90,9 +92,9 @@ def dro(inputs: LossInputs, *, dro_beta: float) -> Tensor:
 
 
 def sapo(inputs: LossInputs, *, sapo_temperatures: tuple[float, float]) -> Tensor:
-    """Compute -4 / tau sigmoid(tau (r - 1)) A: a soft gate instead of a clip.
+    """Compute -4 / tau sigmoid(tau (r - 1)) A: a soft gate instead of a hard clip.
 
-    `sapo_temperatures` hold tau for A > 0 and for all other A. The gradient at r = 1 equals that of -r A.
+    `sapo_temperatures` are tau for A > 0 and tau for A <= 0. At r = 1 the gradient equals that of -r A.
     Source: SAPO (arXiv:2511.20347).
     """
     positive, other = sapo_temperatures
@@ -102,7 +104,7 @@ def sapo(inputs: LossInputs, *, sapo_temperatures: tuple[float, float]) -> Tenso
 
 
 def valid_tokens(mask: Tensor, generator_logprobs: Tensor) -> Tensor:
-    """Return `mask` without the tokens whose generator log-probability is not finite; they have no importance ratio."""
+    """Return `mask` without tokens whose generator log-probability is not finite, because they have no importance ratio."""
     return mask & generator_logprobs.isfinite()
 
 
@@ -112,12 +114,12 @@ def cross_entropy(logprobs: Tensor, *, mask: Tensor) -> Tensor:
 
 
 def weighted_sum(loss: Tensor, weights: Tensor, *, mask: Tensor) -> Tensor:
-    """Sum w * l over the tokens that count, 0-dim: this share of the step's objective. Ranks and micro-batches add up."""
+    """Return the sum of w * l over unmasked tokens, 0-dim. Its sum over micro-batches and ranks is the step's objective."""
     return torch.where(mask, loss * torch.where(mask, weights, 0.0), 0.0).sum()
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return -min(r A, clip(r) A), and where the clipped term is the smaller one."""
+    """Return -min(r A, clip(r) A), and True where clip(r) A is less than r A."""
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     return torch.maximum(unclipped, clipped), clipped > unclipped

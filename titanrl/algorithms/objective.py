@@ -1,7 +1,9 @@
-"""The objective of an optimizer step on one micro-batch: correction, loss, divergence from a reference, entropy, metrics.
+"""Compute a micro-batch's share of the objective: policy loss with off-policy correction, KL penalty, entropy bonus, metrics.
 
-Shape suffix: N tokens of the micro-batch. Every term is sum(w * l) with the same weights w, computed from the counts of the
-whole step. Weights are not multiplied into the advantages, because not every loss is proportional to the advantage.
+Each term is sum(w * l) with the same loss weights w, which are computed from the counts of the complete step. The weights are
+not multiplied into the advantages, because not every loss is proportional to the advantage.
+
+Shape suffix: N tokens of the micro-batch.
 """
 
 from collections.abc import Mapping
@@ -21,35 +23,35 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.types import NOT_MEASURED, CorrectionTotals
 
 STANDARD = ("ratio", "clip")
-"""Values per token that every loss has for the metrics."""
+"""Per-token values that the metrics need from each loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveInputs:
-    """Inputs of the objective on one micro-batch. Only `logprobs_N` and `entropy_N` carry gradients."""
+    """Inputs of the objective on one micro-batch. Only `logprobs_N` and `entropy_N` require grad."""
 
     logprobs_N: Tensor
-    """Log-probability of each token under the policy being trained."""
+    """Log-probability of each token under the current policy."""
     generator_logprobs_N: Tensor
-    """Log-probability under the sampling policy; tokens where it is not finite count as masked."""
+    """Log-probability under the sampling policy; tokens where it is not finite are masked."""
     proximal_logprobs_N: Tensor | None
     """Log-probability under the proximal policy; None if `algorithm.proximal` needs no separate forward pass."""
     reference_logprobs_N: Tensor | None
-    """Log-probability under the reference policy; None without a divergence term."""
+    """Log-probability under the reference policy; None without a KL penalty."""
     entropy_N: Tensor | None
-    """Entropy of each token's distribution; with gradient if there is an entropy bonus."""
+    """Entropy of the current policy's distribution at each token, with gradient if there is an entropy bonus."""
     advantages_N: Tensor
     """Advantage of each token."""
     weights_N: Tensor
     """Loss weight of each token."""
     mask_N: Tensor
-    """True at the tokens that count."""
+    """True at loss tokens."""
     sequence_N: Tensor
-    """Id of each token's sequence: int64, unique in the micro-batch, below N."""
+    """Id of each token's sequence: int64, unique in the micro-batch, less than N."""
     correction: CorrectionTotals = NOT_MEASURED
-    """Totals of the correction over the whole step, if `algorithm.correction` is measured."""
+    """Totals of the correction over the complete step, if `algorithm.correction` needs them."""
     support_sizes_N: Tensor | None = None
-    """Entries of the vocabulary that truncated sampling left for each token; None without it."""
+    """Number of vocabulary entries in each token's support; None without truncated sampling."""
 
 
 def policy_loss(
@@ -57,12 +59,13 @@ def policy_loss(
 ) -> tuple[Tensor, LossMetrics]:
     """Compute this micro-batch's share of the objective, 0-dim, and its metrics.
 
-    The caller sums gradients over micro-batches and ranks, never averages them.
+    The objective is sum of w * (rho * loss + kl.coef * KL - entropy_coef * entropy) over the tokens that the correction keeps,
+    where rho is the correction weight. Gradients must be summed over micro-batches and ranks, not averaged.
 
     Args:
         inputs: Tokens of the micro-batch.
         algorithm: Terms of the objective.
-        loss: Loss of `algorithm.loss` with its options, see `bound_loss`; by default the built-in one of that name.
+        loss: Policy loss with its options bound, see `bound_loss`; None selects the built-in loss `algorithm.loss`.
     """
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     proximal_N = _proximal(inputs)
@@ -82,7 +85,7 @@ def policy_loss(
         kl_N = algorithm.kl.coef * _kl(inputs, algorithm, correction.kept_N)
         terms["loss/kl"] = weighted_sum(kl_N, weights_N, mask=correction.kept_N)
     if algorithm.entropy_coef:
-        assert inputs.entropy_N is not None, "an entropy bonus needs the entropy"
+        assert inputs.entropy_N is not None, "the entropy bonus needs entropies"
         bonus_N = algorithm.entropy_coef * inputs.entropy_N
         terms["loss/entropy"] = -weighted_sum(bonus_N, weights_N, mask=correction.kept_N)
     total = torch.stack(list(terms.values())).sum()
@@ -91,7 +94,7 @@ def policy_loss(
 
 @torch.no_grad()
 def measure_correction(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> LossMetrics:
-    """Compute this micro-batch's share of the sums for `loss_weights.correction_totals`, without gradient."""
+    """Compute this micro-batch's share of the sums for `loss_weights.correction_totals`."""
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     config, sequence_N = algorithm.correction, inputs.sequence_N
     correction = correct(_proximal(inputs), inputs.generator_logprobs_N, sequence_N, config, mask=valid_N)
@@ -101,10 +104,10 @@ def measure_correction(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> L
 def token_loss(
     loss: PolicyLoss, inputs: ObjectiveInputs, algorithm: AlgorithmConfig, proximal_N: Tensor, mask_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the policy loss per token, unweighted and 0 outside `mask_N`, and its values for the metrics.
+    """Compute the policy loss per token, `[N]`, unweighted and 0 at masked tokens, and its per-token values for the metrics.
 
     Raises:
-        ValueError: The loss did not return one value per token.
+        ValueError: The loss raised, or did not return one value per token.
     """
     old_N = proximal_N if algorithm.divides_by_proximal else inputs.generator_logprobs_N
     tokens = LossInputs.of(
@@ -124,7 +127,7 @@ def token_loss(
 
 
 def _checked(result: object, mask_N: Tensor, name: str) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return what a loss returned as a pair; raise ValueError if it is not one value per token."""
+    """Return the result of a loss as a pair; raise ValueError if a tensor does not have one value per token."""
     loss_N: Any
     values: Mapping[str, Any]
     loss_N, values = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -133,19 +136,18 @@ def _checked(result: object, mask_N: Tensor, name: str) -> tuple[Tensor, Mapping
         if found != tuple(mask_N.shape):
             raise ValueError(
                 f"algorithm.loss: {name} must return one value per token, {tuple(mask_N.shape)} (got {found} for {what}). "
-                "Return a tensor without a sum or a mean."
+                "Return the losses without a sum or mean over tokens."
             )
     return loss_N, values
 
 
 def _proximal(inputs: ObjectiveInputs) -> Tensor:
-    """Return the proximal policy's log-probabilities, by default the current ones without gradient."""
-    given_N = inputs.proximal_logprobs_N
-    return inputs.logprobs_N.detach() if given_N is None else given_N
+    """Return the log-probabilities under the proximal policy, by default the current policy, without gradient."""
+    return inputs.logprobs_N.detach() if inputs.proximal_logprobs_N is None else inputs.proximal_logprobs_N
 
 
 def _advantages(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the advantages. With `kl.place: reward`, subtract the divergence of each token and the later ones."""
+    """Return the advantages. With `kl.place: reward`, subtract the KL penalty: kl.coef times the k1-to-go of each token."""
     if not (algorithm.kl.coef and algorithm.kl.place == "reward"):
         return inputs.advantages_N
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
@@ -154,7 +156,7 @@ def _advantages(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _kl(inputs: ObjectiveInputs, algorithm: AlgorithmConfig, mask_N: Tensor) -> Tensor:
-    """Compute the divergence from the reference per token, with gradient."""
+    """Compute the KL estimate per token, with gradient; optionally multiply it by the importance ratio to the sampler."""
     kl_N = kl_estimate(inputs.logprobs_N, _reference(inputs), algorithm.kl.estimator, mask=mask_N)
     if not algorithm.kl.importance_weighted:
         return kl_N
@@ -162,7 +164,7 @@ def _kl(inputs: ObjectiveInputs, algorithm: AlgorithmConfig, mask_N: Tensor) -> 
 
 
 def _reference(inputs: ObjectiveInputs) -> Tensor:
-    assert inputs.reference_logprobs_N is not None, "a divergence term needs the reference's log-probabilities"
+    assert inputs.reference_logprobs_N is not None, "the KL penalty needs reference log-probabilities"
     return inputs.reference_logprobs_N
 
 
@@ -175,11 +177,11 @@ def _metrics(
     proximal_N: Tensor,
     valid_N: Tensor,
 ) -> LossMetrics:
-    """Compute sums and maxima of one micro-batch, over the tokens that count and have a finite generator log-probability.
+    """Compute sums and maxima of one micro-batch, over loss tokens with a finite generator log-probability.
 
-    `mismatch/*` compares the proximal policy with the generator's: d = proximal - generator log-probability. Its estimates of
-    KL(generator, proximal) are k3, exp(d) - 1 - d (`mismatch/kl`, never negative), and k1, -d (`mismatch/kl_k1`).
-    Source: http://joschu.net/blog/kl-approx.html
+    `mismatch/*` compares the proximal policy with the sampler, with d = proximal - generator log-probability. It estimates
+    KL(generator, proximal) by k3 = exp(d) - 1 - d (`mismatch/kl`, never negative) and by k1 = -d (`mismatch/kl_k1`), and the
+    chi-squared divergence by exp(2 d) - 1 (`mismatch/chi2`). Source: http://joschu.net/blog/kl-approx.html
     """
     d_N = log_ratio(proximal_N, inputs.generator_logprobs_N, mask=valid_N)
     bounded_N = d_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -187,7 +189,7 @@ def _metrics(
         "policy/ratio_mean": values["ratio"],
         "policy/clip_frac": values["clip"].to(d_N.dtype),
         "mismatch/logprob_abs_mean": d_N.abs(),
-        # In fp32 exp(d) - 1 would round the small differences away that this metric shows.
+        # In fp32, exp(d) - 1 would lose the small differences that this metric measures.
         "mismatch/kl": bounded_N.expm1() - bounded_N,
         "mismatch/kl_k1": -d_N,
         "mismatch/chi2": (2.0 * bounded_N).expm1(),
@@ -211,7 +213,7 @@ def _metrics(
 
 
 def _correction_by_token(correction: Correction, valid_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the correction's metrics; `correction_weight` and its square give the effective sample size."""
+    """Return the correction metrics per token. The sums of weights and squared weights give the effective sample size."""
     by_token = {"correction/reject_frac": (valid_N & ~correction.kept_N).to(dtype)}
     if correction.weights_N is not None:
         weights_N = torch.where(correction.kept_N, correction.weights_N, 0.0)
@@ -228,6 +230,6 @@ def _metric_name(name: str, values_N: Tensor) -> str:
 
 
 def _masked_max(values_N: Tensor, valid_N: Tensor) -> Tensor:
-    """Return the largest of the counted values, which must not be negative; 0 without values."""
-    counted_N = torch.where(valid_N, values_N, 0.0)
-    return torch.cat([counted_N, counted_N.new_zeros(1)]).max()
+    """Return the maximum of nonnegative values over valid tokens, or 0 without valid tokens."""
+    masked_N = torch.where(valid_N, values_N, 0.0)
+    return torch.cat([masked_N, masked_N.new_zeros(1)]).max()

@@ -1,4 +1,4 @@
-"""Packing of sequences into rows of a fixed number of tokens, and of rows onto data-parallel ranks.
+"""Sequence packing: pack sequences into rows of fixed length, and balance the rows over data-parallel ranks.
 
 Shape suffix: S sequences.
 """
@@ -12,15 +12,17 @@ import numpy as np
 from titanrl.types import IntArray
 
 LINEAR_POSITIONS = 12 * 1024
-"""Positions whose attention costs as much as the matrix products of one token: 12 * hidden_size, from 24 d^2 against 2 d FLOPs
-per layer (causal), with a hidden size of 1024."""
+"""Context length at which causal attention costs a token as many FLOPs as its matrix products: 12 d for hidden size d.
+
+Per layer and token, matrix products take 24 d^2 FLOPs, and causal attention takes 2 d FLOPs per position of the context. The
+value is for a hidden size of 1024."""
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Put each sequence into a row of at most `row_tokens` tokens: best-fit decreasing, ties by index.
+    """Pack sequences into rows of at most `row_tokens` tokens with best-fit decreasing. Ties are broken by index.
 
     Returns:
-        The rows as lists of indices into `lengths`: at most 11/9 of the fewest possible rows, plus one.
+        Rows as lists of indices into `lengths`. Their number is at most 11/9 of the optimum, plus one.
 
     Raises:
         ValueError: A sequence is longer than a row.
@@ -34,7 +36,7 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     for first, last in pairwise([*firsts.tolist(), len(by_length)]):
         length, equal = lengths[by_length[first]], by_length[first:last].tolist()
         placed = 0
-        while placed < len(equal):  # sequences of equal length have the same best fit until that row is full
+        while placed < len(equal):  # the best fit of sequences of equal length is the same row until it is full
             fit = bisect_left(open_rows, (length, -1))
             free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
             if row == len(rows):
@@ -47,17 +49,18 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_sharing(lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray, row_tokens: int) -> list[list[int]]:
-    """Pack as `pack` does, but count `num_shared` tokens less for a sequence directly after another one of its group.
+    """Pack sequences like `pack`, but store the common prefix of a group only once per row.
 
-    Groups are placed by decreasing total, the sequences of a group by decreasing length. Each goes into the fullest row of its
-    group that has space for its added tokens, else into the fullest row with space for all its tokens. The sequences of a group
-    are adjacent in a row.
+    A sequence that directly follows another one of its group takes `num_shared` fewer tokens. Groups are packed in order of
+    decreasing total length, and the sequences of a group in order of decreasing length. Each sequence goes into the fullest row
+    of its group that has space for its unshared tokens, otherwise into the fullest row with space for all of its tokens. The
+    sequences of a group are adjacent in a row.
 
     Args:
-        lengths_S: Tokens of each sequence.
+        lengths_S: Number of tokens of each sequence.
         groups_S: Group of each sequence, from 0.
-        num_shared_S: Tokens at the start of each sequence that all sequences of its group have in common.
-        row_tokens: Tokens of a row.
+        num_shared_S: Length of the prefix that all sequences of the group have in common.
+        row_tokens: Length of a row in tokens.
 
     Raises:
         ValueError: A sequence is longer than a row.
@@ -66,32 +69,32 @@ def pack_sharing(lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray
     totals_S = np.bincount(groups_S, weights=lengths_S)[groups_S]
     order_S = np.lexsort((-lengths_S, groups_S, -totals_S))
     order, lengths, num_shared = order_S.tolist(), lengths_S[order_S].tolist(), num_shared_S[order_S].tolist()
-    added = np.cumsum((lengths_S - num_shared_S)[order_S]).tolist()  # inclusive sums of the tokens without shared ones
+    added = np.cumsum((lengths_S - num_shared_S)[order_S]).tolist()  # inclusive prefix sums of the unshared tokens
     ends = (np.flatnonzero(np.diff(groups_S[order_S])) + 1).tolist()
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted: the first that fits is the best fit
     for first, last in pairwise([0, *ends, len(order)]):
-        own: list[tuple[int, int]] = []  # rows with a sequence of this group
+        group_rows: list[tuple[int, int]] = []  # (free tokens, row) of the rows with a sequence of this group, sorted
         placed = first
         while placed < last:
             length = lengths[placed]
             shared = num_shared[placed]
-            fit = bisect_left(own, (length - shared, -1))
-            if fit < len(own):
-                free, row = own.pop(fit)
+            fit = bisect_left(group_rows, (length - shared, -1))
+            if fit < len(group_rows):
+                free, row = group_rows.pop(fit)
                 taken, stop = length - shared, placed + 1
             else:
                 fit = bisect_left(open_rows, (length, -1))
                 free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
                 if row == len(rows):
                     rows.append([])
-                # The first row of a group is filled at once with the sequences that would follow one by one.
-                stop = placed + 1 if own else bisect_right(added, added[placed] + free - length, placed, last)
+                # Fill the first row of a group in one step with all sequences that would be added to it one by one.
+                stop = placed + 1 if group_rows else bisect_right(added, added[placed] + free - length, placed, last)
                 taken = length + added[stop - 1] - added[placed]
             rows[row] += order[placed:stop]
-            insort(own, (free - taken, row))
+            insort(group_rows, (free - taken, row))
             placed = stop
-        for entry in own:
+        for entry in group_rows:
             insort(open_rows, entry)
     return rows
 
@@ -105,11 +108,11 @@ def _check_fit(lengths_S: IntArray, row_tokens: int) -> None:
 
 
 def row_costs(lengths_S: IntArray, num_shared_S: IntArray, rows: Sequence[Sequence[int]]) -> list[int]:
-    """Estimate the compute of each row: attention is quadratic in each sequence, everything else linear.
+    """Estimate the relative compute cost of each row: attention is quadratic in sequence length, everything else linear.
 
     Args:
-        lengths_S: Tokens of each sequence.
-        num_shared_S: Tokens of each sequence that an earlier sequence of the row holds.
+        lengths_S: Number of tokens of each sequence.
+        num_shared_S: Number of tokens of each sequence that an earlier sequence of its row stores.
         rows: Indices of the sequences of each row, at least one per row.
     """
     if not rows:
@@ -121,11 +124,11 @@ def row_costs(lengths_S: IntArray, num_shared_S: IntArray, rows: Sequence[Sequen
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Distribute rows of the given costs over ranks; return the row indices of each rank.
+    """Distribute rows over ranks by cost; return the row indices of each rank.
 
-    Each round gives one row to every rank, in order of decreasing cost; the most expensive row goes to the rank with the lowest
-    total. So ranks differ by at most one row, and by at most the cost of one row. Rows of one round run at the same time and
-    have about the same cost.
+    Rows are assigned in rounds, in order of decreasing cost. Each round gives every rank one row, and the most expensive row of
+    the round goes to the rank with the lowest total. Ranks therefore differ by at most one row, and their totals by at most the
+    cost of one row. Rows of one round run at the same time and have similar costs.
     """
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     if num_ranks == 1:

@@ -1,4 +1,4 @@
-"""Priorities of groups for replay, and the schedule of their importance weights."""
+"""Prioritized replay of groups: priorities, and the annealing of the importance-weight exponent beta."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from titanrl.config.replay import ReplayConfig
 from titanrl.tables import DoubleArray, RecordTable
 
 PRIORITY_EXPECTED = "def priority(group: GroupRewards, advantages: Sequence[float]) -> float"
-"""Code of a priority, for error messages."""
+"""Signature of a priority, for error messages."""
 
 
 class Priority(Protocol):
-    """Importance of training on a group again.
+    """Replay priority: a function that scores how useful it is to train on a group again.
 
     Example: `def hard(group, advantages): return 1.0 - sum(group.rewards) / len(group.rewards)`
     """
 
     def __call__(self, group: GroupRewards, advantages: Any, /) -> float:
-        """Return the priority of a group that was just trained on, of which the absolute value counts."""
+        """Return the priority of a group that was just trained on. Only its absolute value is used."""
         ...
 
 
 def mean_advantage(group: GroupRewards, advantages: DoubleArray) -> float:
-    """Return the mean absolute advantage."""
+    """Return the mean absolute advantage of the group's rollouts."""
     return float(np.abs(advantages).mean())
 
 
@@ -42,7 +42,7 @@ def mean_reward(group: GroupRewards, advantages: DoubleArray) -> float:
 
 
 def constant(group: GroupRewards, advantages: DoubleArray) -> float:
-    """Return 1: the priority of `recency` depends on the time of the draw."""
+    """Return 1, because the priority of `recency` depends only on the time of the draw."""
     return 1.0
 
 
@@ -57,17 +57,21 @@ PRIORITIES: dict[str, Priority] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplaySchedule:
-    """The part of `ReplayConfig` that the controller applies."""
+    """Priorities and beta schedule of a run, which the controller computes."""
 
     config: ReplayConfig
+    """Replay settings of the run."""
     num_steps: int
-    own_priority: Callable[..., float] | None = None
-    """Priority of the user; None selects the built-in one that the configuration names."""
+    """Number of training steps of the run."""
+    custom_priority: Callable[..., float] | None = None
+    """User-defined priority; None selects the built-in one that the configuration names."""
 
     def beta(self, step: int) -> float:
-        """Return the exponent of the importance weights after `step` optimizer steps."""
-        share = min(step / max(self.num_steps - 1, 1), 1.0)
-        return self.config.beta_end if share == 1.0 else self.config.beta + (self.config.beta_end - self.config.beta) * share
+        """Return the exponent of the importance weights after `step` steps, annealed linearly to `beta_end`."""
+        progress = min(step / max(self.num_steps - 1, 1), 1.0)
+        if progress == 1.0:
+            return self.config.beta_end
+        return self.config.beta + (self.config.beta_end - self.config.beta) * progress
 
     def priorities(
         self, records: RecordTable, advantages_N: DoubleArray, weight_of: WeightOf = lambda part, task: 1.0
@@ -77,25 +81,25 @@ class ReplaySchedule:
         Args:
             records: Groups of the batch, in prompt order.
             advantages_N: Advantages of their rollouts.
-            weight_of: Function from a part of the reward, and the number of a task, to its factor in the sum.
+            weight_of: Weight of a reward component in the summed reward, see `WeightOf`.
 
         Raises:
-            ValueError: The priority of the user raised, or returned something else than a finite number.
+            ValueError: The user-defined priority raised, or did not return a finite number.
         """
         ends = np.cumsum(records.groups["num_rollouts"])
         groups = zip(group_rewards(records, weight_of), np.split(advantages_N, ends[:-1]), strict=True)
         return np.array([self._priority(group, advantages) for group, advantages in groups])
 
     def _priority(self, group: GroupRewards, advantages: DoubleArray) -> float:
-        if self.own_priority is None:
+        if self.custom_priority is None:
             return PRIORITIES[self.config.priority](group, advantages)
         name = self.config.priority
         try:
-            value = float(self.own_priority(group, advantages.tolist()))
-        except Exception as error:  # the priority is the user's and may raise anything
+            value = float(self.custom_priority(group, advantages.tolist()))
+        except Exception as error:  # user-defined code may raise anything
             raise ValueError(
                 f"replay.priority: {name} raised {type(error).__name__}: {error}. Correct the priority."
             ) from error
         if not np.isfinite(value):
-            raise ValueError(f"replay.priority: {name} returned {value}. Return a finite number.")
+            raise ValueError(f"replay.priority: {name} must return a finite number (got {value}). Correct the priority.")
         return value

@@ -1,4 +1,4 @@
-"""Learning-rate schedule, and the optimizer's options at each step."""
+"""Learning-rate schedule and the AdamW hyperparameters of each optimizer step."""
 
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.choices import LearningRateDecay
@@ -9,7 +9,7 @@ from titanrl.types import AdamParams
 def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: LearningRateDecay, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    The rate rises linearly to `peak` during the warm-up. Then it stays constant, or falls linearly to 0 at step `num_steps`.
+    During warm-up the rate increases linearly to `peak`. Then it stays constant or decreases linearly to 0 at step `num_steps`.
     """
     if step < num_warmup_steps:
         return peak * (step + 1) / num_warmup_steps
@@ -19,7 +19,7 @@ def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: Learn
 
 
 def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int) -> AdamParams:
-    """Return the optimizer's options at optimizer step `step` of `num_steps`, counted from 0."""
+    """Return the hyperparameters of optimizer step `step` of `num_steps`, counted from 0."""
     rate = learning_rate(
         step,
         peak=options.learning_rate,

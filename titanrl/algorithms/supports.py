@@ -1,4 +1,6 @@
-"""Supports of the tokens of a micro-batch as masks of their logits.
+"""Supports of truncated sampling (top-p, top-k, min-p) as logit masks for the tokens of a micro-batch.
+
+The support of a token is the set of vocabulary entries that truncation kept when the token was sampled.
 
 Shape suffixes: N tokens, C tokens of a chunk, V vocabulary entries on this rank, I listed ids, M bitmaps, W words of a bitmap.
 """
@@ -19,24 +21,27 @@ Starts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenSupports:
-    """Supports of tokens, as ids or as bitmaps. The host knows which belong to a token, so no mask waits for the device."""
+    """Supports of tokens: the full vocabulary, a list of ids, or a bitmap.
+
+    Offsets are stored on the host, so slicing the supports of some tokens needs no device synchronization.
+    """
 
     sizes_N: Tensor
-    """Entries in the support of each token."""
+    """Number of entries in each token's support."""
     is_whole_N: Tensor
-    """True where the support is the whole vocabulary."""
+    """True where the support is the full vocabulary."""
     ids_I: Tensor
-    """Ids of the small supports, one token after another, int32."""
+    """Vocabulary ids of the small supports, concatenated over tokens, int32."""
     id_tokens_I: Tensor
-    """Token of each id, int32."""
+    """Index of the token that each id belongs to, int32."""
     id_starts: Starts
-    """First id of each token, and the end of the last one's, `[N + 1]`, on the host."""
+    """Offsets of the tokens in `ids_I`, `[N + 1]`, on the host."""
     bitmaps_MW: Tensor
     """Bitmaps of the other supports, int32."""
     bitmap_tokens_M: Tensor
-    """Token of each bitmap, int32."""
+    """Index of the token that each bitmap belongs to, int32."""
     bitmap_starts: Starts
-    """First bitmap of each token, and the end of the last one's, `[N + 1]`, on the host."""
+    """Offsets of the tokens in `bitmaps_MW`, `[N + 1]`, on the host."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Copy the tensors to a device."""
@@ -45,28 +50,29 @@ class TokenSupports:
         return type(self)(**values | {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()})
 
     def limits_any(self, tokens: slice) -> bool:
-        """Return True if the support of one of these tokens is a part of the vocabulary."""
+        """Return True if any of these tokens has a support smaller than the vocabulary."""
         first, last, _ = tokens.indices(len(self.is_whole_N))
         has_ids = self.id_starts[first] < self.id_starts[last]
         return bool(has_ids or self.bitmap_starts[first] < self.bitmap_starts[last])
 
     def outside(self, tokens: slice, vocab_start: int, num_entries: int) -> Tensor:
-        """Mark the vocabulary entries that are not in the support of some tokens, `[C, V]`.
+        """Return a mask that is True at vocabulary entries outside the support, bool `[C, V]`.
 
         Args:
-            tokens: The tokens.
-            vocab_start: First vocabulary entry of this rank.
-            num_entries: Entries of this rank, V.
+            tokens: Slice of C tokens.
+            vocab_start: Id of this rank's first vocabulary entry.
+            num_entries: Number of vocabulary entries on this rank, V.
         """
         first, last, _ = tokens.indices(len(self.is_whole_N))
         size = (last - first) * num_entries
-        flat = torch.empty(size + 1, dtype=torch.bool, device=self.is_whole_N.device)  # the last element takes other ranks' ids
+        # The extra last element is a dummy target for ids that belong to other ranks.
+        flat = torch.empty(size + 1, dtype=torch.bool, device=self.is_whole_N.device)
         outside = flat[:size].view(last - first, num_entries)
         torch.logical_not(self.is_whole_N[first:last, None].expand_as(outside), out=outside)
         listed = slice(self.id_starts[first], self.id_starts[last])
         columns_I = self.ids_I[listed].long() - vocab_start
-        places_I = (self.id_tokens_I[listed].long() - first) * num_entries + columns_I
-        flat.index_fill_(0, torch.where((columns_I >= 0) & (columns_I < num_entries), places_I, size), 0)
+        flat_indices_I = (self.id_tokens_I[listed].long() - first) * num_entries + columns_I
+        flat.index_fill_(0, torch.where((columns_I >= 0) & (columns_I < num_entries), flat_indices_I, size), 0)
         mapped = slice(self.bitmap_starts[first], self.bitmap_starts[last])
         if mapped.start < mapped.stop:
             bits = torch.arange(WORD_BITS, dtype=torch.int32, device=outside.device)
@@ -77,47 +83,41 @@ class TokenSupports:
         return outside
 
     def columns(self, num_rows: int, start: int, stop: int) -> Self:
-        """Return the supports of some columns, if the tokens are those of `num_rows` rows of equal length."""
-        if num_rows == 1:
-            return self._parts([slice(start, stop)])
+        """Return the supports of columns `start` to `stop`, where the tokens are the flattened `num_rows` rows of a matrix."""
         length = len(self.is_whole_N) // num_rows
-        return self._parts([slice(row * length + start, row * length + stop) for row in range(num_rows)])
-
-    def _parts(self, parts: Sequence[slice]) -> Self:
-        """Return the supports of several ranges of tokens, one after another."""
-        width = parts[0].stop - parts[0].start
-        listed = [slice(self.id_starts[part.start], self.id_starts[part.stop]) for part in parts]
-        mapped = [slice(self.bitmap_starts[part.start], self.bitmap_starts[part.stop]) for part in parts]
-        moved = [part.start - index * width for index, part in enumerate(parts)]
+        slices = [slice(row * length + start, row * length + stop) for row in range(num_rows)]
+        listed = [slice(self.id_starts[tokens.start], self.id_starts[tokens.stop]) for tokens in slices]
+        mapped = [slice(self.bitmap_starts[tokens.start], self.bitmap_starts[tokens.stop]) for tokens in slices]
+        shifts = [tokens.start - row * (stop - start) for row, tokens in enumerate(slices)]
         return replace(
             self,
-            sizes_N=torch.cat([self.sizes_N[part] for part in parts]),
-            is_whole_N=torch.cat([self.is_whole_N[part] for part in parts]),
-            ids_I=torch.cat([self.ids_I[part] for part in listed]),
-            id_tokens_I=torch.cat([self.id_tokens_I[part] - by for part, by in zip(listed, moved, strict=True)]),
-            id_starts=_joined_starts(self.id_starts, parts),
-            bitmaps_MW=torch.cat([self.bitmaps_MW[part] for part in mapped]),
-            bitmap_tokens_M=torch.cat([self.bitmap_tokens_M[part] - by for part, by in zip(mapped, moved, strict=True)]),
-            bitmap_starts=_joined_starts(self.bitmap_starts, parts),
+            sizes_N=torch.cat([self.sizes_N[tokens] for tokens in slices]),
+            is_whole_N=torch.cat([self.is_whole_N[tokens] for tokens in slices]),
+            ids_I=torch.cat([self.ids_I[ids] for ids in listed]),
+            id_tokens_I=torch.cat([self.id_tokens_I[ids] - shift for ids, shift in zip(listed, shifts, strict=True)]),
+            id_starts=_joined_starts(self.id_starts, slices),
+            bitmaps_MW=torch.cat([self.bitmaps_MW[bitmaps] for bitmaps in mapped]),
+            bitmap_tokens_M=torch.cat([self.bitmap_tokens_M[rows] - shift for rows, shift in zip(mapped, shifts, strict=True)]),
+            bitmap_starts=_joined_starts(self.bitmap_starts, slices),
         )
 
 
 class CollatedSupports:
-    """Supports of the sequences in packed rows, added in the order of their positions."""
+    """Builder of the supports of packed rows. Sequences must be added in order of position."""
 
     def __init__(self, num_tokens: int) -> None:
-        """Start with no limited token among `num_tokens`."""
+        """Start with full supports for all `num_tokens` tokens."""
         self._num_tokens = num_tokens
         self._parts: list[Supports] = []
         self._end = 0
 
     def add(self, start: int, supports: Supports) -> None:
-        """Add the supports of consecutive tokens, at or after the end of those before."""
+        """Add the supports of consecutive tokens from position `start` on, which must not precede the end of the last ones."""
         self._parts += whole_vocabulary(start - self._end, supports.vocab_size), supports
         self._end = start + len(supports)
 
     def collated(self) -> TokenSupports | None:
-        """Return the supports of all tokens; None if nothing was added."""
+        """Return the supports of all tokens; None if none were added."""
         if not self._parts:
             return None
         rest = whole_vocabulary(self._num_tokens - self._end, self._parts[0].vocab_size)
@@ -125,7 +125,7 @@ class CollatedSupports:
 
 
 def token_supports(supports: Supports) -> TokenSupports:
-    """Return supports as tensors on the host."""
+    """Convert supports to tensors on the host."""
     counts = supports.counts_S.astype(np.int64)
     is_bitmap = supports.is_bitmap_S
     words_are_bitmaps = np.repeat(is_bitmap, counts)
@@ -147,5 +147,5 @@ def _starts(counts: npt.NDArray[np.int64]) -> Starts:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
-def _joined_starts(starts: Starts, parts: Sequence[slice]) -> Starts:
-    return _starts(np.concatenate([np.diff(starts[part.start : part.stop + 1]) for part in parts]))
+def _joined_starts(starts: Starts, slices: Sequence[slice]) -> Starts:
+    return _starts(np.concatenate([np.diff(starts[tokens.start : tokens.stop + 1]) for tokens in slices]))

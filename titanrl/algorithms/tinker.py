@@ -1,4 +1,4 @@
-"""Losses by name for data of the user, with Tinker's names of options, translated to our configuration."""
+"""Translate Tinker's `loss_fn` and `loss_fn_config` to an `AlgorithmConfig`, for losses on user-provided data."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,19 +9,19 @@ from titanrl.config.registry import LOSSES, LossTraits
 from titanrl.loading import import_object
 
 _RATIO_BOUNDS: Mapping[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
-"""Default `clip_low_threshold` and `clip_high_threshold`: bounds of the ratio itself. Tinker gives no bounds for gspo; these
-are the paper's."""
+"""Default `clip_low_threshold` and `clip_high_threshold`, the bounds of the ratio itself. Tinker has no defaults for gspo, so
+these are those of the GSPO paper (arXiv:2507.18071)."""
 _TINKER_NAMES = {"clip_low": "clip_low_threshold", "clip_high": "clip_high_threshold", "dro_beta": "beta"}
-"""Tinker's names of keys of `algorithm`."""
+"""Tinker's option names by key of `algorithm`."""
 
 
 def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> AlgorithmConfig:
-    """Return the configuration under which `policy_loss` computes a built-in loss, with its ratio to the sampler.
+    """Return the configuration with which `policy_loss` computes a built-in loss, with the importance ratio to the sampler.
 
-    Options are the keys of `algorithm` that the loss takes, under Tinker's names where it has any.
+    The options are the keys of `algorithm` that the loss takes. Where Tinker has a name for a key, the option has that name.
 
     Raises:
-        ValueError: The loss, an option or its value is not known.
+        ValueError: The loss or an option is unknown, or a value is invalid.
     """
     if loss_fn not in LOSSES:
         names = ", ".join(sorted([*LOSSES, "cross_entropy"]))
@@ -34,6 +34,7 @@ def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> Algorit
             raise ValueError(f"loss_fn_config.{name}: {loss_fn} has no such option (got {value}). Its options: {options}.")
     values: dict[str, Any] = {"loss": loss_fn}
     values |= {keys[name]: value for name, value in loss_fn_config.items() if name in taken or name == "beta"}
+    # Tinker's thresholds bound the ratio; our keys are distances from 1.
     if loss_fn in _RATIO_BOUNDS:
         low, high = _RATIO_BOUNDS[loss_fn]
         values["clip_low"] = 1.0 - loss_fn_config.get("clip_low_threshold", low)
@@ -41,19 +42,19 @@ def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> Algorit
     return AlgorithmConfig.model_validate(values)
 
 
-def own_algorithm(
+def custom_algorithm(
     loss: Callable[..., Any], traits: LossTraits, name: str, loss_fn_config: Mapping[str, Any]
 ) -> AlgorithmConfig:
-    """Return the configuration under which `policy_loss` computes a loss of the user.
+    """Return the configuration with which `policy_loss` computes a user-defined loss.
 
     Args:
-        loss: The loss.
-        traits: Its declared traits.
-        name: Import path, or name of the object, for error messages.
-        loss_fn_config: Options: keys of `algorithm` under their own names, and others as in `loss_options`.
+        loss: User-defined loss.
+        traits: Declared traits of the loss.
+        name: Import path or name of the loss, for error messages.
+        loss_fn_config: Options of the loss: keys of `algorithm` by name, and others as in `algorithm.loss_options`.
 
     Raises:
-        ValueError: The loss does not take an option.
+        ValueError: The loss does not take one of the options.
     """
     keys = {key: value for key, value in loss_fn_config.items() if key in LOSS_KEYS}
     options = {key: value for key, value in loss_fn_config.items() if key not in LOSS_KEYS}

@@ -1,1 +1,4 @@
-"""Model families: Hugging Face directories, built by torchtitan for both trainer and generator, and their checks."""
+"""Model families: read and validate Hugging Face model directories, and build their models with torchtitan.
+
+Trainer and generator use the same definitions.
+"""

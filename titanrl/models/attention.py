@@ -1,6 +1,6 @@
-"""Attention over packed rows: the mask, and SDPA with a dense mask for devices where FlexAttention has no backward pass.
+"""Attention over packed rows: attention masks, and SDPA with a dense mask for devices without a FlexAttention backward pass.
 
-Shapes: B rows, L tokens of a row, N heads, H head size.
+Shape suffixes: B rows, L tokens of a row, N heads, H head dimension.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from torchtitan.protocols.module import Module
 from titanrl.device import Device
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Function of row, head, query index and key index, which broadcast; returns True where the query attends to the key."""
+"""Function of batch, head, query and key indices, which broadcast. It returns True where the query attends to the key."""
 
 
 def sequence_starts(positions_BL: Tensor) -> Tensor:
-    """Return True, `[B, L]`, where a sequence starts: at position 0, or where the position is not the previous one plus 1."""
+    """Return True where a sequence starts, `[B, L]`: at position 0, or where the position is not the previous one plus 1."""
     continues_BL = torch.zeros_like(positions_BL, dtype=torch.bool)
     continues_BL[:, 1:] = positions_BL[:, 1:] == positions_BL[:, :-1] + 1
     return (positions_BL == 0) | ~continues_BL
 
 
 def mask_rule(positions_BL: Tensor) -> MaskRule:
-    """Return the mask rule of packed rows, where a token attends to its own sequence up to itself and to a shared prefix.
+    """Return the mask rule of packed rows: causal attention within each sequence and to the prefix that it shares.
 
-    The positions alone determine the rule. A sequence that starts at position 0 is complete. A sequence that starts at p > 0
-    shares the first p tokens of the last complete sequence before it, and attends to those instead of tokens of its own.
+    The rule follows from the positions. A sequence that starts at position 0 is complete. A sequence that starts at position
+    p > 0 shares the first p tokens of the last complete sequence before it, and attends to these tokens as its prefix.
     """
     starts_BL = sequence_starts(positions_BL)
     sequence_BL = starts_BL.cumsum(dim=1)
@@ -57,7 +57,7 @@ def packed_mask(positions_BL: Tensor) -> Tensor:
 
 
 def packed_block_mask(positions_BL: Tensor, block_size: int | tuple[int, int]) -> BlockMask:
-    """Return the same mask for FlexAttention."""
+    """Return the mask of packed rows as a `BlockMask` for FlexAttention."""
     num_rows, length = positions_BL.shape
     mask: BlockMask = create_attention_mask(
         mask_rule(positions_BL), num_rows, None, length, length, device=positions_BL.device, BLOCK_SIZE=block_size
@@ -66,14 +66,14 @@ def packed_block_mask(positions_BL: Tensor, block_size: int | tuple[int, int]) -
 
 
 class PackedAttention(Module):
-    """torchtitan inner attention that takes the mask returned by `packed_mask`."""
+    """Inner attention for torchtitan that uses SDPA with the mask of `packed_mask`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         """Configuration without options."""
 
     def __init__(self, config: Config) -> None:
-        """Take no state from the config: the mask is an argument of `forward`."""
+        """Build the module, which has no state: the mask is an argument of `forward`."""
         super().__init__()
 
     def forward(
@@ -87,7 +87,7 @@ class PackedAttention(Module):
         enable_gqa: bool = False,
         **_: Any,
     ) -> Tensor:
-        """Compute attention; the output is `[B, L, N, H]` like the queries."""
+        """Compute attention. The output has the shape of the queries, `[B, L, N, H]`."""
         q_BNLH, k_BNLH, v_BNLH = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         out_BNLH = F.scaled_dot_product_attention(
             q_BNLH, k_BNLH, v_BNLH, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
@@ -96,5 +96,5 @@ class PackedAttention(Module):
 
 
 def attention_for(device: Device) -> Module.Config:
-    """Return the attention for training on packed rows on a device."""
+    """Return the config of the attention for packed rows on a device."""
     return FlexAttention.Config() if device.attention == "flex" else PackedAttention.Config()

@@ -1,9 +1,9 @@
-"""torchtitan's dense decoder for any config.json that `titanrl.models.hf_config` accepts.
+"""Build torchtitan's dense decoder from any config.json that `titanrl.models.hf_config` accepts.
 
-torchtitan 0.3.0 builds published sizes only, by name. Its Qwen3 block, with or without the norm of queries and keys and with or
-without biases, computes every dense family. Names are those of its Qwen3, which also has the parallel plan and the adapter.
+torchtitan 0.3.0 builds only models of published sizes, by name. Its Qwen3 block implements all dense families, with or without
+QK norm and biases. Module names, parallelization and state-dict adapter are therefore those of torchtitan's Qwen3.
 
-Shapes: L positions, H head size.
+Shape suffixes: L positions, H head dimension.
 """
 
 import math
@@ -31,9 +31,9 @@ _ONES = {"weight": nn.init.ones_}
 
 
 class Llama3RoPE(CosSinRoPE):
-    """Rotary embedding with the scaled frequencies of Llama 3.1, which rotates halves as transformers does.
+    """Rotary embedding with the frequency scaling of Llama 3.1. It rotates halves, like transformers.
 
-    torchtitan 0.3.0 scales frequencies only in the form that rotates pairs, which needs permuted weights.
+    torchtitan 0.3.0 implements this scaling only for the variant that rotates pairs, which needs permuted weights.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Llama3RoPE(CosSinRoPE):
         """Configuration with the fields of torchtitan's `scaling: llama`."""
 
     def _precompute_cache(self) -> Tensor:
-        """Return cosine and sine of every position, `[L, 2 H]`; source: transformers' `_compute_llama3_parameters`."""
+        """Return cosine and sine of each position, `[L, 2 H]`. Source: `_compute_llama3_parameters` of transformers."""
         config = self.config
         original, low, high = config.original_max_position_embeddings, config.low_freq_factor, config.high_freq_factor
         frequencies = 1.0 / (config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim))
@@ -57,10 +57,10 @@ class Llama3RoPE(CosSinRoPE):
 
 
 class DenseStateDictAdapter(Qwen3StateDictAdapter):
-    """torchtitan's adapter, which knows no biases, with those of the query, key and value projections."""
+    """torchtitan's Qwen3 adapter, extended by the biases of the query, key and value projections."""
 
     def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
-        """Map the names of the biases, too."""
+        """Build the adapter and add the names of the biases."""
         super().__init__(model_config, hf_assets_path)
         self.from_hf_map |= {
             f"model.layers.{{}}.self_attn.{name}_proj.bias": f"layers.{{}}.attention.qkv_linear.w{name}.bias" for name in "qkv"
@@ -70,7 +70,7 @@ class DenseStateDictAdapter(Qwen3StateDictAdapter):
 def decoder_spec(
     name: str, hf: HFConfig, attention: Module.Config, max_positions: int, *, qk_norm: bool, qkv_bias: bool
 ) -> ModelSpec:
-    """Return the spec by which torchtitan builds, parallelizes, loads and saves the model of a config.json."""
+    """Return the spec with which torchtitan builds, parallelizes, loads and saves the model of a config.json."""
     return ModelSpec(
         name=name,
         flavor="",
@@ -87,15 +87,15 @@ def decoder_config(
 ) -> Qwen3Model.Config:
     """Convert a Hugging Face config to torchtitan's model config.
 
-    The query, key and value projections stay separate: with torchtitan's fused projection, `state_dict()` is a collective that
-    replicates them, and the parameter names differ from the checkpoint's.
+    The query, key and value projections are not fused. With torchtitan's fused projection, `state_dict()` is a collective that
+    replicates the weights, and the parameter names differ from those of the checkpoint.
 
     Args:
         hf: Contents of config.json.
-        attention: Attention of each layer.
-        max_positions: Largest number of positions that the run uses. Each layer holds a table of that length.
-        qk_norm: Normalize each head of queries and keys.
-        qkv_bias: Add a bias to the projections of queries, keys and values.
+        attention: Config of the inner attention of each layer.
+        max_positions: Maximum number of positions in the run. Each layer stores a RoPE table of that length.
+        qk_norm: Apply RMSNorm to each query and key head.
+        qkv_bias: Add biases to the query, key and value projections.
     """
     dim, head_dim, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
     rope = rope_config(hf, max_positions)
@@ -137,7 +137,7 @@ def decoder_config(
 
 
 def rope_config(hf: HFConfig, max_positions: int) -> CosSinRoPE.Config:
-    """Convert the rotary embedding of a Hugging Face config."""
+    """Convert the RoPE parameters of a Hugging Face config to torchtitan's config."""
     parameters = rope_parameters(hf)
     sizes: dict[str, Any] = {
         "dim": hf["head_dim"],

@@ -1,7 +1,7 @@
-"""Families whose model is torchtitan's dense decoder block.
+"""Define model families that consist of torchtitan's dense decoder blocks.
 
-The block has grouped-query attention, rotary embedding, RMSNorm before attention and feed-forward, and SwiGLU. Families
-differ in the norm of queries and keys, in biases, and in transformers' defaults. Nothing here imports torch.
+A block has grouped-query attention, rotary embedding, RMSNorm before attention and feed-forward, and SwiGLU. Families differ in
+QK norm, in biases, and in the defaults of transformers. Importing this module does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ OPTIONS: Mapping[str, Any] = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-"""The only supported value of each option; an absent or null option has it, too."""
+"""Supported value of each option in config.json. A missing or null option is also supported."""
 
 VLLM_NAMES: Mapping[str, VllmName] = {
     "norm.weight": VllmName("model.norm.weight"),
@@ -63,21 +63,21 @@ def dense_family(
     further_problems: Callable[[HFConfig], list[str]] | None = None,
     published: Mapping[str, ModelShape] | None = None,
 ) -> ModelFamily:
-    """Return the family of a model that torchtitan's dense decoder block computes exactly.
+    """Return a family whose models torchtitan's dense decoder block computes exactly.
 
     Args:
-        model_type: `model_type` of its config.json.
-        architecture: Name of its class in transformers and vLLM.
-        qk_norm: Normalize each head of queries and keys.
-        qkv_bias: Add a bias to the projections of queries, keys and values.
-        renderer: Renderer of its chat template in the package `renderers`.
-        defaults: Values of keys that config.json may omit, as in transformers.
-        options: Supported values of options that differ from `OPTIONS`.
-        further_problems: Function that returns messages for what `options` cannot express.
-        published: Sizes of published models by their id on the hub.
+        model_type: `model_type` in config.json.
+        architecture: Class name in transformers and vLLM.
+        qk_norm: True if RMSNorm is applied to each query and key head.
+        qkv_bias: True if the query, key and value projections have biases.
+        renderer: Name of the chat-template renderer in the package `renderers`.
+        defaults: Defaults of transformers for keys that config.json may omit.
+        options: Supported option values that override those of `OPTIONS`. The config.json of the tiny model contains them.
+        further_problems: Function that returns error messages for conditions that `options` cannot express.
+        published: Sizes of published models by hub id.
     """
     options, defaults = options or {}, defaults or {}
-    written = {**options, "sliding_window": None} if "sliding_window" in defaults else options
+    recipe_options = {**options, "sliding_window": None} if "sliding_window" in defaults else options
     return ModelFamily(
         model_type=model_type,
         problems=partial(_problems, supported={**OPTIONS, **options}, further=further_problems),
@@ -87,7 +87,7 @@ def dense_family(
         lora_targets={"attention": ("wq", "wkv", "wo"), "mlp": ("w1", "w2", "w3")},
         renderer=renderer,
         defaults=defaults,
-        recipe=partial(_recipe, model_type=model_type, architecture=architecture, options=written),
+        recipe=partial(_recipe, model_type=model_type, architecture=architecture, options=recipe_options),
         published=published or {},
     )
 

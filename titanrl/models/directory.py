@@ -1,4 +1,4 @@
-"""Hugging Face model directories: their config.json, the family of the model, and its sizes. Nothing here imports torch."""
+"""Read Hugging Face model directories: config.json, model family and model sizes. This module does not import torch."""
 
 import difflib
 import json
@@ -28,21 +28,21 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-"""Keys of config.json that must be positive numbers."""
+"""Keys of config.json that must be positive integers."""
 SUPPORTED = ", ".join(FAMILIES)
-ADD_FAMILY = "use a model of one of these types, or name a family of your own in model.family (docs/howto/model_families.md)"
+ADD_FAMILY = "use a model of one of these types, or set model.family to a custom family (docs/howto/model_families.md)"
 VARIANTS = ("-Base", "-Instruct")
-"""Endings of the names of published models that do not change sizes."""
+"""Suffixes of model names whose models have the sizes of the model without the suffix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDirectory:
-    """A Hugging Face directory whose family is known."""
+    """Hugging Face model directory with a supported family."""
 
     path: Path
-    """The directory."""
+    """Path of the directory."""
     family: ModelFamily
-    """Family of its model."""
+    """Family of the model."""
     hf: HFConfig
     """Contents of config.json, completed with the family's defaults."""
 
@@ -53,11 +53,11 @@ class ModelDirectory:
 
     @property
     def problems(self) -> list[str]:
-        """Messages about options of config.json that the family does not implement."""
+        """Error messages for options of config.json that the family does not support."""
         return self.family.problems(self.hf)
 
     def spec(self, device: Device, max_positions: int) -> "ModelSpec":
-        """Return torchtitan's model, parallel plan and adapter, for rows of at most `max_positions` tokens."""
+        """Return torchtitan's spec of the model on a device, for rows of at most `max_positions` tokens."""
         from titanrl.models.attention import attention_for
 
         return self.family.spec(self.hf, attention_for(device), max_positions)
@@ -68,10 +68,10 @@ def open_model(path: Path, family: str | None = None) -> ModelDirectory:
 
     Args:
         path: Hugging Face directory; only its config.json is read.
-        family: `model.family`; None selects the family by the model type.
+        family: Import path in `model.family`; None selects the family by model type.
 
     Raises:
-        ValueError: The family is not supported, or does not implement one of the model's options.
+        ValueError: The directory cannot be read, or its model type or one of its options is not supported.
     """
     found = read_model(path, family)
     if isinstance(found, BrokenRule):
@@ -82,7 +82,10 @@ def open_model(path: Path, family: str | None = None) -> ModelDirectory:
 
 
 def read_model(path: Path, family: str | None = None) -> ModelDirectory | BrokenRule:
-    """Return the directory with its family, or the rule that it breaks. Unsupported options are in its `problems`."""
+    """Read a model directory; return the rule that it breaks if it cannot be read or its model type is not supported.
+
+    Unsupported options of a supported model type are listed in `ModelDirectory.problems`.
+    """
     values = {"model.path": str(path)}
     fix = f"correct the path, or download a model: `hf download {_hub_id(path.name)} --local-dir {path}`"
     if not path.is_dir():
@@ -102,7 +105,7 @@ def read_model(path: Path, family: str | None = None) -> ModelDirectory | Broken
     hf = found.completed(raw)
     missing = [key for key in SIZES if not isinstance(hf.get(key), int) or hf[key] is True or hf[key] < 1]
     if missing:
-        rule = f"its config.json must contain the positive numbers {', '.join(missing)}"
+        rule = f"its config.json must contain positive integers for {', '.join(missing)}"
         return BrokenRule(values=values, rule=rule, fix=fix)
     return ModelDirectory(path=path, family=found, hf=hf)
 
@@ -118,14 +121,14 @@ def _family_of(raw: dict[str, Any], family: str | None, values: dict[str, str]) 
     if isinstance(chosen, ModelFamily) and chosen.model_type != model_type:
         return BrokenRule(
             values={"model.family": family, **values},
-            rule=f"the family is for model type {chosen.model_type}, and config.json has {model_type}",
+            rule=f"the family is for model type {chosen.model_type}, but config.json has {model_type}",
             fix="remove model.family, or name the family of this model",
         )
     return chosen
 
 
 def chosen_family(path: str) -> ModelFamily | BrokenRule:
-    """Return the user's family of `model.family`, or the rule that the import path breaks."""
+    """Import the family that `model.family` names; return the broken rule if that fails or it is not a `ModelFamily`."""
     try:
         found = import_object(path, key="model.family")
     except ValueError as error:
@@ -133,12 +136,12 @@ def chosen_family(path: str) -> ModelFamily | BrokenRule:
         return BrokenRule(values={"model.family": path}, rule=rule, fix=fix)
     if isinstance(found, ModelFamily):
         return found
-    rule = f"must name a titanrl.models.family.ModelFamily, and this is a {type(found).__name__}"
+    rule = f"must name a titanrl.models.family.ModelFamily, but this is of type {type(found).__name__}"
     return BrokenRule(values={"model.family": path}, rule=rule, fix="build one with titanrl.models.dense.dense_family")
 
 
 def recipe_family(model: ModelConfig) -> ModelFamily | BrokenRule:
-    """Return the family of the tiny model that `model.recipe` describes, or the rule that the keys break."""
+    """Return the family of the tiny model in `model.recipe`, or the rule that the configuration breaks."""
     if model.family is not None:
         found = chosen_family(model.family)
     elif model.recipe.family is None:
@@ -159,7 +162,7 @@ def recipe_family(model: ModelConfig) -> ModelFamily | BrokenRule:
 
 
 def recipe_model(model: ModelConfig, path: Path = Path()) -> ModelDirectory | BrokenRule:
-    """Return the tiny model of `model.recipe` as its directory `path` will describe it."""
+    """Return the tiny model of `model.recipe` as if it was already in the directory `path`, or the broken rule."""
     family = recipe_family(model)
     if isinstance(family, BrokenRule):
         return family
@@ -168,9 +171,10 @@ def recipe_model(model: ModelConfig, path: Path = Path()) -> ModelDirectory | Br
 
 
 def model_shape(config: Config) -> ModelShape | None:
-    """Return the sizes of the policy: from the recipe, from the checkpoint, or from a published model of the same name.
+    """Return the sizes of the policy model, from the recipe or the checkpoint.
 
-    Return None if the checkpoint cannot be read and its directory is not named after a published model.
+    If the checkpoint cannot be read, return the sizes of the published model that has the name of the directory, or None if
+    there is no such model.
     """
     model = config.model
     found = recipe_model(model) if model.path is None else read_model(model.path, model.family)
@@ -180,7 +184,7 @@ def model_shape(config: Config) -> ModelShape | None:
 
 
 def published_shapes() -> dict[str, ModelShape]:
-    """Return the sizes of the published models by their name on the hub, without the organization."""
+    """Return the sizes of the published models by hub name without the organization."""
     return {hub_id.partition("/")[2]: shape for family in FAMILIES.values() for hub_id, shape in family.published.items()}
 
 
@@ -191,6 +195,6 @@ def _without_variant(name: str) -> str:
 
 
 def _hub_id(name: str) -> str:
-    """Return the hub's id of a published model of this name; else that of the smallest one of the first family."""
+    """Return the hub id of the published model with this name, or a default: the first model of the first family."""
     ids = [hub_id for family in FAMILIES.values() for hub_id in family.published]
     return next((hub_id for hub_id in ids if hub_id.partition("/")[2] == name), ids[0])

@@ -1,4 +1,7 @@
-"""The registry of model families, by `model_type` of config.json. A new family is one entry here, and its row in the docs."""
+"""Registry of the built-in model families, by `model_type` in config.json.
+
+To add a family, add an entry here and a row in docs/howto/model_families.md.
+"""
 
 from collections.abc import Mapping
 
@@ -11,7 +14,7 @@ def _published(
     hidden_size: int, num_layers: int, heads: tuple[int, int, int], intermediate_size: int, vocab_size: int, positions: int,
     *, tied: bool = False, qk_norm: bool = False, qkv_bias: bool = False,
 ) -> ModelShape:  # fmt: skip
-    """Return the sizes of a published model; `heads` are query heads, key-value heads and their width."""
+    """Return the sizes of a published model. `heads` are the numbers of query and key-value heads, and the head dimension."""
     num_heads, num_kv_heads, head_dim = heads
     return ModelShape(
         hidden_size=hidden_size,
@@ -29,7 +32,7 @@ def _published(
 
 
 def _head_dim_problems(hf: HFConfig) -> list[str]:
-    """Return a message if heads do not divide the hidden size: vLLM's own model ignores `head_dim`."""
+    """Return an error message unless `head_dim` is hidden_size / num_attention_heads: vLLM's model ignores `head_dim`."""
     expected = hf["hidden_size"] // hf["num_attention_heads"]
     if hf["head_dim"] == expected:
         return []
@@ -89,4 +92,4 @@ MISTRAL = dense_family(
 )
 
 FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in (QWEN3, QWEN2, LLAMA, MISTRAL)}
-"""Families by model type; the first is that of the tiny recipe."""
+"""Families by model type. The first one is the default of the tiny recipe."""

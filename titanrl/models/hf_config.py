@@ -1,4 +1,4 @@
-"""Options of a `config.json` that torchtitan's dense decoder block implements, and the `config.json` of a tiny model."""
+"""Validate the options of a `config.json` for torchtitan's dense decoder block, and write the `config.json` of a tiny model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 def option_problems(hf: HFConfig, supported: Mapping[str, Any]) -> list[str]:
-    """Return one message for each option of a config.json with another value than the supported one."""
+    """Return an error message for each option of a config.json that has an unsupported value."""
     problems = []
     for key, value in supported.items():
         if hf.get(key) not in (value, None):
@@ -25,31 +25,32 @@ def option_problems(hf: HFConfig, supported: Mapping[str, Any]) -> list[str]:
     window, positions = hf.get("sliding_window"), hf["max_position_embeddings"]
     if "use_sliding_window" not in hf and isinstance(window, int) and window < positions:
         problems.append(
-            f"sliding_window: must be null, or at least the model's {positions} positions (got {window}). Use a checkpoint "
-            "without a sliding window, or lower max_position_embeddings in config.json to it."
+            f"sliding_window: must be null, or at least max_position_embeddings, {positions} (got {window}). Use a checkpoint "
+            "without a sliding window, or lower max_position_embeddings in config.json to the window."
         )
     return problems
 
 
 def rope_problems(hf: HFConfig) -> list[str]:
-    """Return one message for each property of the rotary embedding that is not implemented."""
+    """Return error messages for unsupported properties of the rotary embedding, at most one."""
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     if not isinstance(hf.get(key) or {}, Mapping):
         return [f"{key}: must be an object (got {hf[key]!r}). Correct config.json."]
     rope = rope_parameters(hf)
     if rope["rope_type"] not in ROPE_TYPES:
         return [f"{key}: not supported (got rope_type {rope['rope_type']!r}). Use a checkpoint with {' or '.join(ROPE_TYPES)}."]
-    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
-        return ["partial_rotary_factor: not supported (got a value other than 1). Use a checkpoint that rotates whole heads."]
+    factor = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if factor != 1.0:
+        return [f"partial_rotary_factor: not supported (got {factor}). Use a checkpoint that rotates all head dimensions."]
     if rope["rope_type"] == "llama3":
         missing = [name for name in ROPE_FACTORS if not isinstance(rope.get(name), int | float)]
         if missing:
-            return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope}). Complete config.json."]
+            return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope}). Add them to config.json."]
     return []
 
 
 def rope_parameters(hf: HFConfig) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding as transformers reads them, from the old keys and from the new one."""
+    """Return the RoPE parameters like transformers, from `rope_scaling` and `rope_theta` or from `rope_parameters`."""
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))
     if rope.get("rope_theta") is None:
@@ -59,7 +60,7 @@ def rope_parameters(hf: HFConfig) -> dict[str, Any]:
 
 
 def recipe_config(recipe: RecipeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes and options of a tiny model with tied embeddings, as keys of config.json."""
+    """Return the config.json entries of a tiny model with tied embeddings."""
     return {
         "vocab_size": RECIPE_VOCAB_SIZE,
         "hidden_size": recipe.hidden_size,
@@ -74,7 +75,7 @@ def recipe_config(recipe: RecipeConfig, options: Mapping[str, Any]) -> dict[str,
         "max_position_embeddings": recipe.max_positions,
         "initializer_range": recipe.init_std,
         "rms_norm_eps": 1e-6,
-        # transformers 5 writes rope_parameters instead, but reads this key too.
+        # transformers 5 writes rope_parameters instead, but also reads this key.
         "rope_theta": 10_000.0,
         "tie_word_embeddings": True,
         "use_cache": True,

@@ -1,4 +1,4 @@
-"""The tiny model of the quick start, as a Hugging Face directory: by default 408 320 parameters with random weights."""
+"""Create the tiny model of the quick start as a Hugging Face directory: by default 408 320 parameters with random weights."""
 
 import json
 import os
@@ -22,18 +22,18 @@ _STAMP = "recipe.json"
 
 
 def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str | None = None) -> None:
-    """Write the model directory with random weights; keep an existing one of the same recipe and seed.
+    """Write a model directory with random weights, unless it already exists with the same recipe and seed.
 
-    The directory appears atomically, also if several processes create it concurrently.
+    The directory is created atomically, even if several processes create it concurrently.
 
     Args:
         directory: Hugging Face directory to write.
         recipe: Sizes and family of the model.
         seed: Seed of the weights.
-        family: `model.family`, if the family is the user's.
+        family: Import path in `model.family`, for a user-defined family.
 
     Raises:
-        ValueError: The family has no recipe, or the directory exists and contains something else.
+        ValueError: The family has no recipe, or the directory exists with a different recipe or seed.
     """
     settings = {"recipe": recipe.model_dump(exclude_none=True), "seed": seed} | ({"family": family} if family else {})
     stamp = json.dumps(settings, indent=2)
@@ -44,16 +44,16 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
         assert model.family.recipe is not None
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
-            made = Path(scratch) / directory.name
-            made.mkdir()
-            write_tokenizer(made)
-            write_model_config(made, model.family.recipe(recipe))
+            created = Path(scratch) / directory.name
+            created.mkdir()
+            write_tokenizer(created)
+            write_model_config(created, model.family.recipe(recipe))
             weights = _random_weights(model.shape, recipe.init_std, seed)
-            save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
-            (made / _STAMP).write_text(stamp, encoding="utf-8")
-            _move(made, directory)
+            save_file(weights, created / "model.safetensors", metadata={"format": "pt"})
+            (created / _STAMP).write_text(stamp, encoding="utf-8")
+            _move(created, directory)
     if not (directory / _STAMP).is_file() or (directory / _STAMP).read_text(encoding="utf-8") != stamp:
-        raise ValueError(f"{directory}: not the model of this recipe and seed {seed}. Move the directory away.")
+        raise ValueError(f"{directory}: not the model of this recipe and seed {seed}. Move or delete the directory.")
 
 
 def write_model_config(directory: Path, hf: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, FloatArray]:
-    """Return weights by name: ones for norms, N(0, std^2) for matrices and biases, and none for the tied output layer."""
+    """Return the weights by name: ones for norms, and N(0, std^2) for matrices and biases. The tied output layer has none."""
     rng = np.random.default_rng(seed)
     return {
         name: np.ones(size, np.float32) if "norm" in name else np.float32(std) * rng.standard_normal(size, dtype=np.float32)
@@ -81,7 +81,7 @@ def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, Float
 
 
 def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of a dense decoder with tied embeddings, by Hugging Face name."""
+    """Return the weight shapes of a dense decoder with tied embeddings, by Hugging Face name."""
     hidden, head_dim, feed_forward = shape.hidden_size, shape.head_dim, shape.intermediate_size
     query, key_value = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
     layer: dict[str, tuple[int, ...]] = {

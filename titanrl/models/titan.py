@@ -1,4 +1,4 @@
-"""torchtitan's module-level device, set before its other modules copy it. `tests/models/test_titan.py` checks it."""
+"""Set torchtitan's module-level device before its other modules copy it. `tests/models/test_titan.py` checks that it works."""
 
 import torch
 import torchtitan.tools.utils as titan_utils
@@ -7,9 +7,9 @@ from titanrl.device import Device
 
 
 def prepare_torchtitan(device: Device) -> None:
-    """Set torchtitan's device; call before the process imports anything else of torchtitan.
+    """Set torchtitan's device. Call this before the process imports any other torchtitan module.
 
-    torchtitan 0.3.0 assumes `cuda` if it finds no accelerator, and its modules copy the value when they are imported.
+    torchtitan 0.3.0 assumes `cuda` if it finds no accelerator, and its modules copy the value on import.
     """
     if device.kind == "npu":
         import torch_npu  # noqa: F401 - registers the device and its process-group backend with torch

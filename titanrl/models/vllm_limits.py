@@ -1,12 +1,12 @@
-"""Limits of vLLM on the models it serves, checked without importing it."""
+"""Check whether vLLM can serve a model, without importing vLLM."""
 
 from titanrl.config.choices import DeviceKind, Dtype
 from titanrl.models.family import HFConfig
 
 CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of an attention head that vLLM 0.32.0 has a CPU kernel for."""
+"""Head dimensions for which vLLM 0.32.0 has a CPU attention kernel."""
 CPU_BLOCK_TOKENS = 32
-"""Tokens in one block of the KV cache on CPU: the smallest size vLLM accepts, so that short prompts share blocks."""
+"""Block size of the KV cache on CPU, in tokens. It is the smallest size vLLM accepts, so that short prompts share blocks."""
 
 
 def vllm_problems(
@@ -18,15 +18,15 @@ def vllm_problems(
     kv_cache_bytes: int,
     max_len: int,
 ) -> list[str]:
-    """Return one message for each reason why vLLM cannot serve a model; empty if it can. Only CPU has such limits.
+    """Return an error message for each reason why vLLM cannot serve a model. Only the CPU backend has such limits.
 
     Args:
         hf_config: Contents of `config.json`, completed with the family's defaults.
-        device: Kind of device the generators run on.
+        device: Device kind of the generators.
         dtype: `generator.dtype`.
         tp: `generator.tp`.
-        kv_cache_bytes: `generator.kv_cache_bytes`, shared by the ranks of a replica.
-        max_len: Longest prompt plus completion, in tokens.
+        kv_cache_bytes: `generator.kv_cache_bytes`, the total over the ranks of a replica.
+        max_len: Maximum length of prompt plus completion, in tokens.
     """
     if device != "cpu":
         return []
@@ -37,10 +37,10 @@ def vllm_problems(
         problems.append(
             f"head_dim: vLLM has no CPU attention kernel for this head size (got {head_dim}). Use a model with {supported}."
         )
-    bytes_per_number = {"float32": 4, "bfloat16": 2}[dtype]
-    numbers_per_token = 2 * hf_config["num_hidden_layers"] * (hf_config["num_key_value_heads"] // tp) * head_dim
+    bytes_per_value = {"float32": 4, "bfloat16": 2}[dtype]
+    values_per_token = 2 * hf_config["num_hidden_layers"] * (hf_config["num_key_value_heads"] // tp) * head_dim
     num_blocks = -(-max_len // CPU_BLOCK_TOKENS) + 1  # vLLM reserves one block
-    needed_bytes = tp * num_blocks * CPU_BLOCK_TOKENS * numbers_per_token * bytes_per_number
+    needed_bytes = tp * num_blocks * CPU_BLOCK_TOKENS * values_per_token * bytes_per_value
     if kv_cache_bytes < needed_bytes:
         problems.append(
             f"generator.kv_cache_bytes: too small for one sequence of {max_len} tokens (got {kv_cache_bytes}). "

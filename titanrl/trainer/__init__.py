@@ -1,1 +1,1 @@
-"""The policy trainer: torchtitan's model on this rank's shard of the mesh, and the actor that runs it."""
+"""Policy trainer: training steps on a torchtitan model that is sharded over a device mesh, and the actor of each rank."""

@@ -1,4 +1,4 @@
-"""The policy trainer's actor, one rank of the mesh: it fetches the planned rollouts, runs the learner and returns metrics."""
+"""Actor of one trainer rank: fetches the planned rollouts, runs the `Learner` and returns metrics."""
 
 import asyncio
 import functools
@@ -37,7 +37,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ROW_MULTIPLE = 8
-"""Divisor of the length of rows on each tensor-parallel rank, if rows may have any length."""
+"""Multiple to which the row length per tensor-parallel rank is rounded up, unless the row length is fixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,41 +45,41 @@ class TrainerSetup:
     """Settings of a trainer rank."""
 
     run: str
-    """Name of the run and prefix of its weight keys."""
+    """Name of the run, which is the prefix of its weight keys."""
     seed: int
-    """Seed of every random number the trainer draws."""
+    """Seed of all random numbers of the trainer."""
     config: TrainerConfig
-    """Parallel plan, dtypes and row size."""
+    """Parallelism, dtypes and row size."""
     algorithm: AlgorithmConfig
-    """Definition of the loss."""
+    """Definition of the objective."""
     temperature: float
     """Sampling temperature."""
     generator_dtype: str
     """Dtype of published weights."""
     transports: "Sequence[TransportName]"
-    """Allowed transports of published weights, in order of preference; without any, weights are never published."""
+    """Allowed transports of published weights, in order of preference; if empty, weights are never published."""
     verify: "Verify"
     """Coverage of the digest of published weights."""
     device: Device
     """Device of the trainer."""
     checkpoint_dir: Path
-    """Folder of checkpoints."""
+    """Folder of the checkpoints."""
     keep_checkpoints: int
     """Number of checkpoints to keep."""
     store: WeightStore
     """Store of published weights."""
     shards: Sequence[Any]
-    """Storage shards by number; the actor `ShardNews` of the process replaces one."""
+    """Storage shards by number. The `ShardNews` actor of this process replaces them later."""
     family: str | None = None
     """`model.family` of the configuration."""
     plugins: Plugins = field(default_factory=dict)
-    """The user's objects in place of built-in ones."""
+    """User-defined objects that replace built-in ones."""
     faults: FaultsConfig = field(default_factory=FaultsConfig)
-    """Checks for faults."""
+    """Settings of the agreement and of the replica check."""
 
 
-def together(method: "Callable[Concatenate[PolicyTrainer, P], Awaitable[R]]") -> Callable[..., Coroutine[Any, Any, R]]:
-    """Declare an endpoint that is a collective from its first line on: all ranks agree on it before."""
+def collective(method: "Callable[Concatenate[PolicyTrainer, P], Awaitable[R]]") -> Callable[..., Coroutine[Any, Any, R]]:
+    """Wrap an endpoint whose body is a collective, so that all ranks agree on the phase before it runs."""
 
     @functools.wraps(method)
     async def run(self: "PolicyTrainer", *args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,16 +91,16 @@ def together(method: "Callable[Concatenate[PolicyTrainer, P], Awaitable[R]]") ->
 
 
 class PolicyTrainer(Actor):
-    """One rank of the trainer. The controller calls every endpoint on all ranks, in the same order."""
+    """One rank of the trainer. The controller calls each endpoint on all ranks, in the same order."""
 
     def __init__(self, setup: TrainerSetup) -> None:
-        """Store the settings; `start` and `load_model` do the work."""
+        """Store the settings. `start` and `load_model` initialize the rank."""
         self._setup = setup
         for number, shard in enumerate(setup.shards):
             SHARDS.use(number, shard)
         self._closing: list[Callable[[], None]] = []
         self._busy_s = 0.0
-        # A push copies the weights while other endpoints run. Endpoints that replace the live weights acquire this lock.
+        # A push copies the weights while other endpoints run, so endpoints that replace the live weights acquire this lock.
         self._weights_lock = asyncio.Lock()
 
     @endpoint
@@ -155,15 +155,15 @@ class PolicyTrainer(Actor):
             model,
             setup.algorithm,
             setup.temperature,
-            own_loss=loaded(setup.plugins, "algorithm.loss"),
+            custom_loss=loaded(setup.plugins, "algorithm.loss"),
             snapshots_on_device=setup.config.snapshots_on_device,
         )
         self._kept = KeptLogprobs()
         self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
-        # Compiled code, including FlexAttention, would be recompiled for every new length.
-        fixed = setup.config.compile or setup.device.attention == "flex"
-        self._row_multiple = setup.config.row_tokens if fixed else ROW_MULTIPLE * setup.config.parallelism.tp
-        self._learner.check_snapshots(self._row_multiple)  # the shortest row: a long one would take seconds of the start
+        # Each new row length would recompile compiled code, including FlexAttention.
+        is_fixed = setup.config.compile or setup.device.attention == "flex"
+        self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * setup.config.parallelism.tp
+        self._learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
         self._checkpoints = Checkpoints(
             self._learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
         )
@@ -171,11 +171,11 @@ class PolicyTrainer(Actor):
         self._publisher = WeightPublisher(
             setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
         )
-        # Allocate all memory for publishing now: page faults would make the first pushes ten times slower.
+        # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.
         if setup.transports:
             await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
 
-    # Rows of the plan, which refer to rollouts in the storage shards
+    # Passes over planned rows, whose rollouts are fetched from the storage shards
 
     @endpoint
     async def forward_backward(
@@ -184,11 +184,14 @@ class PolicyTrainer(Actor):
         proximal_version: int | None = None,
         reference_version: int | None = None,
     ) -> LossSums:
-        """Add the gradient of this rank's rows of a micro-batch; return the sums of its metrics.
+        """Run forward and backward on this rank's rows of a micro-batch; return the sums of the metrics.
 
-        With versions, the loss also gets the log-probabilities that `compute_logprobs` kept for them.
+        Args:
+            microbatch: Rows of all ranks.
+            proximal_version: Version of the proximal policy, whose log-probabilities `compute_logprobs` kept.
+            reference_version: Version of the reference policy, whose log-probabilities `compute_logprobs` kept.
         """
-        with self.agreement.phase("forward_backward") as agree, self._learner.whole_pass():
+        with self.agreement.phase("forward_backward") as agree, self._learner.required_pass():
             rows, packed = await self._rows(microbatch)
             if proximal_version is not None:
                 packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
@@ -200,7 +203,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> LossSums:
-        """Run a forward pass and return the sums of the off-policy correction over this rank's rows of a micro-batch."""
+        """Run a forward pass; return the sums of the off-policy correction over this rank's rows of a micro-batch."""
         with self.agreement.phase("measure_correction") as agree:
             rows, packed = await self._rows(microbatch)
             if proximal_version is not None:
@@ -211,7 +214,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
-        """Compute log-probabilities with the weights of a version and keep them on this rank for a later loss."""
+        """Compute log-probabilities with the weights of a version, and keep them on this rank for a later loss."""
         with self.agreement.phase("compute_logprobs") as agree:
             rows, packed = await self._rows(microbatch)
             async with self._weights_lock:
@@ -224,16 +227,16 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def hold_rollouts(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Fetch this rank's rollouts of all passes over a batch, so that none of them is lost between two optimizer steps."""
+        """Fetch this rank's rollouts for all passes over a batch, so that none can be lost between two optimizer steps."""
         self._held = {}
         rows = chain.from_iterable(microbatch.rows[self._learner.model.dp_rank] for microbatch in microbatches)
         wanted = {(sequence.handle, sequence.segment): sequence for row in rows for sequence in row}
         self._held = await self._fetch([tuple(wanted.values())])
-        self._kept.drop_all_but(self._learner.snapshots.held)  # the others are of the previous batch
+        self._kept.drop_all_but(self._learner.snapshots.held)  # other versions belong to the previous batch
 
     @endpoint
     async def share_logprobs(self, version: int) -> None:
-        """Give the log-probabilities kept for a version to all ranks, because later epochs deal the sequences out again."""
+        """Gather the kept log-probabilities of a version on all ranks, because later epochs assign sequences to other ranks."""
         import torch.distributed as dist
 
         with self.agreement.phase("share_logprobs") as agree:
@@ -243,13 +246,16 @@ class PolicyTrainer(Actor):
             for values in kept:
                 self._kept.add(values)
 
-    # The user's data, in Tinker's format
+    # User-provided data in Tinker's format
 
     @endpoint
     async def run_data(
         self, data: Sequence[Datum], loss_fn: str | Plugin | None, loss_fn_config: Mapping[str, Any], *, backward: bool
     ) -> "DataResult":
-        """Run this rank's share of the data with a loss; without a loss, only compute log-probabilities."""
+        """Run this rank's share of the data with a loss; without a loss, only compute log-probabilities.
+
+        With `backward`, accumulate the gradient of the loss.
+        """
         from titanrl.trainer.datums import plan_pass, run_data
 
         with self.agreement.phase("run_data") as agree:
@@ -274,7 +280,10 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def optim_step(self, params: AdamParams, completes: bool = True) -> OptimUpdate:
-        """Take one optimizer step with the accumulated gradient; `completes` is False if others on the same batch follow."""
+        """Take one optimizer step with the accumulated gradient.
+
+        `completes` is False if more optimizer steps on the same batch follow. Only the last one increments the version.
+        """
         with self.agreement.phase("optim_step") as agree:
             agree(lambda: {**self.progress(), "parameters without gradient": self._learner.without_gradient()})
             before = self._learner.version
@@ -293,37 +302,37 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def keep_weights(self) -> int:
-        """Keep a copy of the current weights and return their version, for `compute_logprobs`."""
+        """Keep a snapshot of the current weights for `compute_logprobs`; return their version."""
         return self._learner.keep_weights()
 
     @endpoint
     async def drop_weights(self, version: int) -> None:
-        """Drop the copy of a version and the log-probabilities computed with it."""
+        """Drop the snapshot of a version and the log-probabilities computed with it."""
         self._learner.snapshots.drop(version)
         self._kept.drop(version)
 
     @concurrent_endpoint
     async def push_weights(self, version: int) -> WeightManifest:
-        """Publish this rank's shards of the weights as a version; weights may change after this returns.
+        """Publish this rank's shards of the weights under a version.
 
-        Forward and backward passes may run at the same time, because they do not change weights. The controller calls
-        `optim_step` only after this has returned.
+        Forward and backward passes may run concurrently, because they do not change the weights. The controller calls
+        `optim_step` only after this endpoint has returned.
         """
-        assert version == self._learner.version, f"asked to push v{version}, weights are v{self._learner.version}"
+        assert version == self._learner.version, f"push_weights({version}): the weights have version {self._learner.version}"
         async with self._weights_lock:
             return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
-    @together
+    @collective
     async def start_over(self) -> None:
-        """Keep the weights; reset optimizer state and version."""
+        """Reset optimizer state, version, moving average and snapshots, but keep the weights."""
         self._learner.start_over()
         self._check_replicas()
 
     @endpoint
-    @together
+    @collective
     async def save_checkpoint(self, step: int, published: int | None = None) -> None:
-        """Write model, optimizer and version, and the weights of a kept version, for a later run to resume from."""
+        """Write a checkpoint to resume from: model, optimizer and version, and the weights of snapshot `published` if given."""
         async with self._weights_lock:
             self._checkpoints.save(step, published)
 
@@ -333,13 +342,13 @@ class PolicyTrainer(Actor):
         return await asyncio.to_thread(self._checkpoints.finish, step)
 
     @endpoint
-    @together
+    @collective
     async def load_published(self, step: int, version: int) -> None:
-        """Load and keep the weights that a checkpoint has of the version published last, to publish them again."""
+        """Load the last published weights from a checkpoint and keep them as a snapshot, so that they can be republished."""
         self._checkpoints.load_published(step, version)
 
     @endpoint
-    @together
+    @collective
     async def load_checkpoint(self, step: int) -> int:
         """Restore a checkpoint and return its version."""
         self._checkpoints.load(step)
@@ -347,22 +356,22 @@ class PolicyTrainer(Actor):
         return self._learner.version
 
     @endpoint
-    @together
+    @collective
     async def save_state(self, folder: Path) -> Digests:
-        """Write model, optimizer and version into a separate folder; return the digests of this rank's files."""
+        """Write model, optimizer and version to a folder; return the digests of this rank's files."""
         return self._checkpoints.save_state(folder)
 
     @endpoint
-    @together
+    @collective
     async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int) -> int:
-        """Restore a state that `save_state` wrote; return its version, or `at_least` if that is higher."""
+        """Restore a state that `save_state` wrote; set the version to at least `at_least` and return it."""
         self._checkpoints.load_state(folder, with_optimizer=with_optimizer)
         self._check_replicas()
         self._learner.version = max(self._learner.version, at_least)
         return self._learner.version
 
     @endpoint
-    @together
+    @collective
     async def export_model(self, target: Path) -> None:
         """Write the policy as a Hugging Face directory."""
         from titanrl.trainer.hf import export_hf
@@ -372,7 +381,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def close(self) -> None:
-        """Finish pending writes and leave the process group."""
+        """Finish pending writes and destroy the process group."""
         import torch
 
         for finish in self._closing:
@@ -382,7 +391,7 @@ class PolicyTrainer(Actor):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Add the time of the body to `OptimUpdate.busy_s`. The body must not await, or it would count waiting as work."""
+        """Add the duration of the body to `OptimUpdate.busy_s`. The body must not await, because waiting is not work."""
         started = time.perf_counter()
         try:
             yield
@@ -390,7 +399,7 @@ class PolicyTrainer(Actor):
             self._busy_s += time.perf_counter() - started
 
     async def _rows(self, microbatch: MicroBatch) -> "tuple[tuple[Row, ...], PackedRows]":
-        """Return this rank's rows of a micro-batch, as planned and as tensors."""
+        """Fetch this rank's rows of a micro-batch; return their plan and their tensors."""
         from titanrl.trainer.collate import collate, row_length
 
         rows = tuple(microbatch.rows[self._learner.model.dp_rank])
@@ -408,19 +417,19 @@ class PolicyTrainer(Actor):
         )
 
     def progress(self, *, num_passes: int = 0) -> "Facts":
-        """Return the counts that all ranks must share, after so many further backward passes."""
+        """Return the counts that must be equal on all ranks, including `num_passes` backward passes that are about to run."""
         learner = self._learner
         return {"micro-batches": learner.num_pending + num_passes, "steps taken": learner.version + learner.num_ahead}
 
     def _check_replicas(self) -> None:
-        """Compare what several ranks hold, unless the configuration says never to. This is a collective."""
+        """Compare the replicated tensors of all ranks, unless `faults.check_replicas_every` is 0. This is a collective."""
         from titanrl.trainer.replicas import check_replicas
 
         if self._setup.faults.check_replicas_every:
             check_replicas(self._learner)
 
     async def _fetch(self, rows: Sequence[Row]) -> Mapping[GroupHandle, Mapping[int, Segment]]:
-        """Fetch the segments of some rows from their storage shards, unless this rank holds those of the batch."""
+        """Return the segments of some rows, from the held rollouts if these have all of them, else from the storage shards."""
         if all(sequence.segment in self._held.get(sequence.handle, ()) for row in rows for sequence in row):
             return self._held
         wanted: dict[int, list[tuple[GroupHandle, int]]] = defaultdict(list)

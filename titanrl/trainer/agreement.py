@@ -1,8 +1,11 @@
-"""Agreement of the trainer's ranks on each collective phase: a rank that differs, is late or fails is named on every rank.
+"""Consistency checks between trainer ranks: a rank that diverges, is late or fails is named in an error on every rank.
 
-Each rank posts its phase, with some facts about it, to a store before the first collective of the phase. Rank 0 compares the
-posts and sets the verdict, so a phase costs each rank two round trips to the store, and rank 0 reads every post once. A rank
-that already waits in a collective is interrupted: a thread of each rank waits for an alarm and then breaks the process groups.
+A phase is a piece of work that contains collectives, such as a pass or an optimizer step. Before the first collective of a
+phase, each rank writes a post to a store: the phase and some facts about it. Rank 0 compares the posts and writes the verdict.
+A phase therefore costs each rank two round trips to the store, and rank 0 reads each post once.
+
+Ranks that already wait in a collective are interrupted by an alarm: a thread on each rank waits for an alarm key in the store,
+and then aborts the process groups.
 """
 
 import json
@@ -19,31 +22,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store, TCPStore
 
-from titanrl.errors import FaultError
+from titanrl.errors import FaultError, describe
 
 Facts = Mapping[str, int | list[str]]
-"""Values that must be equal on all ranks, by a plural such as `micro-batches`; a list holds names."""
+"""Values that must be equal on all ranks, by a plural noun such as `micro-batches`: a count, or a list of names."""
 
 Post = Mapping[str, Any]
-"""`phase`, and either `facts` or, if the rank failed before its first collective, `error`."""
+"""Post of a rank: `phase`, and either `facts` or, if the rank failed before its first collective, `error`."""
 
 NUM_WAITS = 6
-"""Waits for a late rank. The first one that expires names it in the log. As their number decides and not the time, ranks that
-were all suspended together (Ctrl-Z) still have most of their time when they continue."""
+"""Number of waits into which the deadline of a late rank is divided. When the first wait expires, the rank is named in the log.
+Waits are counted instead of elapsed time, so ranks that were all suspended (Ctrl-Z) still have most of their time on resume."""
 ALARM_LIFETIME = timedelta(days=20)
-"""Longest wait for an alarm that `poll` of the operating system can express."""
+"""Timeout of the wait for an alarm. `poll` takes the timeout as a 32-bit number of milliseconds, at most 24 days."""
 GRACE_S = 2.0
-"""Seconds in which all ranks must fail if a failure in the collective part of a phase is to count as common."""
+"""Seconds within which all ranks must fail in the collective part of a phase for the failure to be common to all ranks."""
+MAX_TEXT = 300
+"""Maximum length of the description of an exception, in characters."""
 
 logger = logging.getLogger(__name__)
 
 
 class RankError(FaultError):
-    """The trainer's ranks do not do the same, or one of them failed; the text names it. The trainer cannot continue."""
+    """The trainer's ranks diverged, or a rank failed or is late; the message names the rank.
+
+    The trainer can continue only if a rank failed before the first collective of the phase.
+    """
 
 
 class Agreement:
-    """The agreement of one rank with all others. With one rank it does nothing.
+    """Consistency check of this rank with all other ranks. In a world of one rank it does nothing.
 
     Example:
         with agreement.phase("optim_step") as agree:
@@ -61,15 +69,15 @@ class Agreement:
         interrupt: Callable[[], None] = lambda: None,
         name: str = "trainer",
     ) -> None:
-        """Connect to the store, and listen for alarms.
+        """Connect to the store and start to listen for alarms.
 
         Args:
             rank: This rank.
             size: Number of ranks.
-            connect: Function that opens a connection to the store; the alarm has its own.
-            wait_s: Seconds to wait for a late rank before every rank fails.
-            interrupt: Ends the collectives that this rank waits in; see `break_groups`.
-            name: Prefix of the keys; agreements that share a store need different ones.
+            connect: Function that opens a connection to the store. The alarm listener uses a separate connection.
+            wait_s: Seconds to wait for a late rank before all ranks fail.
+            interrupt: Function that interrupts the collectives this rank waits in; see `break_groups`.
+            name: Prefix of the keys, unique among the agreements that share a store.
         """
         self._rank, self._size, self._name = rank, size, name
         self._number = 0
@@ -87,21 +95,22 @@ class Agreement:
 
     @property
     def num_phases(self) -> int:
-        """Number of phases so far, the same on all ranks."""
+        """Number of phases so far, which is the same on all ranks."""
         return self._number
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Callable[[Callable[[], Facts]], None]]:
-        """Run a phase; its body calls the function that it gets exactly once, with its facts, before its first collective.
+        """Enter a phase as a context manager, which yields a function `agree(facts)`.
 
-        An exception before that call is posted in place of the facts, so that all ranks fail together. A later one reaches
-        the others by an alarm, unless they fail, too.
+        The body must call `agree` exactly once, before its first collective. If the body raises before that call, the exception
+        is posted instead of facts, so that all ranks fail together. If it raises after that call, an alarm interrupts the other
+        ranks, unless all of them fail as well.
 
         Raises:
-            RankError: A rank is in another phase, has other facts, is late, or failed.
+            RankError: A rank is in a different phase, has different facts, is late, or failed.
         """
         if self._size == 1:
-            yield _alone
+            yield _agree_alone
             return
         if self._alarm is not None:
             raise RankError(self._alarm)
@@ -111,96 +120,101 @@ class Agreement:
 
         def agree(facts: Callable[[], Facts]) -> None:
             nonlocal agreed
-            assert not agreed, f"{name}: a phase agrees once"
+            assert not agreed, f"{name}: the body of the phase called agree twice"
             post = {"phase": name, "facts": facts()}
             agreed = True
             self._exchange(post)
 
         try:
             yield agree
-            assert agreed, f"{name}: the phase did not agree"
+            assert agreed, f"{name}: the body of the phase did not call agree"
         except RankError:
             raise
-        except Exception as error:  # of any kind: the other ranks would wait for this one
+        except Exception as error:  # any exception: the other ranks would wait for this one
             if agreed:
-                self._fail(name, error)
+                self._report_failure(name, error)
             else:
                 agreed = True
-                self._exchange({"phase": name, "error": _one_line(error)}, own=error)
+                self._exchange({"phase": name, "error": describe(error)[:MAX_TEXT]}, error=error)
             raise
         self._store.set(self._key("at", self._rank), f"waiting for a request since {name}")
 
     def close(self) -> None:
         """Stop listening for alarms."""
         if self._size > 1 and self._listener.is_alive():
-            with suppress(DistNetworkError, DistStoreError):  # of a store that has ended already
+            with suppress(DistNetworkError, DistStoreError):  # the store may already be closed
                 self._store.set(self._key("alarm", self._rank), "")
             self._listener.join(1.0)
 
-    def _exchange(self, post: Post, own: Exception | None = None) -> None:
-        """Write a post; return when all ranks have written the same. `own` replaces the error of the verdict that it causes."""
+    def _exchange(self, post: Post, error: Exception | None = None) -> None:
+        """Write a post; return when all ranks have written an equal one.
+
+        Raises:
+            RankError: The posts differ or a rank is late. If `error` is given, which is this rank's exception, it is raised
+                instead.
+        """
         if self._alarm is not None:
-            raise (own or RankError(self._alarm))
+            raise (error or RankError(self._alarm))
         number = self._number
         self._store.set(self._key(number, self._rank), json.dumps(post))
-        text, is_fatal = self._judge(post) if self._rank == 0 else self._verdict(post)
+        text, is_fatal = self._set_verdict(post) if self._rank == 0 else self._await_verdict(post)
         if is_fatal:
             self._alarm = text
         else:
             self._store.delete_key(self._key(number, self._rank))  # rank 0 has read it
             if self._rank == 0 and number > 1:
-                self._store.delete_key(self._key(number - 1, "verdict"))  # all ranks have posted since, so they have read it
+                self._store.delete_key(self._key(number - 1, "verdict"))  # all ranks have posted again, so they have read it
         if text:
-            raise (own or RankError(text)) from None
+            raise (error or RankError(text)) from None
 
-    def _judge(self, post: Post) -> tuple[str, bool]:
-        """Read the posts of all ranks, as rank 0; set and return the verdict.
+    def _set_verdict(self, post: Post) -> tuple[str, bool]:
+        """Compare the posts of all ranks on rank 0; write and return the verdict.
 
-        It is a text, empty if the ranks agree, and whether they can no longer continue. Ranks of which one failed before its
-        first collective are still in step.
+        The verdict is a message, empty if the ranks agree, and a flag that is True if the ranks cannot continue. They can
+        continue after failures before the first collective of the same phase.
         """
         number = self._number
         values = self._read([self._key(number, rank) for rank in range(self._size)], NUM_WAITS, post["phase"])
         if values is None:
-            return self._sound(self._describe_late(post["phase"])), True
+            return self._raise_alarm(self._describe_late(post["phase"])), True
         posts = [json.loads(value) for value in values] if len(set(values)) > 1 else []
         text = disagreement(posts) if posts else ""
         is_fatal = bool(text) and (len({each["phase"] for each in posts}) > 1 or not any("error" in each for each in posts))
         self._store.set(self._key(number, "verdict"), json.dumps((text, is_fatal)))
         return text, is_fatal
 
-    def _verdict(self, post: Post) -> tuple[str, bool]:
-        """Wait for the verdict of rank 0, which waits for the other ranks itself."""
+    def _await_verdict(self, post: Post) -> tuple[str, bool]:
+        """Wait for the verdict of rank 0, for one wait longer than rank 0 waits for the posts."""
         values = self._read([self._key(self._number, "verdict")], NUM_WAITS + 1, post["phase"])
         if values is None:
-            return self._sound(self._describe_late(post["phase"])), True
+            return self._raise_alarm(self._describe_late(post["phase"])), True
         text, is_fatal = json.loads(values[0])
         return text, is_fatal
 
     def _read(self, keys: list[str], num_waits: int, phase: str) -> list[bytes] | None:
-        """Wait for keys and return their values; None if an alarm or the deadline comes first."""
+        """Wait for keys and return their values; return None after an alarm or after `num_waits` waits."""
         self._awaited = keys
         for attempt in range(num_waits):
             try:
                 values = self._store.multi_get(keys)
                 return values if self._alarm is None else None
-            except DistStoreError:  # it has waited
+            except DistStoreError:  # the wait timed out
                 if attempt == 0:
                     logger.warning("waiting: %s", self._describe_late(phase))
         return None
 
     def _describe_late(self, phase: str) -> str:
-        """Name the ranks that have not posted, and what they last did."""
+        """Describe the ranks that have not posted, with the last activity of each; after an alarm, return its message."""
         if self._alarm is not None:
             return self._alarm
         late = [rank for rank in range(self._size) if not self._store.check([self._key(self._number, rank)])]
         return lateness(phase, {rank: self._store.get(self._key("at", rank)).decode() for rank in late})
 
-    def _fail(self, phase: str, error: Exception) -> None:
-        """Report a failure in the collective part of a phase: a common one needs no more, else sound the alarm.
+    def _report_failure(self, phase: str, error: Exception) -> None:
+        """Report a failure in the collective part of a phase; raise the alarm unless all ranks fail within `GRACE_S`.
 
         Raises:
-            RankError: The failure follows from an alarm.
+            RankError: The failure is the consequence of an alarm.
         """
         if self._store.check([self._key("alarm", self._rank)]):
             raise RankError(self._store.get(self._key("alarm", self._rank)).decode()) from error
@@ -212,20 +226,20 @@ class Agreement:
         except DistStoreError:
             if self._alarm is not None:
                 raise RankError(self._alarm) from error
-            self._sound(f"rank {self._rank} failed in {phase}: {_one_line(error)}")
+            self._raise_alarm(f"rank {self._rank} failed in {phase}: {describe(error)[:MAX_TEXT]}")
         finally:
             self._store.set_timeout(self._wait)
 
-    def _sound(self, text: str) -> str:
-        """Send an alarm to every rank and return its text; of several alarms the first one counts."""
+    def _raise_alarm(self, text: str) -> str:
+        """Send an alarm to all ranks. Return its message, or that of an earlier alarm, which takes precedence."""
         self._alarm = text = self._store.compare_set(self._key("alarm"), "", text).decode()
         for rank in range(self._size):
             self._store.set(self._key("alarm", rank), text)
         return text
 
     def _listen(self, store: Store) -> None:
-        """Wait for an alarm, as a thread; then end the collectives that this rank waits in."""
-        with suppress(DistNetworkError, DistStoreError):  # the store has ended, and with it the run
+        """Wait for an alarm in a thread, then interrupt the collectives and store reads that this rank waits in."""
+        with suppress(DistNetworkError, DistStoreError):  # the store was closed at the end of the run
             store.wait([self._key("alarm", self._rank)], ALARM_LIFETIME)
             text = store.get(self._key("alarm", self._rank)).decode()
             if text:
@@ -240,9 +254,9 @@ class Agreement:
 
 
 def agreement_of(wait_s: float, groups: Collection[ProcessGroup], name: str = "trainer") -> Agreement:
-    """Return the agreement of this rank of torch's default process group, in the store through which the ranks connected.
+    """Return the agreement of this rank with the default process group, in the store that the ranks used for rendezvous.
 
-    An alarm breaks the process groups that `groups` contains at that time.
+    An alarm breaks the process groups in `groups`, including those added after this call.
     """
 
     def connect() -> Store:
@@ -260,23 +274,24 @@ def agreement_of(wait_s: float, groups: Collection[ProcessGroup], name: str = "t
 
 
 def break_groups(groups: Iterable[ProcessGroup]) -> None:
-    """End the collectives that other threads of this process wait in, by an exception; the process groups are lost.
+    """Make collectives that other threads of this process wait in raise an exception. The process groups become unusable.
 
-    gloo has no abort. There a receive that expires closes the connections of its group, and all that waits on them fails.
+    gloo has no abort. With gloo, a receive that times out closes the connections of its group, and all operations that wait on
+    them fail.
     """
     for group in groups:
         if dist.get_backend(group) != "gloo":
             group.abort()
             continue
-        neighbour = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        neighbor = (dist.get_rank(group) + 1) % dist.get_world_size(group)
         with suppress(RuntimeError):
-            receiving = dist.irecv(torch.empty(1), group=group, group_src=neighbour)
+            receiving = dist.irecv(torch.empty(1), group=group, group_src=neighbor)
             if receiving is not None:
                 receiving.wait(timedelta(milliseconds=1))
 
 
 def disagreement(posts: Sequence[Post]) -> str:
-    """Name the ranks whose posts differ from those of most ranks; return an empty text if they are equal or all ranks failed.
+    """Describe the ranks whose posts differ from the majority; return an empty string if all are equal or all ranks failed.
 
     Example: `run_data: rank 2: 3 micro-batches, others 4`
     """
@@ -294,20 +309,20 @@ def disagreement(posts: Sequence[Post]) -> str:
 
 
 def split(values: Sequence[str]) -> tuple[str, list[int]]:
-    """Return the most frequent value, the first of several, and the ranks that have another one."""
+    """Return the most frequent value (the first one in a tie) and the ranks that have a different value."""
     usual = Counter(values).most_common(1)[0][0]
     return usual, [rank for rank, value in enumerate(values) if value != usual]
 
 
 def lateness(phase: str, activities: Mapping[int, str]) -> str:
-    """Describe ranks that did not reach a phase in time, by what they do instead."""
+    """Describe the ranks that did not reach a phase in time, by their current activity."""
     if not activities:
         return f"all ranks have reached {phase}, but rank 0 did not compare them"
     return "; ".join(f"rank {rank} has not reached {phase}; it is {activity}" for rank, activity in activities.items())
 
 
 def _difference(posts: Sequence[Post], key: str) -> str:
-    """Name the ranks that have another value of a fact; return an empty text if there are none."""
+    """Describe the ranks whose value of a fact differs from the majority; return an empty string if there are none."""
     values = [post["facts"].get(key) for post in posts]
     usual, odd = split([json.dumps(value) for value in values])
     expected = json.loads(usual)
@@ -320,21 +335,16 @@ def _difference(posts: Sequence[Post], key: str) -> str:
 
 
 def _some(names: Collection[str]) -> str:
-    """Return the first names of several."""
+    """Return the first three names in sorted order, and the number of the others."""
     shown = sorted(names)[:3]
     return ", ".join([*shown, f"and {len(names) - 3} more"] if len(names) > 3 else shown)
 
 
 def _counts(post: Post) -> str:
-    """Return the numbers among the facts of a post in parentheses."""
+    """Return the counts among the facts of a post, in parentheses."""
     counts = [f"{value} {key}" for key, value in post["facts"].items() if isinstance(value, int)]
     return f" ({', '.join(counts)})" if counts else ""
 
 
-def _one_line(error: Exception) -> str:
-    """Return type and text of an exception without line breaks, cut to 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def _alone(facts: Callable[[], Facts]) -> None:
-    """Agree with no other rank, which takes no work."""
+def _agree_alone(facts: Callable[[], Facts]) -> None:
+    """Do nothing: in a world of one rank there is nothing to compare."""

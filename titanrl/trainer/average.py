@@ -1,7 +1,7 @@
-"""The exponential moving average of the weights: a policy that follows the trained one slowly.
+"""Exponential moving average (EMA) of the weights.
 
-Each optimizer step moves it: `average = decay * average + (1 - decay) * weights`. As the reference of the divergence it is the
-dynamic anchor of WARP (arXiv:2406.16768).
+After each optimizer step, `average = decay * average + (1 - decay) * weights`. As the reference policy of the KL penalty, the
+average is the dynamic anchor of WARP (arXiv:2406.16768).
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,18 @@ from titanrl.weights.layout import local_part
 
 
 class MovingAverage(Stateful):
-    """Averages of this rank's shards of some tensors, in float32.
+    """Exponential moving averages of this rank's shards, in float32.
 
-    No rank needs data of another one, and ranks with equal shards compute equal averages.
+    Updates need no communication, and ranks with equal shards compute equal averages.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """Start at the weights, which must stay in the same memory.
+        """Initialize the averages with the weights.
 
         Args:
-            weights: Sharded trainable parameters by name, without gradient.
-            decay: Share of the average that a step keeps, between 0 and 1.
+            weights: Detached, sharded trainable parameters by name. `update` reads these tensors again, so their storage must
+                not be replaced.
+            decay: Decay factor of the average, between 0 and 1.
         """
         self._weights, self._decay = weights, decay
         self.tensors = {name: torch.empty_like(value, dtype=torch.float32) for name, value in weights.items()}
@@ -34,17 +35,17 @@ class MovingAverage(Stateful):
         self.restart()
 
     def update(self) -> None:
-        """Move the averages towards the current weights; weights that do not change keep their average bit for bit."""
+        """Update the averages with the current weights. A weight that never changes keeps its average bit for bit."""
         weights = [local_part(value).to(torch.float32) for value in self._weights.values()]
         torch._foreach_lerp_(self._local(), weights, 1.0 - self._decay)
 
     def restart(self) -> None:
-        """Start again at the current weights."""
+        """Reset the averages to the current weights."""
         for average, weight in zip(self._local(), self._weights.values(), strict=True):
             average.copy_(local_part(weight))
 
     def entries(self) -> Mapping[str, Entry]:
-        """Return the averages to write into the parameters, which rounds them to the dtype of the parameters."""
+        """Return the averages as snapshot entries. Writing them into the parameters rounds them to the parameter dtype."""
         return {name: Entry(layout_of(self._weights[name]), local_part(value)) for name, value in self.tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class MovingAverage(Stateful):
         return dict(self.tensors)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore the averages in place."""
         for name, average in self.tensors.items():
             local_part(average).copy_(local_part(state_dict[name]))
 

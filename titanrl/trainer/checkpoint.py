@@ -1,6 +1,7 @@
-"""Checkpoints of model, optimizer, moving average, version and random state.
+"""Checkpoints of model, optimizer, moving average, policy version and random-number state.
 
-Torch's distributed checkpointing (DCP) writes them: each rank its own shards. They can be loaded into any other layout.
+They are written with `torch.distributed.checkpoint` (DCP): each rank writes its own shards, and a run with any other parallel
+layout can load them.
 """
 
 from pathlib import Path
@@ -21,13 +22,13 @@ AVERAGE_KEY = "average"
 
 
 class _Progress(Stateful):
-    """The state of a learner besides model and optimizer."""
+    """Version and random-number state of a learner."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the version and the state of the random generators."""
+        """Return the version and the state of the random-number generators."""
         random = {"cpu": torch.get_rng_state()}
         kind = self._learner.model.device.type
         if kind != "cpu":
@@ -35,29 +36,29 @@ class _Progress(Stateful):
         return {"version": self._learner.version, "random": random}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore the version and the state of the random-number generators."""
         self._learner.version = state_dict["version"]
         for kind, state in state_dict["random"].items():
             (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
 
 
 class Checkpoints:
-    """The checkpoints of a run: `step-<n>` folders, of which the last few are kept, and named states.
+    """Checkpoints of a run: `step-<n>` folders, of which only the latest are kept, and states in folders of any name.
 
-    Every method is a collective.
+    All methods except `finish` must be called on all ranks.
     """
 
     def __init__(self, learner: Learner, folder: Path, keep_last: int, *, in_background: bool = False) -> None:
-        """Set up checkpoints below a folder.
+        """Build torchtitan's checkpoint manager.
 
         Args:
             learner: Learner to save and restore.
             folder: Absolute path of the parent of the `step-<n>` folders.
             keep_last: Number of `step-<n>` folders to keep.
-            in_background: Return from `save` after copying the state, and write to disk while training continues.
+            in_background: Return from `save` after the state is copied, and write it to disk while training continues.
         """
         self._learner, self._folder = learner, folder
-        self._kept: tuple[int, ...] = (0,)  # snapshots that are the same in every attempt of the run
+        self._kept: tuple[int, ...] = (0,)  # versions whose snapshots stay valid when a checkpoint is loaded
         config = CheckpointManager.Config(
             enable=True,
             folder=folder.name,
@@ -77,11 +78,11 @@ class Checkpoints:
         )
 
     def save(self, step: int, published: int | None = None) -> None:
-        """Write the state of this step. `.metadata` appears in its folder when the checkpoint is complete.
+        """Save the state of a step. `.metadata` appears in its folder when the checkpoint is complete.
 
         Args:
-            step: The step.
-            published: Version of a snapshot to write as well, at once.
+            step: Step, which is part of the name of the folder.
+            published: Version of a snapshot whose weights are also written, always before this method returns.
 
         Raises:
             PhaseError: Gradients are pending, or a snapshot replaces the live weights.
@@ -94,9 +95,9 @@ class Checkpoints:
             self._manager.save(step)
 
     def finish(self, step: int) -> Digests:
-        """Wait until the files of a step are on disk; return the digests of this rank's. Another thread may call this.
+        """Wait until the files of a step are on disk; return the digests of this rank's files. Any thread may call this.
 
-        Reading the files back takes 0.7 s per gigabyte on each rank, from the cache of the operating system.
+        Computing the digests takes 0.7 s per gigabyte on each rank if the files are in the page cache.
         """
         saving = self._manager.save_future
         with storage_errors("save a checkpoint", self._folder):
@@ -105,7 +106,7 @@ class Checkpoints:
             return _own_digests(self._folder / f"step-{step}")
 
     def load_published(self, step: int, version: int) -> None:
-        """Load the weights that `save` wrote of an earlier version, and keep them as a snapshot, which `load` does not drop.
+        """Load the weights of the snapshot that `save` wrote, and keep them as a snapshot that `load` does not drop.
 
         Raises:
             PhaseError: Gradients are pending, or a snapshot replaces the live weights.
@@ -122,7 +123,7 @@ class Checkpoints:
         """Restore the state of a step.
 
         Raises:
-            ValueError: There is no such checkpoint, or it lacks the moving average.
+            ValueError: The checkpoint does not exist, or it has no moving average although one is configured.
             PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         self._prepare("load_checkpoint")
@@ -131,12 +132,12 @@ class Checkpoints:
             self._require_average(self._folder / f"step-{step}")
             is_loaded = self._manager.load(step)
         if not is_loaded:
-            raise ValueError(f"step: there is no such checkpoint in {self._folder} (got {step}). Choose one of its folders.")
+            raise ValueError(f"step: no such checkpoint in {self._folder} (got {step}). Choose the step of an existing folder.")
         self._learner.drop_snapshots(keep=self._kept)
         self._learner.weights_changed()
 
     def save_state(self, folder: Path) -> Digests:
-        """Write the state into a separate folder; return the digests of this rank's files.
+        """Save the state to a folder; return the digests of this rank's files.
 
         Raises:
             PhaseError: Gradients are pending, or a snapshot replaces the live weights.
@@ -149,10 +150,10 @@ class Checkpoints:
             return _own_digests(folder)
 
     def load_state(self, folder: Path, *, with_optimizer: bool) -> None:
-        """Restore a state that `save_state` wrote. Without the optimizer's state, optimizer and moving average start again.
+        """Restore a state that `save_state` wrote. If `with_optimizer` is False, reset the optimizer and the moving average.
 
         Raises:
-            ValueError: The folder has no complete state, or it lacks the moving average.
+            ValueError: The folder has no complete state, or the state has no moving average although one is configured.
             PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         if not (folder / ".metadata").is_file():
@@ -183,8 +184,8 @@ class Checkpoints:
         return {} if self._learner.average is None else {AVERAGE_KEY: self._learner.average}
 
     def _require_average(self, folder: Path) -> None:
-        """Check that a checkpoint has the moving average of the weights, if the learner keeps one."""
-        if not self._average or not (folder / ".metadata").is_file():  # loading reports what is missing
+        """Check that a checkpoint has a moving average of the weights if the learner keeps one."""
+        if not self._average or not (folder / ".metadata").is_file():  # loading reports an incomplete checkpoint
             return
         names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         if not any(name.startswith(f"{AVERAGE_KEY}.") for name in names):
@@ -206,6 +207,6 @@ class Checkpoints:
 
 
 def _own_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of this rank's files of a checkpoint; the first rank also writes `.metadata`."""
+    """Return the digests of the checkpoint files that this rank wrote. Rank 0 also writes `.metadata`."""
     rank = dist.get_rank()
     return digests_of(folder, [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])])

@@ -1,7 +1,8 @@
-"""Packed rows as tensors.
+"""Collate planned sequences into the tensors of packed rows.
 
-Shapes: B rows, L tokens of a row, N = B * L, S tokens of a sequence. The model's output at position t predicts the token at
-t + 1, so the values of a token are stored at the position before it.
+The model's output at position t predicts the token at t + 1, so all values of a token are stored at the position before it.
+
+Shape suffixes: B rows, L tokens of a row, N = B * L, S tokens of a sequence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,46 +20,46 @@ from titanrl.types import GroupHandle, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows that one rank runs at once."""
+    """Tensors of the packed rows of one micro-batch on one rank. The padding at the end of a row is one more sequence."""
 
     tokens_BL: torch.Tensor
-    """Input tokens, 0 in the empty end of a row."""
+    """Input token ids, 0 in the padding."""
     positions_BL: torch.Tensor
-    """Position of the token in its sequence. A sequence starts at 0, or after the tokens that it shares with an earlier one of
-    the row (`SequencePlan.num_shared`). The empty end of a row counts as one more sequence."""
+    """Position of each token in its sequence. A sequence starts at position 0, or after the prefix that it shares with an
+    earlier sequence of the row (`SequencePlan.num_shared`)."""
     targets_BL: torch.Tensor
-    """Token that each position predicts."""
+    """Token id that each position predicts."""
     mask_BL: torch.Tensor
-    """True where the policy sampled that token, with a finite log-probability."""
+    """True where the target is a loss token: it was sampled by the policy, with a finite log-probability."""
     logprobs_BL: torch.Tensor
-    """Log-probability of the target, from the generator."""
+    """Log-probability of the target under the generator; 0 outside the mask."""
     versions_BL: torch.Tensor
     """Policy version that sampled the target; 0 outside the mask."""
     advantages_BL: torch.Tensor
     """Advantage of the target."""
     weights_BL: torch.Tensor
-    """Loss weight of the target, 0 outside the mask."""
+    """Loss weight of the target; 0 outside the mask."""
     proximal_BL: torch.Tensor | None = None
     """Log-probability of the target under the proximal policy, if the loss needs it."""
     reference_BL: torch.Tensor | None = None
     """Log-probability of the target under the reference policy, if the loss needs it."""
     supports: TokenSupports | None = None
-    """Support of the target's distribution at each position, rows one after another; None without truncated sampling."""
+    """Supports of the targets' distributions, `[N]`; None without truncated sampling."""
     shares_prompts: bool = False
-    """True if a sequence shares its start with another one."""
+    """True if any sequence shares a prefix with an earlier sequence of its row."""
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """Number of tokens of a row, L."""
         return self.tokens_BL.shape[1]
 
     @property
     def sequence_N(self) -> torch.Tensor:
-        """Id of each position's sequence, from 0; the empty end of a row counts as one more sequence."""
+        """Sequence id of each position, from 0."""
         return sequence_starts(self.positions_BL).flatten().cumsum(0) - 1
 
     def to(self, device: torch.device) -> Self:
-        """Copy the rows to a device; return `self` if they are already there."""
+        """Copy all tensors to a device; return `self` if they are already on it."""
         if self.tokens_BL.device == device:
             return self
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -71,20 +72,29 @@ class PackedRows:
 
 
 def row_length(used: Iterable[int], row_tokens: int, multiple: int) -> int:
-    """Return the length of rows that use so many tokens each: the maximum, rounded up to a multiple, at most `row_tokens`.
+    """Return the largest number of used tokens, rounded up to a multiple, but at most `row_tokens`.
 
-    Shorter rows avoid computing the end that no row of a micro-batch uses. Ranks may run rows of different length.
+    Rows of this length avoid computing padding that all rows of a micro-batch have in common. The length may differ between
+    ranks.
     """
     return min(row_tokens, -(-max(used, default=1) // multiple) * multiple)
 
 
 def empty_rows(num_rows: int, row_tokens: int) -> PackedRows:
-    """Return rows without a sequence: token 0 everywhere, and an empty mask."""
+    """Return rows of padding only, with an all-False mask."""
     return collate([()] * num_rows, {}, row_tokens)
 
 
 def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segment]], row_tokens: int) -> PackedRows:
-    """Build rows of `row_tokens` from their sequences. Without rows, return one empty row: every rank must run the model."""
+    """Collate planned rows and their segments into tensors.
+
+    Without rows, return one empty row, because all ranks must run the model in each micro-batch.
+
+    Args:
+        rows: Plans of the sequences of each row.
+        payload: Segments of the rollouts, by group and index of the segment.
+        row_tokens: Length of a row, L.
+    """
     num_rows = max(1, len(rows))
     tokens = np.zeros((num_rows, row_tokens), np.int64)
     positions = np.zeros((num_rows, row_tokens), np.int64)

@@ -1,7 +1,8 @@
-"""Passes over the user's data: packing into rows, running, and results in the order of the data.
+"""Forward and backward passes over user-provided data: pack it into rows, run them, and return results by datum.
 
-Every rank receives all data and computes the same plan, so no communication is needed. Shapes: L tokens of a row, S tokens of a
-sequence, N tokens of a micro-batch.
+Each rank receives all data and computes the same plan, so planning needs no communication.
+
+Shape suffixes: B rows, L tokens of a row, S tokens of a sequence, N tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from titanrl.algorithms.contracts import bound_loss, declared_traits
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.algorithms.supports import CollatedSupports
-from titanrl.algorithms.tinker import own_algorithm, tinker_algorithm
+from titanrl.algorithms.tinker import custom_algorithm, tinker_algorithm
 from titanrl.datums import Datum
 from titanrl.plugins import Plugin, plugin_of
 from titanrl.trainer.agreement import Facts
@@ -27,32 +28,32 @@ from titanrl.trainer.model import PolicyModel
 from titanrl.types import FloatArray, LossSums
 
 CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
-"""A function of data and the log-probabilities of their targets, `[S]` each. It returns a loss, summed over the data, and
-metrics."""
+"""User-defined loss. It takes data and the log-probabilities of their targets, `[S]` each, and returns the loss summed over the
+data and a dict of metrics."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Location of a datum in a micro-batch."""
 
     index: int
-    """Index in the user's data."""
+    """Index of the datum."""
     row: int
-    """Row of the micro-batch."""
+    """Index of the row in the micro-batch."""
     tokens: slice
-    """Tokens of the row."""
+    """Tokens of the row that hold the datum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataResult:
-    """Results of the data that one rank ran; empty on all but the first rank of a tensor-parallel group."""
+    """Results of one rank's share of the data. Only the first rank of a tensor-parallel group reports them."""
 
     logprobs: Mapping[int, FloatArray]
-    """Log-probabilities of the targets by index of the datum, `[S]`."""
+    """Log-probabilities of the targets by index of the datum, `[S]` each."""
     sums: tuple[LossSums, ...]
     """Metrics of each micro-batch."""
     version: int
-    """Policy version that computed them."""
+    """Policy version of the weights that were used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,40 +61,40 @@ class RowSizes:
     """Sizes of rows and micro-batches."""
 
     row_tokens: int
-    """Length of a row."""
+    """Maximum length of a row in tokens."""
     rows_per_microbatch: int
-    """Rows that run at once."""
+    """Maximum number of rows in a rank's micro-batch."""
     multiple: int
-    """Divisor of the length of rows that are not full."""
+    """Multiple to which the length of shorter rows is rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenLoss:
-    """The loss of a pass over data."""
+    """Loss of a pass over data."""
 
     name: str
     """Name or import path."""
     inputs: tuple[str, ...]
-    """Keys of `loss_fn_inputs` that it needs."""
-    objective: Callable[[Sequence[Datum], Sequence[Place]], Objective]
-    """Function of the data and of their places in a micro-batch that returns the objective of its rows."""
+    """Required keys of `loss_fn_inputs`."""
+    objective: Callable[[Sequence[Datum], Sequence[Location]], Objective]
+    """Function that builds the objective of a micro-batch from all data and the locations of its data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPass:
-    """A checked pass of one rank over its share of the data."""
+    """Validated plan of one rank's pass over its share of the data."""
 
     data: Sequence[Datum]
     """All data, the same on every rank."""
     sizes: RowSizes
     """Sizes of rows and micro-batches."""
     loss: ChosenLoss | None
-    """The loss; None only computes log-probabilities."""
-    microbatches: Sequence[Sequence[Place]]
-    """This rank's micro-batches, as many as on every other rank."""
+    """Loss of the pass; None only computes log-probabilities."""
+    microbatches: Sequence[Sequence[Location]]
+    """This rank's micro-batches. All ranks have the same number of them."""
 
     def facts(self) -> Facts:
-        """Return the values that all ranks must agree on before the first micro-batch."""
+        """Return the values that must be equal on all ranks before the first micro-batch."""
         return {
             "data": len(self.data),
             "tokens": sum(len(datum.model_input) for datum in self.data),
@@ -104,17 +105,17 @@ class DataPass:
 def plan_pass(
     model: PolicyModel, data: Sequence[Datum], sizes: RowSizes, loss: str | Plugin | None, config: Mapping[str, Any]
 ) -> DataPass:
-    """Check the data and plan this rank's micro-batches.
+    """Validate the data and plan this rank's micro-batches.
 
     Args:
         model: Model of this rank.
         data: All data, the same on every rank.
         sizes: Sizes of rows and micro-batches.
-        loss: Name of a loss, its import path, or the loss itself; None only computes log-probabilities.
+        loss: Name, import path or object of the loss; None only computes log-probabilities.
         config: Options of the loss.
 
     Raises:
-        ValueError: A datum is too long or lacks an input of the loss, or the loss or one of its options is not known.
+        ValueError: A datum is too long or lacks an input of the loss, or the loss or one of its options is unknown.
     """
     chosen = None if loss is None else chosen_loss(loss, config)
     check_data(data, sizes, chosen)
@@ -124,73 +125,75 @@ def plan_pass(
 
 
 def run_data(learner: Learner, planned: DataPass, *, backward: bool) -> DataResult:
-    """Run a pass; with `backward`, add the gradient of its loss. This is a collective."""
+    """Run a pass; with `backward`, accumulate the gradient of its loss. This is a collective."""
     logprobs: dict[int, FloatArray] = {}
     sums = []
-    for places in planned.microbatches:
-        rows = lay_out(planned.data, places, planned.sizes)
+    for locations in planned.microbatches:
+        rows = build_rows(planned.data, locations, planned.sizes)
         if planned.loss is None:
             logprobs_BL = learner.logprobs(rows)
         else:
-            result = learner.run(rows, planned.loss.objective(planned.data, places), backward=backward)
+            result = learner.run(rows, planned.loss.objective(planned.data, locations), backward=backward)
             logprobs_BL = result.logprobs_BL
             sums.append(result.sums)
         values_BL = logprobs_BL.float().cpu().numpy()
-        logprobs |= {place.index: values_BL[place.row, place.tokens] for place in places}
+        logprobs |= {location.index: values_BL[location.row, location.tokens] for location in locations}
     if learner.model.tp_rank != 0:
         logprobs = {}
     return DataResult(logprobs=logprobs, sums=tuple(sums), version=learner.version_in_use)
 
 
-def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: int) -> Iterator[list[Place]]:
-    """Yield the micro-batches of one rank, the same number on every rank; those without data run one empty row."""
+def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: int) -> Iterator[list[Location]]:
+    """Yield the micro-batches of one rank. All ranks get the same number; a micro-batch without data runs one empty row."""
     rows = pack(lengths, sizes.row_tokens)
     shares = balance(row_costs(np.asarray(lengths), np.zeros(len(lengths), np.int64), rows), dp_size)
     per_microbatch = sizes.rows_per_microbatch
-    own = [rows[i] for i in shares[dp_rank]]
+    rank_rows = [rows[i] for i in shares[dp_rank]]
     for start in range(0, max(map(len, shares)), per_microbatch):
-        places = []
-        for row, indices in enumerate(own[start : start + per_microbatch]):
+        locations = []
+        for row, indices in enumerate(rank_rows[start : start + per_microbatch]):
             end = 0
             for index in indices:
                 begin, end = end, end + lengths[index]
-                places.append(Place(index, row, slice(begin, end)))
-        yield places
+                locations.append(Location(index, row, slice(begin, end)))
+        yield locations
 
 
 def chosen_loss(loss: str | Plugin, config: Mapping[str, Any]) -> ChosenLoss:
-    """Look a loss up.
+    """Resolve the loss of a pass.
 
-    An object of the user whose traits `titanrl.policy_loss` declared is a `PolicyLoss`, as `algorithm.loss` names one. Without
-    such a declaration it is a `CustomLoss`.
+    A user-defined object that is decorated with `titanrl.policy_loss` is a `PolicyLoss`, like those that `algorithm.loss` can
+    name. An undecorated object is a `CustomLoss`.
 
     Raises:
-        ValueError: There is no such loss, or it has no such option.
+        ValueError: The loss or one of its options is unknown.
     """
     if loss == "cross_entropy":
         for name, value in config.items():
             raise ValueError(f"loss_fn_config.{name}: cross_entropy has no options (got {value}). Remove it.")
-        return ChosenLoss("cross_entropy", ("target_tokens",), lambda data, places: supervised_objective)
-    own = plugin_of("loss_fn", loss) if isinstance(loss, str) else loss
-    function: Any = None if own is None else own.load()
+        return ChosenLoss("cross_entropy", ("target_tokens",), lambda data, locations: supervised_objective)
+    plugin = plugin_of("loss_fn", loss) if isinstance(loss, str) else loss
+    function: Any = None if plugin is None else plugin.load()
     traits = declared_traits(function)
-    if own is not None and traits is None:
-        return ChosenLoss(own.name, ("target_tokens",), partial(_custom_objective, function))
-    if own is None or traits is None:
+    if plugin is not None and traits is None:
+        return ChosenLoss(plugin.name, ("target_tokens",), partial(_custom_objective, function))
+    if plugin is None or traits is None:
         algorithm = tinker_algorithm(str(loss), config)
     else:
-        algorithm = own_algorithm(function, traits, own.path, config)
+        algorithm = custom_algorithm(function, traits, plugin.path, config)
     objective: Objective = partial(policy_objective, algorithm=algorithm, loss=bound_loss(algorithm, function))
-    if own is not None:
+    if plugin is not None:
         objective = partial(_on_all_ranks, objective)
-    return ChosenLoss(algorithm.loss, ("target_tokens", "logprobs", "advantages"), lambda data, places: objective)
+    return ChosenLoss(algorithm.loss, ("target_tokens", "logprobs", "advantages"), lambda data, locations: objective)
 
 
 def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) -> None:
-    """Check all data on every rank before running any: if only one rank found an error, the others would wait for it.
+    """Check all data, on every rank, before any of it runs.
+
+    If only one rank detected an error, the other ranks would wait for it in a collective.
 
     Raises:
-        ValueError: A datum is empty, longer than a row, or lacks an input of the loss; or an array has the wrong length.
+        ValueError: A datum is empty, longer than a row, or lacks an input of the loss, or an array has the wrong shape.
     """
     needed = ("target_tokens",) if loss is None else loss.inputs
     for index, datum in enumerate(data):
@@ -211,10 +214,10 @@ def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) 
 
 
 def check_supports(data: Sequence[Datum], vocab_size: int) -> None:
-    """Check that the supports of data fit their targets and the model.
+    """Check that the supports of all data match their targets and the model.
 
     Raises:
-        ValueError: Supports have the wrong length or vocabulary, or a target is not in its support.
+        ValueError: Supports have the wrong length or vocabulary size, or a target is not in its support.
     """
     for index, datum in enumerate(data):
         if datum.supports is None:
@@ -224,56 +227,55 @@ def check_supports(data: Sequence[Datum], vocab_size: int) -> None:
             fix = f"Give one per input token: {len(targets_S)}."
             raise ValueError(f"{name}: wrong length (got {len(datum.supports)}). {fix}")
         if datum.supports.vocab_size != vocab_size:
-            fix = "Use samples of a model with the same vocabulary."
-            raise ValueError(f"{name}: the model has {vocab_size} tokens (got {datum.supports.vocab_size}). {fix}")
+            fix = "Use samples from a model with the same vocabulary."
+            raise ValueError(f"{name}: the model's vocabulary size is {vocab_size} (got {datum.supports.vocab_size}). {fix}")
         outside = np.flatnonzero(~datum.supports.contains_S(targets_S))
         if len(outside):
             fix = "Give the supports that the targets were sampled from."
             raise ValueError(f"{name}: target {outside[0]} is not in its support (got token {targets_S[outside[0]]}). {fix}")
 
 
-def lay_out(data: Sequence[Datum], places: Sequence[Place], sizes: RowSizes) -> PackedRows:
+def build_rows(data: Sequence[Datum], locations: Sequence[Location], sizes: RowSizes) -> PackedRows:
     """Build the packed rows of one micro-batch."""
-    length = row_length((place.tokens.stop for place in places), sizes.row_tokens, sizes.multiple)
-    rows = empty_rows(1 + max((place.row for place in places), default=0), length)
+    length = row_length((location.tokens.stop for location in locations), sizes.row_tokens, sizes.multiple)
+    rows = empty_rows(1 + max((location.row for location in locations), default=0), length)
     supports = CollatedSupports(rows.tokens_BL.numel())
-    for place in places:
-        datum, row = data[place.index], place.row
-        rows.tokens_BL[row, place.tokens] = torch.from_numpy(np.asarray(datum.model_input))
-        rows.positions_BL[row, place.tokens] = torch.arange(len(datum.model_input))
-        rows.positions_BL[row, place.tokens.stop :] = torch.arange(length - place.tokens.stop)
-        rows.targets_BL[row, place.tokens] = _input(datum, "target_tokens", 0.0).long()
+    for location in locations:
+        datum, row = data[location.index], location.row
+        rows.tokens_BL[row, location.tokens] = torch.from_numpy(np.asarray(datum.model_input))
+        rows.positions_BL[row, location.tokens] = torch.arange(len(datum.model_input))
+        rows.positions_BL[row, location.tokens.stop :] = torch.arange(length - location.tokens.stop)
+        rows.targets_BL[row, location.tokens] = _input(datum, "target_tokens", 0.0).long()
         weights, logprobs = _input(datum, "weights", 1.0), _input(datum, "logprobs", 0.0)
-        rows.mask_BL[row, place.tokens] = (weights != 0) & logprobs.isfinite()
-        rows.weights_BL[row, place.tokens] = weights
-        rows.logprobs_BL[row, place.tokens] = logprobs.nan_to_num()
-        rows.advantages_BL[row, place.tokens] = _input(datum, "advantages", 0.0)
+        rows.mask_BL[row, location.tokens] = (weights != 0) & logprobs.isfinite()
+        rows.weights_BL[row, location.tokens] = weights
+        rows.logprobs_BL[row, location.tokens] = logprobs.nan_to_num()
+        rows.advantages_BL[row, location.tokens] = _input(datum, "advantages", 0.0)
         if datum.supports is not None:
-            supports.add(row * length + place.tokens.start, datum.supports)
+            supports.add(row * length + location.tokens.start, datum.supports)
     return replace(rows, supports=supports.collated())
 
 
 def _input(datum: Datum, name: str, default: float) -> Tensor:
-    """Return one array of a datum as a tensor, filled with the default if it is missing."""
+    """Return an array of a datum as a tensor; if it is missing, return a tensor filled with the default."""
     if name not in datum.loss_fn_inputs:
         return torch.full((len(datum.model_input),), default)
     return torch.from_numpy(np.asarray(datum.loss_fn_inputs[name]))
 
 
-def _custom_objective(function: CustomLoss, data: Sequence[Datum], places: Sequence[Place]) -> Objective:
-    """Wrap the user's loss as an objective over the data of a micro-batch."""
+def _custom_objective(function: CustomLoss, data: Sequence[Datum], locations: Sequence[Location]) -> Objective:
+    """Wrap a `CustomLoss` as the objective of one micro-batch."""
 
     def objective(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
         logprobs_BL = logprobs_N.view(rows.tokens_BL.shape)
         loss = logprobs_N.sum() * 0.0
         metrics: Mapping[str, float] = {}
         failure: Exception | None = None
-        if places:
+        if locations:
             try:
-                loss, metrics = function(
-                    [data[place.index] for place in places], [logprobs_BL[place.row, place.tokens] for place in places]
-                )
-            except Exception as error:  # the user's code may raise anything, and other ranks wait for this one in backward
+                selected = [data[location.index] for location in locations]
+                loss, metrics = function(selected, [logprobs_BL[location.row, location.tokens] for location in locations])
+            except Exception as error:  # user-defined code may raise anything, and the other ranks would wait in backward
                 failure = error
         _fail_together(failure)
         sums = {name: torch.tensor(float(value)) for name, value in metrics.items()}
@@ -283,12 +285,12 @@ def _custom_objective(function: CustomLoss, data: Sequence[Datum], places: Seque
 
 
 def _on_all_ranks(objective: Objective, rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
-    """Compute an objective with code of the user; raise on all ranks if it raises on any, because backward is a collective."""
+    """Compute an objective that calls user-defined code; if it raises on one rank, raise on all ranks before backward."""
     failure: Exception | None = None
     result: tuple[Tensor, LossMetrics] | None = None
     try:
         result = objective(rows, logprobs_N, entropy_N)
-    except Exception as error:  # of the user's code, of any kind: the other ranks would wait in backward
+    except Exception as error:  # user-defined code may raise anything, and the other ranks would wait in backward
         failure = error
     _fail_together(failure)
     assert result is not None
@@ -296,7 +298,7 @@ def _on_all_ranks(objective: Objective, rows: PackedRows, logprobs_N: Tensor, en
 
 
 def _fail_together(failure: Exception | None) -> None:
-    """Raise on all ranks if any rank has a failure; each rank raises its own if it has one. This is a collective."""
+    """Raise on all ranks if any rank failed; a rank that failed raises its own exception. This is a collective."""
     failures: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(failures, None if failure is None else repr(failure))
     if failure is not None:

@@ -1,11 +1,11 @@
-"""Float8 projections. With the tensor-wise recipe, the scales of the weights are computed once per change of the weights.
+"""Float8 linear layers. With the tensor-wise recipe, weight scales are computed once per change of the weights.
 
-The scale of a tensor needs its largest absolute value. torchao computes that of each gathered weight twice per pass. Here one
-reduction over the shards, after each optimizer step, computes all of them. torchao's own hook for this,
-`precompute_float8_dynamic_scale_for_fsdp`, needs weights in a tensor subclass without memory of its own, which can be neither
-published nor copied into snapshots.
+The scale of a tensor depends on its largest absolute value (amax). torchao computes the amax of each gathered weight twice per
+pass. This module instead computes all of them after each optimizer step, with one reduction over the shards. torchao's
+`precompute_float8_dynamic_scale_for_fsdp` has the same purpose, but needs weights in a wrapper tensor subclass without storage,
+which can be neither published nor copied into snapshots.
 
-Shapes: I inputs and O outputs of a projection, N tokens.
+Shape suffixes: I input features, O output features, N tokens.
 """
 
 import math
@@ -28,20 +28,20 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 class TensorwiseLinear(Float8Linear):
-    """A float8 projection that gets the scale of its weight from `WeightScales`."""
+    """Float8 linear layer whose weight scale is computed by `WeightScales`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Float8Linear.Config):
-        """Configuration of torchtitan's float8 projection."""
+        """Configuration with the fields of torchtitan's float8 linear layer."""
 
     def __init__(self, config: Config) -> None:
-        """Build the projection; its scale is set before the first pass."""
+        """Build the layer. `WeightScales.refresh` must set its scale before the first pass."""
         super().__init__(config)
         self.weight_scale: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply by the weight, both rounded to float8."""
-        assert self.weight_scale is not None, "the scales were not computed after the weights were loaded"
+        """Apply the layer, with input and weight rounded to float8."""
+        assert self.weight_scale is not None, "WeightScales.refresh was not called after the weights were loaded"
         scale, grad_dtype = like(self.weight_scale, self.weight), self.config.cast_config_grad_output.target_dtype
         output: Tensor = Float8Matmul.apply(  # type: ignore[no-untyped-call]
             input, self.weight.t(), scale, self.linear_mm_config, grad_dtype
@@ -51,13 +51,13 @@ class TensorwiseLinear(Float8Linear):
 
 @torch._dynamo.allow_in_graph
 class Float8Matmul(torch.autograd.Function):
-    """torchao's tensor-wise product (`matmul_with_hp_or_float8_args`) with a given scale of the weight."""
+    """torchao's tensor-wise matmul (`matmul_with_hp_or_float8_args`) with a precomputed weight scale."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight_IO: Tensor, scale: Tensor, mm_config: LinearMMConfig, grad_dtype: torch.dtype
     ) -> Tensor:
-        """Return the product, of the shape of the input but for the last dimension."""
+        """Return the product, which has the shape of the input except for the last dimension."""
         ctx.save_for_backward(input, weight_IO, scale)
         ctx.mm_config, ctx.grad_dtype = mm_config, grad_dtype
         input_NI = rounded(input, e4m3_dtype, mm_config, GemmInputRole.INPUT)
@@ -77,13 +77,13 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def rounded(values: Tensor, dtype: torch.dtype, mm_config: LinearMMConfig, role: GemmInputRole) -> Tensor:
-    """Round a tensor to float8 with the scale of its largest absolute value, as a matrix."""
+    """Round a tensor to float8 with a dynamic scale, and flatten all dimensions but the last."""
     float8: Tensor = hp_tensor_to_float8_dynamic(values, dtype, mm_config, gemm_input_role=role)
     return float8.reshape(-1, values.shape[-1])
 
 
 def like(scale: Tensor, weight: Tensor) -> Tensor:
-    """Return the scale as torchao expects it beside this weight: a DTensor if the weight is one."""
+    """Return the scale in the form that torchao expects for this weight: a replicated DTensor if the weight is a DTensor."""
     if not isinstance(weight, DTensor):
         return scale
     mesh = weight.device_mesh
@@ -91,63 +91,64 @@ def like(scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def float8_projections(model: Module.Config, recipe: Recipe, *, emulate: bool, compiled: bool) -> Module.Config:
-    """Convert the projections of a model config, except the output layer, to float8.
+    """Convert all linear layers of a model config to float8, except the output layer.
 
     Args:
-        model: torchtitan's model config, which is changed.
-        recipe: torchao's recipe.
-        emulate: Compute in higher precision with rounded operands, on a device without float8.
-        compiled: True if the blocks are compiled.
+        model: torchtitan's model config, which is modified.
+        recipe: Name of torchao's recipe.
+        emulate: Emulate float8 with operands that are rounded to float8 and multiplied in higher precision, on a device
+            without float8 support.
+        compiled: True if the transformer blocks are compiled.
 
     Raises:
-        ValueError: The device has no float8.
+        ValueError: The device does not support float8.
     """
     converter = Float8LinearConverter.Config(
         recipe_name=recipe, filter_fqns=["lm_head"], emulate=emulate, model_compile_enabled=compiled
     ).build()
-    # torchtitan's emulation would ignore the recipe.
+    # With emulation, torchtitan would ignore the recipe.
     converter.torchao_config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     model = converter.convert(model)
-    return with_kept_scales(model) if recipe == "tensorwise" else model
+    return with_cached_scales(model) if recipe == "tensorwise" else model
 
 
-def with_kept_scales(model: Module.Config) -> Module.Config:
-    """Replace torchtitan's float8 projections in a model config by those of this module."""
+def with_cached_scales(model: Module.Config) -> Module.Config:
+    """Replace each torchtitan float8 linear layer in a model config with a `TensorwiseLinear`."""
     for _, linear, parent, attribute in model.traverse(Float8Linear.Config):
-        kept = TensorwiseLinear.Config(**{field.name: getattr(linear, field.name) for field in fields(linear) if field.init})
+        cached = TensorwiseLinear.Config(**{field.name: getattr(linear, field.name) for field in fields(linear) if field.init})
         if isinstance(parent, list):
-            parent[attribute] = kept
+            parent[attribute] = cached
         else:
-            setattr(parent, attribute, kept)
+            setattr(parent, attribute, cached)
     return model
 
 
 class WeightScales:
-    """The weight scales of all `TensorwiseLinear` of a model."""
+    """Weight scales of all `TensorwiseLinear` layers of a model."""
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
-        """Find the projections.
+        """Collect the layers.
 
         Args:
             module: Parallelized model.
-            compute_dtype: Data type of the gathered weights.
+            compute_dtype: Dtype of the gathered weights.
         """
-        self._linears = [part for part in module.modules() if isinstance(part, TensorwiseLinear)]
+        self._linears = [child for child in module.modules() if isinstance(child, TensorwiseLinear)]
         self._compute_dtype = compute_dtype
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the scales of the current weights, which must be resharded. This is a collective."""
+        """Compute the scales of the current weights, whose parameters must be resharded. This is a collective."""
         shards = [local_part(linear.weight) for linear in self._linears]
         largest = torch.zeros(len(shards), device=shards[0].device)
-        held = [index for index, shard in enumerate(shards) if shard.numel()]  # FSDP may leave a rank without rows
-        norms = torch._foreach_norm([shards[index] for index in held], ord=math.inf)
-        if held:
-            largest[held] = torch.stack(norms).float()
+        nonempty = [index for index, shard in enumerate(shards) if shard.numel()]  # FSDP may leave a rank without rows
+        norms = torch._foreach_norm([shards[index] for index in nonempty], ord=math.inf)
+        if nonempty:
+            largest[nonempty] = torch.stack(norms).float()
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         scales = amax_to_scale(largest.to(self._compute_dtype), e4m3_dtype)
         for linear, scale in zip(self._linears, scales.unbind(), strict=True):
             if linear.weight_scale is None:
                 linear.weight_scale = torch.empty_like(scale)
-            linear.weight_scale.copy_(scale)  # in place: compiled code holds the tensor
+            linear.weight_scale.copy_(scale)  # in place, because compiled code holds a reference to the tensor

@@ -1,6 +1,6 @@
-"""The output layer as a scorer: log-probabilities computed from hidden states, without holding all logits at once.
+"""Chunked scoring: compute log-probabilities and entropies from hidden states without materializing all logits.
 
-Shapes: B rows, L tokens of a row, C tokens of a chunk, D width of the model, V vocabulary entries on this rank, N tokens.
+Shape suffixes: B rows, L tokens of a row, C tokens of a chunk, D hidden size, V vocabulary entries on this rank, N tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +16,20 @@ from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.supports import TokenSupports
 
 LOGITS_AT_ONCE = 1 << 27
-"""Largest number of logits held at once: 256 MiB in bfloat16, and as much for their gradient; 883 tokens with a
-vocabulary of 151 936."""
+"""Maximum number of logits in memory at a time, 883 tokens for a vocabulary size of 151 936. They take 256 MiB in bfloat16, and
+their gradient as much again."""
 
 
 class ScoringHead:
-    """A replacement of `lm_head.forward` inside torchtitan's model; hooks of FSDP and TP still see one call.
+    """Replacement of `lm_head.forward` in torchtitan's model that can return log-probabilities instead of logits.
 
-    Inside `scoring`, the model returns the log-probabilities of given targets and the entropies, `[B, L]` each, instead of
-    logits. Rows longer than a chunk are scored chunk by chunk; the backward pass recomputes the logits of each chunk.
+    Inside the context `scoring`, the model returns the log-probabilities of given targets and the entropies, `[B, L]` each.
+    Rows longer than a chunk are scored in chunks, and the backward pass recomputes the logits of each chunk. Because the
+    chunks run inside one call of the module, its FSDP and TP hooks run once.
     """
 
     def __init__(self, lm_head: nn.Module, vocab_size: int) -> None:
-        """Wrap the current forward pass of the head, including tensor parallelism."""
+        """Wrap the current `forward` of the output layer, including its tensor parallelism."""
         self._logits: Callable[[Tensor], Tensor] = lm_head.forward
         self._vocab_size = vocab_size
         self._targets_BL: Tensor | None = None
@@ -38,7 +39,7 @@ class ScoringHead:
 
     @contextmanager
     def scoring(self, targets_BL: Tensor, temperature: float, supports: TokenSupports | None = None) -> Iterator[None]:
-        """Score these targets inside the context instead of returning logits; `supports` are those of the rows, flattened."""
+        """Make the model score targets inside the context. `supports` are those of the flattened targets."""
         self._targets_BL, self._temperature, self._supports = targets_BL, temperature, supports
         try:
             yield
@@ -46,7 +47,7 @@ class ScoringHead:
             self._targets_BL = self._supports = None
 
     def __call__(self, hidden_BLD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits `[B, L, V]`; inside `scoring` log-probabilities and entropies, `[B, L]` each."""
+        """Return the logits, `[B, L, V]`; inside `scoring`, return log-probabilities and entropies, `[B, L]` each."""
         if self._targets_BL is None:
             return self._logits(hidden_BLD)
         targets_BL, temperature, supports = self._targets_BL, self._temperature, self._supports
@@ -85,7 +86,10 @@ class ScoringHead:
 
 
 def local_logits(logits_BLV: Tensor, vocab_size: int) -> tuple[Tensor, int, Any]:
-    """Return this rank's columns of the logits, the vocabulary id of the first one, and the group with the other columns."""
+    """Return this rank's columns of the logits, the vocabulary id of its first column, and the tensor-parallel group.
+
+    Without tensor parallelism, the group is None.
+    """
     if not isinstance(logits_BLV, DTensor):
         return logits_BLV, 0, None
     mesh = logits_BLV.device_mesh

@@ -1,4 +1,4 @@
-"""Hugging Face directories: each rank reads and writes its own shards."""
+"""Load and export Hugging Face checkpoints. Each rank reads and writes only its own shards."""
 
 import re
 import shutil
@@ -16,11 +16,11 @@ from titanrl.trainer.storage import storage_errors
 from titanrl.trainer.unwritten import MARKS, unwritten
 
 BLOCK = r"model\.layers\.\d+\."
-"""Pattern of the names of a block's tensors in a checkpoint."""
+"""Prefix pattern of the tensor names of a transformer block in a checkpoint."""
 
 
 def load_model(source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
-    """Build the model with the weights of its directory, of which no value is drawn first. Adapters depend on `seed` only.
+    """Build the model and load the weights of its directory, without random initialization. `seed` is that of LoRA adapters.
 
     Raises:
         ValueError: As in `load_hf`.
@@ -31,11 +31,11 @@ def load_model(source: ModelDirectory, config: TrainerConfig, device: Device, *,
 
 
 def load_hf(model: PolicyModel, model_dir: Path) -> None:
-    """Read the safetensors of a directory into the parameters. Each rank reads only its shards; adapters are not changed.
+    """Load the safetensors of a directory into the parameters. Each rank reads only its shards; adapters are not changed.
 
     Raises:
-        ValueError: The checkpoint lacks tensors of the model or parts of them, or its blocks have tensors that the model does
-            not have.
+        ValueError: The checkpoint lacks a tensor of the model or elements of one, or its blocks have tensors that the model
+            lacks.
     """
     model.reshard()
     state = checkpoint_state(model.module)
@@ -45,7 +45,7 @@ def load_hf(model: PolicyModel, model_dir: Path) -> None:
     fix = f"(got {model_dir}). Give a directory whose config.json and safetensors belong together."
     if missing := sorted(set(hf_state) - stored):
         raise ValueError(f"model.path: {len(missing)} tensors are missing, such as {missing[0]} {fix}")
-    # Files of other formats may lie beside the checkpoint, and old ones store the rotary frequencies, which config.json gives.
+    # The directory may hold tensors of other formats, and old checkpoints store rotary frequencies, which config.json defines.
     if unknown := sorted(name for name in stored - set(hf_state) if re.match(BLOCK, name) and not name.endswith(".inv_freq")):
         raise ValueError(f"model.path: {len(unknown)} tensors are not part of the model, such as {unknown[0]} {fix}")
     with storage_errors("load the model", model_dir):
@@ -58,9 +58,9 @@ def load_hf(model: PolicyModel, model_dir: Path) -> None:
 
 
 def export_hf(model: PolicyModel, model_dir: Path, target: Path) -> None:
-    """Write the policy as a Hugging Face directory: safetensors, adapters merged, config and tokenizer of `model_dir`.
+    """Export the policy as a Hugging Face directory: safetensors with merged adapters, and config and tokenizer of `model_dir`.
 
-    This is a collective. `target` appears only when it is complete.
+    `target` appears only when it is complete. This is a collective.
     """
     partial = target.with_name(target.name + ".partial")
     with storage_errors("export the model", target):

@@ -1,6 +1,8 @@
-"""Log-probabilities computed with the weights of a known version, kept on the rank until a loss uses them.
+"""Per-rank cache of log-probabilities that were computed with the weights of a past version, for a later loss.
 
-The controller only orders when they are computed and used. Shapes: B rows, L tokens of a row, S tokens of a sequence.
+The values stay on the trainer rank; the controller only decides when they are computed and used.
+
+Shape suffixes: B rows, L tokens of a row, S tokens of a sequence.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -13,25 +15,25 @@ from titanrl.types import GroupHandle
 
 
 class KeptLogprobs:
-    """Log-probabilities by version and sequence. Values of a reused slot replace those of the slot's previous group."""
+    """Log-probabilities by version and sequence. If a storage slot is reused, the values of the new group replace the old."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start with an empty cache."""
         self._values: dict[tuple[int, int, int, int], tuple[int, Tensor]] = {}
 
     def put(self, version: int, rows: Sequence[Row], logprobs_BL: Tensor) -> None:
-        """Keep the log-probabilities of some rows."""
+        """Store the log-probabilities of the sequences of some rows."""
         for row, handle, rollout, tokens in _sequences(rows):
             key = (version, handle.shard, handle.slot, rollout)
             self._values[key] = (handle.serial, logprobs_BL[row, tokens].clone())
 
     def get(self, version: int, rows: Sequence[Row], row_tokens: int) -> Tensor:
-        """Return the kept values of the sequences of some rows, in the layout of these rows, 0 elsewhere, `[B, L]`.
+        """Return the stored values of the sequences of some rows in the layout of these rows, 0 elsewhere, `[B, L]`.
 
-        Rows may share prompts in another way than those of `put`. The sampled tokens are at the end of a sequence either way.
+        The rows may share prompts differently than those of `put`, because only the start of a sequence can be shared.
 
         Raises:
-            KeyError: No values of a sequence are kept for this version.
+            KeyError: A sequence has no stored values for this version.
         """
         kept_BL = torch.zeros(max(1, len(rows)), row_tokens)
         for row, handle, rollout, tokens in _sequences(rows):
@@ -47,15 +49,15 @@ class KeptLogprobs:
         self._values = {key: value for key, value in self._values.items() if key[0] != version}
 
     def drop_all_but(self, versions: Collection[int]) -> None:
-        """Discard all values of other versions."""
+        """Discard the values of all other versions."""
         self._values = {key: value for key, value in self._values.items() if key[0] in versions}
 
     def of(self, version: int) -> dict[tuple[int, int, int, int], tuple[int, Tensor]]:
-        """Return all values of a version, for `add` on another rank."""
+        """Return all values of a version, to be passed to `add` on another rank."""
         return {key: value for key, value in self._values.items() if key[0] == version}
 
     def add(self, values: dict[tuple[int, int, int, int], tuple[int, Tensor]]) -> None:
-        """Add the values of another rank."""
+        """Add values from another rank."""
         self._values |= values
 
 

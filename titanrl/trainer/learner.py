@@ -1,6 +1,8 @@
-"""Forward, backward and optimizer step on one rank. Gradients accumulate until `optim_step`; nothing here rescales a loss.
+"""Forward passes, backward passes and optimizer steps on one rank.
 
-Shapes: B rows, L tokens of a row, N = B * L.
+Gradients accumulate until `optim_step`. Losses are never rescaled here, because the loss weights contain all normalization.
+
+Shape suffixes: B rows, L tokens of a row, N = B * L.
 """
 
 import math
@@ -35,26 +37,29 @@ from titanrl.weights.layout import local_part
 from titanrl.weights.state import LiveState
 
 Objective = Callable[[PackedRows, Tensor, Tensor], tuple[Tensor, LossMetrics]]
-"""A function of rows, log-probabilities `[N]` and entropies `[N]`. It returns a share of the objective, 0-dim, and its
+"""Function of rows, log-probabilities `[N]` and entropies `[N]`. It returns the rows' share of the objective, 0-dim, and its
 metrics."""
 
 
 class PhaseError(TitanRLError):
-    """A call that would mix weights or gradients of different versions. Nothing was changed."""
+    """Call that would mix weights or gradients of different versions. The weights were not changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsResult:
-    """Result of running some rows."""
+    """Result of a pass over some rows."""
 
     logprobs_BL: Tensor
     """Log-probability of each position's target, without gradient."""
     sums: LossSums
-    """Metrics of these rows."""
+    """Metrics of the rows."""
 
 
 class Learner:
-    """A model, its optimizer, and the policy's version: the number of steps, each of one or more optimizer steps on a batch."""
+    """Model, optimizer and policy version of one rank.
+
+    The version is the number of steps that changed the weights. A step is one or more optimizer steps on one batch.
+    """
 
     def __init__(
         self,
@@ -62,31 +67,31 @@ class Learner:
         algorithm: AlgorithmConfig,
         temperature: float,
         *,
-        own_loss: Callable[..., Any] | None = None,
+        custom_loss: Callable[..., Any] | None = None,
         snapshots_on_device: bool = False,
     ) -> None:
         """Start at version 0 with empty optimizer state.
 
         Args:
             model: Policy on this rank.
-            algorithm: Definition of the policy loss.
-            temperature: Divisor of the logits, the same as the sampler's.
-            own_loss: Loss of the user; None selects the built-in one that `algorithm` names.
+            algorithm: Definition of the objective.
+            temperature: Sampling temperature of the generator, by which the logits are divided.
+            custom_loss: User-defined loss; None selects the built-in loss that `algorithm` names.
             snapshots_on_device: Keep snapshots of the weights on the device instead of in host memory.
         """
         self.model = model
         self.optimizers = new_optimizer(model)
         self.version = 0
         self.num_ahead = 0
-        """Optimizer steps since the version was counted. The weights have a version only while it is 0."""
+        """Number of optimizer steps since the version was last incremented. The weights have a version only while it is 0."""
         self.snapshots = Snapshots(model.module, on_device=snapshots_on_device)
         self.temperature = temperature
         self.average: MovingAverage | None = None
-        """Moving average of the weights; None unless `algorithm.ema_decay` asks for it."""
+        """Moving average of the weights; None unless `algorithm.ema_decay` is set."""
         if algorithm.ema_decay is not None:
             model.reshard()
             self.average = MovingAverage(trainable_tensors(model.module), algorithm.ema_decay)
-        self._algorithm, self._loss = algorithm, bound_loss(algorithm, own_loss)
+        self._algorithm, self._loss = algorithm, bound_loss(algorithm, custom_loss)
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
         self._state = LiveState(model.module)
         self._merged: dict[str, Tensor] = {}
@@ -97,7 +102,7 @@ class Learner:
 
     @property
     def version_in_use(self) -> int:
-        """Version of the weights that a forward pass uses at the moment."""
+        """Version of the weights that a forward pass currently uses."""
         return self.version if self.snapshots.current is None else self.snapshots.current
 
     @property
@@ -112,13 +117,13 @@ class Learner:
         return [canonical_fqn(name) for name, value in parameters if value.requires_grad and value.grad is None]
 
     def forward_backward(self, rows: PackedRows, correction: CorrectionTotals = NOT_MEASURED) -> LossSums:
-        """Add the gradient of sum(w * l) of the policy loss over these rows; return the sums of its metrics."""
-        version = self.version + min(self.num_ahead, 1)  # between two versions no token is of the current weights
+        """Add the gradient of the policy objective over some rows; return the sums of its metrics."""
+        version = self.version + min(self.num_ahead, 1)  # between two versions, no token was sampled by the current weights
         policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, correction=correction, version=version)
         return self.run(rows, policy).sums
 
     def measure_correction(self, rows: PackedRows) -> LossSums:
-        """Run a forward pass and return the sums of the off-policy correction over these rows."""
+        """Run a forward pass; return the sums of the off-policy correction over some rows."""
         rows = rows.to(self.model.device)
         with torch.no_grad():
             logprobs_BL, entropy_BL = self._score(rows)
@@ -127,12 +132,12 @@ class Learner:
             )
 
     def run(self, rows: PackedRows, objective: Objective, *, backward: bool = True) -> RowsResult:
-        """Compute an objective over some rows; with `backward`, add its gradient.
+        """Compute an objective over some rows; with `backward`, accumulate its gradient.
 
-        Ranks of one tensor-parallel group compute the same values, so only the first one reports metrics.
+        All ranks of a tensor-parallel group compute the same values, so only the first rank reports metrics.
 
         Raises:
-            PhaseError: Gradients of a snapshot would be added to those of the live weights.
+            PhaseError: A snapshot replaces the live weights, and `backward` is True.
         """
         if backward:
             self._require_live_weights("forward_backward")
@@ -152,14 +157,15 @@ class Learner:
             return self._score(rows.to(self.model.device))[0]
 
     def optim_step(self, params: AdamParams, *, completes: bool = True) -> OptimUpdate:
-        """Clip the gradients, take a step and clear the gradients; skip the step if a loss or the gradient is not finite.
+        """Clip the gradients, take an optimizer step and clear the gradients. This is a collective.
 
-        Every rank decides alike: the gradient norm is global, and ranks exchange whether their losses were finite.
+        The step is skipped if a loss or the gradient norm is not finite on any rank. All ranks make the same decision, because
+        the gradient norm is global and the ranks all-reduce a flag for finite losses.
 
         Args:
-            params: Options of the optimizer.
-            completes: Count a version if the weights have changed since the last one; False if more optimizer steps on the same
-                batch follow.
+            params: Hyperparameters of the optimizer.
+            completes: False if more optimizer steps on the same batch follow. Otherwise the version is incremented if the
+                weights have changed since the last increment.
 
         Raises:
             PhaseError: A snapshot replaces the live weights, or a pass since the last step failed. In the second case all
@@ -168,12 +174,12 @@ class Learner:
         self._require_live_weights("optim_step")
         if self._failed_pass:
             self.zero_grad()
-            raise PhaseError("optim_step: a backward pass since the last step failed; no step taken, all gradients discarded")
+            raise PhaseError("optim_step: a backward pass since the last step failed; step skipped, all gradients discarded")
         self.model.reshard()
         parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
         if self._num_pending:
             for parameter in parameters:
-                if parameter.grad is None:  # unused in this step; FSDP gives it zeros, and every layout must do the same
+                if parameter.grad is None:  # unused in this step: FSDP sets zeros, and all layouts must give the same result
                     parameter.grad = torch.zeros_like(parameter)
         max_norm = params.max_grad_norm or math.inf
         grad_norm = float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True))
@@ -191,23 +197,23 @@ class Learner:
         return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite)
 
     def zero_grad(self) -> None:
-        """Discard the gradients added since the last optimizer step."""
+        """Discard the gradients accumulated since the last optimizer step."""
         self.optimizers.zero_grad()
         self._num_pending = 0
         self._failed_pass = False
         self._loss_is_finite.fill_(True)
 
     @contextmanager
-    def whole_pass(self) -> Iterator[None]:
-        """Refuse the next `optim_step`, which may already be queued, if the body does not add its gradient completely."""
+    def required_pass(self) -> Iterator[None]:
+        """Make the next `optim_step`, which may already be queued, raise if the body raises and leaves gradients incomplete."""
         try:
             yield
-        except BaseException:  # a cancelled pass is as incomplete as a failed one; the caller receives the exception
+        except BaseException:  # also after cancellation the gradient is incomplete
             self._failed_pass = True
             raise
 
     def start_over(self) -> None:
-        """Reset version, optimizer state, moving average and snapshots, and keep the weights, as between warm start and RL.
+        """Reset version, optimizer state, moving average and snapshots, but keep the weights; used between warm start and RL.
 
         Raises:
             PhaseError: A snapshot replaces the live weights, or gradients are pending.
@@ -218,7 +224,7 @@ class Learner:
         self.drop_snapshots()
 
     def reset_optimizer(self) -> None:
-        """Clear all moments in place, because checkpoints hold a reference to the optimizer; restart the moving average."""
+        """Clear the optimizer state in place, because checkpoints hold a reference to it, and reset the moving average."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
         if self.average is not None:
@@ -230,15 +236,16 @@ class Learner:
         return frozenset(name for name, _ in self.model.module.named_buffers())
 
     def drop_snapshots(self, *, keep: Collection[int] = ()) -> None:
-        """Drop the snapshots of all versions but some."""
+        """Drop all snapshots except those of the versions in `keep`."""
         for version in self.snapshots.held:
             if version not in keep:
                 self.snapshots.drop(version)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the current sharded parameters and persistent buffers by name, with adapters merged; do not modify them.
+        """Return the sharded parameters and persistent buffers of the live weights by name, with adapters merged.
 
-        These are the model's own tensors. Merged weights are updated in place after each step, so this is not a collective.
+        Without adapters, these are the model's own tensors, so the caller must not modify them. Merged weights are updated in
+        place after each step, so this is not a collective.
 
         Raises:
             PhaseError: A snapshot replaces the live weights, or they are between two versions.
@@ -250,17 +257,17 @@ class Learner:
         return self._state.tensors()
 
     def weights_changed(self) -> None:
-        """Update float8 scales and merged adapters. This is a collective; call it after any change of weights."""
+        """Update float8 scales and merged weights. Call this after any change of the weights. This is a collective."""
         self.model.refresh_scales()
         if self.model.lora is None:
             return
         for name, value in self.model.weights().items():
-            kept = self._merged.setdefault(name, value)
-            if local_part(kept).data_ptr() != local_part(value).data_ptr():
-                local_part(kept).copy_(local_part(value))
+            merged = self._merged.setdefault(name, value)
+            if local_part(merged).data_ptr() != local_part(value).data_ptr():
+                local_part(merged).copy_(local_part(value))
 
     def keep_weights(self) -> int:
-        """Keep a snapshot of the live weights and return their version.
+        """Take a snapshot of the live weights and return their version.
 
         Raises:
             PhaseError: A snapshot replaces the live weights, or they are between two versions.
@@ -271,19 +278,19 @@ class Learner:
 
     @contextmanager
     def weights_at(self, version: int) -> Iterator[None]:
-        """Compute with the weights of a version inside the context; restore the live weights bit for bit at its end.
+        """Use the weights of a version inside the context, and restore the live weights bit for bit on exit.
 
-        The live version needs neither snapshot nor copy. `AVERAGE` is the moving average.
+        The live version needs no snapshot and no copy. The version `AVERAGE` selects the moving average.
 
         Raises:
-            ValueError: There is no moving average.
-            KeyError: There is no snapshot of the version.
-            SnapshotMismatchError: The snapshot does not fit the live parameters.
+            ValueError: The learner has no moving average.
+            KeyError: The version has no snapshot.
+            SnapshotMismatchError: The snapshot does not match the live parameters.
             PhaseError: Gradients are pending, or another version is already in use.
         """
         self.require_settled(f"weights_at({version})")
         if version == AVERAGE and self.average is None:
-            raise ValueError("at_version: the trainer keeps no moving average (got ema). Set algorithm.ema_decay.")
+            raise ValueError("at_version: the trainer has no moving average (got ema). Set algorithm.ema_decay.")
         average = self.average.entries() if version == AVERAGE and self.average is not None else None
         if version == self.version and version not in self.snapshots.held:
             yield
@@ -296,11 +303,11 @@ class Learner:
             self.model.refresh_scales()
 
     def check_snapshots(self, row_tokens: int) -> None:
-        """Check with one empty row that snapshots work after a forward pass; see `check_recoverable`."""
+        """Check that snapshots work after a forward pass of one empty row; see `check_recoverable`."""
         check_recoverable(self.model.module, lambda: self.logprobs(empty_rows(1, row_tokens)))
 
     def require_settled(self, what: str) -> None:
-        """Check that the live weights are in use, have a version, and no gradients are pending.
+        """Check that the live weights are in use and have a version, and that no gradients are pending.
 
         Raises:
             PhaseError: A snapshot replaces the live weights, they are between two versions, or gradients are pending.
@@ -310,7 +317,7 @@ class Learner:
             raise PhaseError(f"{what}: gradients of {self._num_pending} backward passes are pending; call optim_step first")
 
     def materialize_optimizer(self) -> None:
-        """Create the optimizer's state without counting a step, so that it can be saved or loaded."""
+        """Create the optimizer state at step 0, so that it can be saved or loaded."""
         for optimizer in self.optimizers:
             if not optimizer.state:
                 init_optim_state(optimizer)
@@ -347,10 +354,10 @@ class Learner:
             return packed_mask(rows.positions_BL)
         if rows.shares_prompts:
             return packed_block_mask(rows.positions_BL, attention.block_size)
-        return module.get_attention_masks(rows.positions_BL)  # torchtitan's block mask is faster to build
+        return module.get_attention_masks(rows.positions_BL)  # faster to build than `packed_block_mask`
 
     def _reported(self, metrics: LossMetrics) -> LossSums:
-        """Copy the metrics of this rank to the host in one transfer."""
+        """Copy the metrics to the host in one transfer; return no metrics unless this is the first tensor-parallel rank."""
         if self.model.tp_rank != 0:
             return LossSums(sums={}, maxima={})
         values = [*metrics.sums.values(), *metrics.maxima.values()]
@@ -377,7 +384,7 @@ def policy_objective(
     correction: CorrectionTotals = NOT_MEASURED,
     version: int | None = None,
 ) -> tuple[Tensor, LossMetrics]:
-    """Compute the policy loss; if `version`, the one being trained, is given, add metrics by the age of each token."""
+    """Compute the policy objective. If `version`, the version being trained, is given, add metrics by lag of each token."""
     inputs = replace(_inputs(rows, logprobs_N, entropy_N), correction=correction)
     total, metrics = policy_loss(inputs, algorithm, loss)
     if version is None:
@@ -388,7 +395,7 @@ def policy_objective(
 
 
 def supervised_objective(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
-    """Compute the weighted cross-entropy of the targets."""
+    """Compute the sum of the weighted cross-entropy over all targets."""
     mask_N = rows.mask_BL.flatten()
     loss = weighted_sum(cross_entropy(logprobs_N, mask=mask_N), rows.weights_BL.flatten(), mask=mask_N)
     return loss, LossMetrics(sums={"loss/policy": loss.detach(), "num_tokens": mask_N.sum()}, maxima={})
@@ -410,6 +417,6 @@ def _inputs(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> Objectiv
 
 
 def new_optimizer(model: PolicyModel) -> OptimizersContainer:
-    """Build torchtitan's AdamW over the trainable parameters. Each step sets its own hyper-parameters."""
+    """Build torchtitan's AdamW for the trainable parameters. `Learner.optim_step` sets the hyperparameters of each step."""
     fused = model.device.type in ("cpu", "cuda")  # torch-npu has no fused AdamW for sharded parameters
     return replace(default_adamw(), implementation="fused" if fused else "foreach").build(model_parts=[model.module])

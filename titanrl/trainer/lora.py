@@ -1,6 +1,7 @@
-"""LoRA adapters of a sharded model: initial values that do not depend on the layout, and merged weights for publishing.
+"""LoRA adapters of a sharded model: initialization that does not depend on the layout, and merged weights for publishing.
 
-Source: LoRA (arXiv:2106.09685). Shapes: O outputs and I inputs of a projection, R rank of its adapter.
+Source: LoRA (arXiv:2106.09685).
+Shape suffixes: O output features and I input features of a linear layer, R rank of its adapter.
 """
 
 import math
@@ -23,10 +24,10 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def init_adapters(module: nn.Module, seed: int) -> None:
-    """Draw each A from a generator seeded by `seed` and its name, and set each B to zero.
+    """Draw each A with a generator that is seeded with `seed` and the name of A, and set each B to zero.
 
-    The values depend neither on the layout nor on the number of ranks. torch's own initialization would depend on both:
-    on a sharded tensor each rank draws its shard separately.
+    The values depend neither on the layout nor on the number of ranks. With torch's initialization of a sharded tensor they
+    would depend on both, because each rank draws its shard separately.
     """
     for wrapped, parameter in module.named_parameters():
         name = canonical_fqn(wrapped)
@@ -34,7 +35,7 @@ def init_adapters(module: nn.Module, seed: int) -> None:
             parameter.zero_()
         elif name.endswith(A):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform_ with a = sqrt(5), as torchtitan initializes it
+            bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform_ with a = sqrt(5), as in torchtitan
             values_RI = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
             rows, columns = local_block(parameter)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -43,9 +44,10 @@ def init_adapters(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Tensor]:
-    """Return the state without adapters, with W + alpha / rank * B A instead of each adapted W; W itself is not changed.
+    """Return the state without adapters, in which each adapted W is replaced by W + (alpha / rank) * B A, as in LoRA.
 
-    This is a collective: it gathers the adapters, which are small, and each rank adds its own block of the product.
+    W is not modified. This is a collective: it gathers the adapters, which are small, and each rank adds the block of the
+    product that belongs to its shard of W.
     """
     plain = {}
     for name, value in state.items():
@@ -64,7 +66,7 @@ def merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Te
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, gathered if it is sharded."""
+    """Return the full tensor; gather it if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -78,7 +80,7 @@ def local_block(matrix: Tensor) -> tuple[slice, slice]:
 
 
 def like(local: Tensor, sharded: Tensor) -> Tensor:
-    """Return a tensor with the layout of `sharded`, from this rank's shard."""
+    """Build a tensor with the sharding of `sharded` from this rank's shard."""
     if not isinstance(sharded, DTensor):
         return local
     return DTensor.from_local(

@@ -1,4 +1,4 @@
-"""The policy on one rank, built and parallelized by torchtitan."""
+"""The policy model of one rank, built and parallelized by torchtitan."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,50 +39,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyModel:
-    """The parallelized model of this rank, with its meshes, state-dict adapter and device."""
+    """Parallelized model of this rank, with its meshes, state-dict adapter and device."""
 
     module: Decoder
     """torchtitan's model. Sharded parameters are DTensors."""
     parallel_dims: ParallelDims
-    """The device meshes by name."""
+    """Device meshes by name."""
     adapter: BaseStateDictAdapter
-    """Converter between torchtitan's and Hugging Face's state dicts."""
+    """Converter between the state dicts of torchtitan and Hugging Face."""
     device: torch.device
     """Device of the parameters."""
     lora: LoraConfig | None
-    """Adapters, if only these are trained."""
+    """LoRA settings; None trains all parameters."""
     scales: "WeightScales | None"
-    """Scales of the weights, with tensor-wise float8."""
+    """Weight scales of tensor-wise float8; None without it."""
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank's share of the batch."""
+        """Data-parallel rank: index of this rank's share of the batch."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         return 0 if mesh is None else mesh.get_local_rank()
 
     @property
     def dp_size(self) -> int:
-        """Number of shares of the batch."""
+        """Data-parallel size: number of shares of the batch."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         return 1 if mesh is None else mesh.size()
 
     @property
     def tp_rank(self) -> int:
-        """Index of this rank among the ranks with the same share."""
+        """Tensor-parallel rank: index of this rank among the ranks with the same share of the batch."""
         mesh = self.parallel_dims.get_optional_mesh("tp")
         return 0 if mesh is None else mesh.get_local_rank()
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """Process groups of the collectives of forward and backward passes."""
+        """Process groups of the collectives in forward and backward passes."""
         return [mesh.get_group() for mesh in self.parallel_dims.get_all_one_dimensional_meshes().values()]
 
     def reshard(self) -> None:
-        """Reshard every parameter. Call it before any access to parameters outside forward and backward."""
+        """Reshard all parameters. Call this before any access to parameters outside of forward and backward."""
         reshard(self.module)
 
     def refresh_scales(self) -> None:
-        """Compute the float8 scales of the weights again; call it after any change of weights. This is a collective."""
+        """Recompute the float8 weight scales. Call this after any change of the weights. This is a collective."""
         if self.scales is not None:
             self.reshard()
             self.scales.refresh()
@@ -90,7 +90,7 @@ class PolicyModel:
     def weights(self) -> dict[str, Tensor]:
         """Return the sharded parameters by name, with adapters merged. With LoRA this is a collective."""
         self.reshard()
-        # state_dict() takes a fraction of the time of torch's get_model_state_dict() and holds the same tensors.
+        # state_dict() takes a fraction of the time of torch's get_model_state_dict() and returns the same tensors.
         state = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
         return state if self.lora is None else merged(state, self.lora.alpha, self.lora.rank)
 
@@ -102,11 +102,11 @@ def build_model(
 
     Args:
         source: Hugging Face directory; only its config is read.
-        config: Parallel plan, dtypes and converters.
-        device: Device the model runs on.
-        seed: Seed of the LoRA adapters, the same on every rank. With `deterministic` or `detect_anomaly`, torch's, too.
-        random_weights: Draw the weights. False marks them as unwritten instead, because `load_hf` follows. Buffers that no
-            checkpoint holds and adapters have their initial values either way.
+        config: Parallelism, dtypes and model converters.
+        device: Device of the model.
+        seed: Seed of the LoRA adapters, the same on all ranks. With `deterministic` or `detect_anomaly`, it also seeds torch.
+        random_weights: Initialize the weights randomly. False marks them as unwritten instead, for a call of `load_hf` that
+            follows. Adapters and non-persistent buffers are initialized in both cases.
     """
     spec, parallelism = source.spec(device, config.row_tokens), titan_parallelism(config)
     dist_utils.set_spmd_backend(SPMD_BACKEND)
@@ -127,7 +127,7 @@ def build_model(
         compile_config=titan_config.CompileConfig(enable=config.compile, components=["model"]),
         ac_config=activation_checkpointing(config),
         dump_folder="",
-        # On one rank FSDP only copies parameters; there it is needed for mixed precision alone.
+        # On one data-parallel rank FSDP only adds copies, so it is used for mixed precision only.
         skip_dp=config.parallelism.dp_size == 1 and config.dtype == config.compute_dtype,
     )
     sum_gradients(module)
@@ -150,13 +150,13 @@ def build_model(
 
 
 def checkpoint_state(module: Decoder) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers by name, without adapters: the tensors that come from `model.path`."""
+    """Return the parameters and persistent buffers by name, without adapters: the tensors that a checkpoint contains."""
     state = module.state_dict()
     return {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_adapter(name)}
 
 
 def weight_scales(module: Decoder, config: TrainerConfig) -> "WeightScales | None":
-    """Return the scales that tensor-wise float8 needs; None for other recipes."""
+    """Return the weight scales for tensor-wise float8; None for other recipes."""
     if config.float8 != "tensorwise":
         return None
     from titanrl.trainer.float8 import WeightScales

@@ -1,7 +1,9 @@
-"""Comparison of tensors that must be equal on several ranks: weights, persistent buffers, optimizer state, moving average.
+"""Check that replicated tensors are bitwise equal on all ranks: weights, persistent buffers, optimizer state, moving average.
 
-Ranks hold equal bytes of a tensor if they hold the same shard of it: all ranks along the replicated dimensions of its device
-mesh, and every rank of a plain tensor. Only digests travel. Shapes: R ranks, T tensors.
+Ranks that hold the same shard of a tensor must hold equal bytes. These are all ranks along the replicated dimensions of its
+device mesh, or all ranks if it is a plain tensor. Ranks exchange only digests.
+
+Shape suffixes: R ranks, T tensors.
 """
 
 from collections import Counter, defaultdict
@@ -19,29 +21,29 @@ from titanrl.trainer.learner import Learner
 from titanrl.weights.layout import local_part
 
 _BLOCK = 1 << 13
-"""Words whose sum is one term of a digest."""
+"""Number of words in a block, whose sum is one term of a digest."""
 _WORD = 8
-"""Bytes of a word."""
+"""Size of a word in bytes."""
 
 
 class DriftError(FaultError):
-    """Ranks that must hold equal weights or optimizer state do not; the text names tensor and rank."""
+    """Replicated weights or optimizer state differ between ranks; the message names the tensor and the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A tensor that differs between ranks that hold the same shard."""
+    """Tensor that differs between ranks that hold the same shard."""
 
     tensor: int
     """Index of the tensor."""
     ranks: tuple[int, ...]
-    """Ranks that differ from most, or from the lowest rank if there are as many of each."""
+    """Ranks that differ from the majority. In a tie, the value of the lowest rank is taken as that of the majority."""
     others: tuple[int, ...]
-    """Ranks that agree with each other."""
+    """Ranks of the majority."""
 
 
 def check_replicas(learner: Learner) -> None:
-    """Compare all replicated tensors. This is a collective; all ranks return or raise alike.
+    """Compare all replicated tensors. This is a collective; either all ranks return or all ranks raise.
 
     Raises:
         DriftError: A tensor differs between two ranks.
@@ -51,9 +53,9 @@ def check_replicas(learner: Learner) -> None:
     named = dict(named_tensors(learner))
     shards = torch.tensor([shard_of(tensor) for tensor in named.values()], device=learner.model.device)
     digests = torch.stack([digest(tensor).to(shards.device) for tensor in named.values()])
-    own_2T = torch.stack([digests, shards])
-    all_R2T = [torch.empty_like(own_2T) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_R2T, own_2T)
+    local_2T = torch.stack([digests, shards])
+    all_R2T = [torch.empty_like(local_2T) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_R2T, local_2T)
     digests_RT, shards_RT = torch.stack(all_R2T).unbind(dim=1)
     found = drifted(digests_RT.tolist(), shards_RT.tolist())
     if found:
@@ -66,9 +68,9 @@ def named_tensors(learner: Learner) -> Iterator[tuple[str, Tensor]]:
     module = learner.model.module
     names = {parameter: canonical_fqn(name) for name, parameter in module.named_parameters()}
     yield from ((name, parameter.detach()) for parameter, name in names.items())
-    kept = module.state_dict().keys()
+    persistent = module.state_dict().keys()
     buffers = ((canonical_fqn(name), buffer) for name, buffer in module.named_buffers())
-    yield from ((name, buffer) for name, buffer in buffers if name in kept)
+    yield from ((name, buffer) for name, buffer in buffers if name in persistent)
     for optimizer in learner.optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -83,16 +85,17 @@ def shard_of(tensor: Tensor) -> int:
     index = 0
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
-        assert coordinate is not None, "a rank holds only tensors of meshes that it belongs to"
-        for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
-            index = index if placement.is_replicate() else index * size + place
+        assert coordinate is not None, "this rank is not part of the tensor's device mesh"
+        for i, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+            index = index if placement.is_replicate() else index * size + i
     return index
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of this rank's bytes of a tensor, 0-dim, on its device.
+    """Return a 64-bit digest of this rank's shard of a tensor, 0-dim, on the device of the tensor.
 
-    It adds the words of each block, which detects any changed bit, and then the sums with different odd weights.
+    The digest is the sum of block sums, each multiplied by a different odd weight. A block sum is the sum of the words of a
+    block, so any single changed bit changes the digest.
     """
     data = local_part(tensor).detach().contiguous().flatten().view(torch.uint8)
     if data.storage_offset() % _WORD:
@@ -116,7 +119,7 @@ def drifted(digests_RT: Sequence[Sequence[int]], shards_RT: Sequence[Sequence[in
     for tensor, (digests_R, shards_R) in enumerate(
         zip(zip(*digests_RT, strict=True), zip(*shards_RT, strict=True), strict=True)
     ):
-        replicas = defaultdict(list)
+        replicas = defaultdict(list)  # ranks by shard
         for rank, shard in enumerate(shards_R):
             replicas[shard].append(rank)
         for ranks in replicas.values():
@@ -128,7 +131,7 @@ def drifted(digests_RT: Sequence[Sequence[int]], shards_RT: Sequence[Sequence[in
 
 
 def describe(found: Sequence[Drift], names: Sequence[str], version: int) -> str:
-    """Return the text of an error: the first tensor with its ranks, and the number of further ones."""
+    """Return an error message with the first tensor, its ranks, and the number of other tensors that differ."""
     first = found[0]
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (

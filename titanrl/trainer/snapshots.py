@@ -1,9 +1,9 @@
-"""Copies of the policy's weights, and a context that computes with one of them and restores the live weights bit for bit.
+"""Snapshots of the policy's weights, and a context that swaps one in and restores the live weights bit for bit.
 
-Two hazards shape this module. First, FSDP2 leaves some parameters gathered after a forward pass. A copy of a gathered
-parameter does not have the shape of its shard, and a write into it is lost at the next reshard. Second, a write that stops
-half-way leaves a mixture of two versions. So all parameters are resharded first, all tensors are checked before the first byte
-is written, and the live weights are restored in any case.
+Two hazards shape this module. First, FSDP2 leaves some parameters unsharded (gathered) after a forward pass. A copy of a
+gathered parameter does not have the shape of its shard, and a write into it is lost at the next reshard. Therefore all
+parameters are resharded first. Second, a write that fails half-way leaves a mixture of two versions. Therefore all tensors are
+checked before the first byte is written, and the live weights are restored even after an exception.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,32 +22,32 @@ from titanrl.weights.layout import local_part
 
 
 class SnapshotMismatchError(TitanRLError):
-    """A snapshot does not fit the live parameters. Nothing was written; the message names the tensor."""
+    """A snapshot does not match the live parameters; the message names the tensor. No weights were changed."""
 
 
 class GatheredParameterError(TitanRLError):
-    """A parameter that FSDP manages is not resharded; the message names it."""
+    """A parameter managed by FSDP is unsharded; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Shapes, dtype and sharding of a tensor. Bytes may be copied between tensors of equal layout."""
+    """Shapes, dtype and sharding of a tensor. Shards can be copied between tensors of equal layout."""
 
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     local_shape: tuple[int, ...]
     """Shape of this rank's shard."""
     dtype: torch.dtype
-    """Type of its elements."""
+    """Dtype of the elements."""
     placements: tuple[Any, ...] | None
-    """Sharding over `mesh`; None for a plain tensor."""
+    """DTensor placements over `mesh`; None for a plain tensor."""
     mesh: Any
     """Device mesh; None for a plain tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a snapshot."""
+    """Tensor of a snapshot."""
 
     layout: TensorLayout
     """Layout at the time of the copy."""
@@ -56,9 +56,9 @@ class Entry:
 
 
 class Snapshots:
-    """Copies of a model's trainable parameters and persistent buffers, by version.
+    """Snapshots of a model's trainable parameters and persistent buffers, by version.
 
-    Frozen parameters are not copied: with LoRA a snapshot is as small as the adapters.
+    Frozen parameters are not copied, so with LoRA a snapshot is as small as the adapters.
     """
 
     def __init__(self, module: nn.Module, *, on_device: bool = False) -> None:
@@ -66,13 +66,14 @@ class Snapshots:
 
         Args:
             module: Parallelized model.
-            on_device: Keep copies on the device of the parameters, which makes swaps fast; otherwise in pinned host memory.
+            on_device: Keep snapshots on the device of the parameters, which makes swaps fast. Otherwise they are in pinned
+                host memory.
         """
         self._module = module
         self._on_device = on_device
         self._held: dict[int, Mapping[str, Entry]] = {}
         self.current: int | None = None
-        """Version that replaces the live weights at the moment; None if the live weights are in use."""
+        """Version that currently replaces the live weights; None if the live weights are in use."""
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -80,8 +81,8 @@ class Snapshots:
         return tuple(sorted(self._held))
 
     def take(self, version: int) -> None:
-        """Copy the live weights as a version; an existing snapshot of the version is kept."""
-        assert self.current is None, f"the live weights are not in place while version {self.current} is in use"
+        """Take a snapshot of the live weights under a version. Keep an existing snapshot of that version."""
+        assert self.current is None, f"version {self.current} replaces the live weights"
         if version not in self._held:
             self._held[version] = self._copy(on_device=self._on_device)
 
@@ -89,21 +90,21 @@ class Snapshots:
         """Discard the snapshot of a version.
 
         Raises:
-            KeyError: There is no snapshot of the version.
+            KeyError: The version has no snapshot.
         """
         del self._held[self._known(version)]
 
     @contextmanager
     def using(self, version: int, parameters: Mapping[str, Entry] | None = None) -> Iterator[None]:
-        """Replace the live weights by a version inside the context, and restore them at its end, even after an exception.
+        """Replace the live weights with those of a version inside the context, and restore them on exit.
 
         Args:
-            version: Version.
-            parameters: Its trainable parameters, which are used with the live buffers; None takes its snapshot.
+            version: Version to use.
+            parameters: Trainable parameters of the version, which are combined with the live buffers; None uses the snapshot.
 
         Raises:
-            KeyError: There is no snapshot of the version.
-            SnapshotMismatchError: The snapshot does not fit the live parameters, which are unchanged.
+            KeyError: The version has no snapshot.
+            SnapshotMismatchError: The snapshot does not match the live parameters, which are unchanged.
         """
         held = self._held[self._known(version)] if parameters is None else {}
         live = self._copy(on_device=True)
@@ -129,14 +130,14 @@ class Snapshots:
 
 
 def reshard(module: nn.Module) -> None:
-    """Reshard every parameter; FSDP2 leaves some gathered after a forward pass."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    """Reshard all parameters, because FSDP2 leaves some unsharded after a forward pass."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def trainable_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable parameters by name, without gradient.
+    """Return the detached trainable parameters by name.
 
     Raises:
         GatheredParameterError: A parameter is gathered; call `reshard` first.
@@ -145,7 +146,7 @@ def trainable_tensors(module: nn.Module) -> dict[str, Tensor]:
     if isinstance(module, FSDPModule):
         for name, value in parameters.items():
             if not isinstance(value, DTensor) or "fsdp" not in (value.device_mesh.mesh_dim_names or ()):
-                raise GatheredParameterError(f"{name} is gathered, with shape {tuple(value.shape)}; call reshard before")
+                raise GatheredParameterError(f"{name} is gathered, with shape {tuple(value.shape)}; call reshard first")
     return parameters
 
 
@@ -156,9 +157,9 @@ def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
         GatheredParameterError: A parameter is gathered; call `reshard` first.
     """
     parameters = trainable_tensors(module)  # first: `state_dict` reshards
-    kept = module.state_dict().keys()
+    persistent = module.state_dict().keys()
     buffers = {canonical_fqn(name): buffer for name, buffer in module.named_buffers()}
-    return parameters | {name: buffer for name, buffer in buffers.items() if name in kept}
+    return parameters | {name: buffer for name, buffer in buffers.items() if name in persistent}
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
@@ -168,8 +169,8 @@ def layout_of(tensor: Tensor) -> TensorLayout:
 
 
 def copy_of(tensor: Tensor, *, on_device: bool) -> Tensor:
-    """Copy a tensor into new memory; on a CPU `.cpu()` would return the tensor itself."""
-    if on_device or tensor.device.type == "cpu":
+    """Copy a tensor to new memory: on its device, or in pinned host memory."""
+    if on_device or tensor.device.type == "cpu":  # on a CPU, `.cpu()` would return the tensor itself
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor)
@@ -177,10 +178,10 @@ def copy_of(tensor: Tensor, *, on_device: bool) -> Tensor:
 
 @torch.no_grad()
 def write(module: nn.Module, entries: Mapping[str, Entry]) -> None:
-    """Copy a snapshot into the live parameters, after checking all of its tensors.
+    """Copy a snapshot into the live parameters after all of its tensors are checked.
 
     Raises:
-        SnapshotMismatchError: A name, shape, dtype or placement differs. Nothing was written.
+        SnapshotMismatchError: A name, shape, dtype or placement differs. No weights were changed.
     """
     reshard(module)
     live = changing_tensors(module)
@@ -196,10 +197,10 @@ def write(module: nn.Module, entries: Mapping[str, Entry]) -> None:
 
 
 def check_recoverable(module: nn.Module, forward: Callable[[], object]) -> None:
-    """Check that `reshard` restores parameters after a forward pass, by trying it with the installed torch.
+    """Run a forward pass and check that `reshard` restores the sharded parameters with the installed torch version.
 
     Raises:
-        RuntimeError: A parameter differs afterwards, so snapshots would be wrong.
+        RuntimeError: The layout or memory of a parameter has changed, so snapshots would be wrong.
     """
     reshard(module)
     before = {name: Entry(layout_of(value), value) for name, value in changing_tensors(module).items()}
@@ -209,6 +210,6 @@ def check_recoverable(module: nn.Module, forward: Callable[[], object]) -> None:
         entry = before[name]
         if layout_of(value) != entry.layout or local_part(value).data_ptr() != local_part(entry.data).data_ptr():
             raise RuntimeError(
-                f"torch: FSDP does not restore sharded parameters after a forward pass: {name} is {layout_of(value)}, it was "
-                f"{entry.layout} (got torch {torch.__version__}). Install the version in requirements/."
+                f"torch: FSDP does not restore sharded parameters after a forward pass: {name} was {entry.layout}, now it is "
+                f"{layout_of(value)} (got torch {torch.__version__}). Install the version in requirements/."
             )

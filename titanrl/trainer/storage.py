@@ -1,4 +1,4 @@
-"""Failures of torch's distributed checkpointing, as one line that names the folder and the cause."""
+"""Convert failures of torch's distributed checkpointing to a one-line error that names the folder and the cause."""
 
 import shutil
 from collections.abc import Iterator
@@ -7,21 +7,25 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanrl.errors import TitanRLError
+from titanrl.errors import TitanRLError, describe
 
 NEARLY_FULL = 64 << 20
-"""Free space in bytes below which a failure mentions it."""
+"""Free space in bytes below which an error message mentions the free space."""
+
+MAX_TEXT = 300
+"""Maximum length of the description of the cause, in characters."""
 
 
 class StorageError(TitanRLError):
-    """Files of the trainer cannot be written or read; the text names folder and cause."""
+    """Files of the trainer cannot be written or read; the message names the folder and the cause."""
 
 
 @contextmanager
 def storage_errors(what: str, folder: Path) -> Iterator[None]:
-    """Raise `StorageError` in place of errors of the operating system, and of torch's exception for a failure on any rank.
+    """Convert I/O errors and torch's `CheckpointException` in the body to `StorageError`.
 
-    That exception is not an `Exception`, so it would end the actor, and its text begins with a traceback.
+    torch raises `CheckpointException` on all ranks if any rank fails. It is not a subclass of `Exception`, so it would kill the
+    actor, and its message begins with a traceback.
 
     Args:
         what: Action for the message, such as `save a checkpoint`.
@@ -31,17 +35,13 @@ def storage_errors(what: str, folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise StorageError(f"cannot {what} in {folder}: {_cause(cause)} on rank {rank}{_free(folder)}") from error
-    except (OSError, RuntimeError) as error:  # torch's writer of archives raises the latter
-        raise StorageError(f"cannot {what} in {folder}: {_cause(error)}{_free(folder)}") from error
-
-
-def _cause(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise StorageError(f"cannot {what} in {folder}: {describe(cause)[:MAX_TEXT]} on rank {rank}{_free(folder)}") from error
+    except (OSError, RuntimeError) as error:  # torch's archive writer raises RuntimeError
+        raise StorageError(f"cannot {what} in {folder}: {describe(error)[:MAX_TEXT]}{_free(folder)}") from error
 
 
 def _free(folder: Path) -> str:
-    """Return a remark on the free space of a folder's file system if there is little."""
+    """Return a remark on the free space of the folder's file system if it is nearly full, else an empty string."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
     free = NEARLY_FULL if existing is None else shutil.disk_usage(existing).free
     return f" ({free:,} bytes are free there)" if free < NEARLY_FULL else ""

@@ -1,4 +1,4 @@
-"""Translation of the trainer section to torchtitan's configuration: parallel plan, checkpointing, compilation, converters."""
+"""Translate the `trainer` section to torchtitan's configuration: parallelism, activation checkpointing, dtypes, converters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,12 +13,12 @@ from titanrl.config.sections import TrainerConfig
 from titanrl.device import Device
 from titanrl.models.family import Projections
 
-# torchtitan's default, `spmd_types`, needs a newer torch than 2.13 if FSDP has more than one rank.
+# torchtitan's default, `spmd_types`, requires a torch version newer than 2.13 if FSDP has more than one rank.
 SPMD_BACKEND = "partial_dtensor"
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type for `float32` or `bfloat16`."""
+    """Return the torch dtype named `float32` or `bfloat16`."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
@@ -35,7 +35,7 @@ def titan_parallelism(config: TrainerConfig) -> titan_config.ParallelismConfig:
 
 
 def titan_training(config: TrainerConfig) -> titan_config.TrainingConfig:
-    """Translate row length and dtypes. torchtitan reduces gradients in float32 by default."""
+    """Translate row length and dtypes. By default, torchtitan reduces gradients in float32."""
     return titan_config.TrainingConfig(
         seq_len=config.row_tokens, dtype=config.dtype, mixed_precision_param=config.compute_dtype
     )
@@ -63,9 +63,10 @@ def activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointingCo
 def converted(
     model: Module.Config, config: TrainerConfig, device: Device, lora_targets: Mapping[Projections, Sequence[str]]
 ) -> Module.Config:
-    """Convert the model's projections to float8 and add LoRA adapters, if the config says so.
+    """Convert the linear layers to float8 and add LoRA adapters, as configured.
 
-    The output layer is never converted: the loss is most sensitive to its logits, and it may share the embedding's weight.
+    The output layer is never converted, because the loss is most sensitive to the logits, and because its weight may be tied
+    to the embedding.
     """
     if config.float8 is not None:
         from titanrl.trainer.float8 import float8_projections
@@ -81,12 +82,13 @@ def converted(
 
 
 def sum_gradients(module: nn.Module) -> None:
-    """Make FSDP sum gradients over ranks, because the loss weights already contain the global counts.
+    """Make FSDP sum gradients over ranks instead of averaging them, because the loss weights contain the global counts.
 
-    torchtitan sets the divide factor to 1. FSDP2 implements that by PREMUL_SUM, which gloo does not support. A parameter that
-    only some ranks use gets zeros from the others: gloo ends the process if the ranks reduce different sizes.
+    torchtitan sets the divide factor to 1, which FSDP2 implements with PREMUL_SUM. gloo does not support PREMUL_SUM, so this
+    forces a plain sum. Ranks that do not use a parameter also contribute zeros to its reduction, because gloo kills the process
+    if ranks reduce tensors of different sizes.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_reduce_scatter_unused_params(True, recurse=False)
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_force_sum_reduction_for_comms(True)
+            child.set_reduce_scatter_unused_params(True, recurse=False)

@@ -1,7 +1,8 @@
-"""Proof that loading has written every element of some tensors: they are marked before, and searched for marks afterwards.
+"""Detect tensor elements that loading a checkpoint did not write.
 
-A comparison of names would not see a part of a tensor that no file has. A mark is a NaN with a payload that no arithmetic
-produces, so a checkpoint with NaNs of its own loads.
+Tensors are filled with a marker value before loading and searched for it afterwards. A comparison of tensor names would miss
+a slice of a tensor that no file contains. The marker is a NaN with a payload that no arithmetic produces, so checkpoints that
+contain NaNs can be loaded.
 """
 
 from collections.abc import Mapping
@@ -12,11 +13,11 @@ from torch import Tensor
 from titanrl.weights.layout import local_part
 
 MARKS = {torch.float32: (torch.int32, 0x7FA5A5A5), torch.bfloat16: (torch.int16, 0x7FA5)}
-"""Integer type of the bits, and the bits of a mark, for each type of weights."""
+"""Integer dtype and bit pattern of the marker, by dtype of the weights."""
 
 
 def mark(state: Mapping[str, Tensor]) -> None:
-    """Fill this rank's shard of every tensor of weights with marks."""
+    """Fill this rank's shard of each tensor with the marker. Tensors of other dtypes are skipped."""
     for tensor in state.values():
         if tensor.dtype in MARKS:
             kind, bits = MARKS[tensor.dtype]
@@ -24,7 +25,7 @@ def mark(state: Mapping[str, Tensor]) -> None:
 
 
 def unwritten(state: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors of which this rank's shard still has marks, sorted."""
+    """Return the sorted names of the tensors whose shard on this rank still contains the marker."""
     return sorted(name for name, tensor in state.items() if tensor.dtype in MARKS and _has_mark(local_part(tensor.detach())))
 
 
