@@ -223,11 +223,11 @@ def test_source_selects_the_reward_without_others() -> None:
     assert (gym.name, gym.factory, gym.bounds) == ("answer", "titanrl.rollout.scorers:reasoning_gym", (0.0, 1.0))
     assert gym.kwargs == {"task": "countdown", "config": {"min_numbers": 2}}
     (exact,) = specs_of(DataConfig(source="jsonl", path=Path("prompts.jsonl")))
-    assert (exact.name, exact.factory, exact.is_own) == ("answer", "titanrl.rollout.scorers:exact", False)
+    assert (exact.name, exact.factory, exact.is_custom) == ("answer", "titanrl.rollout.scorers:exact", False)
     (own,) = specs_of(DataConfig(rewards={"short": RewardConfig(function="a.b:c")}))
-    assert (own.name, own.factory, own.kwargs["plugin"].name, own.is_own) == (
+    assert (own.name, own.factory, own.kwargs["plugin"].name, own.is_custom) == (
         "short",
-        "titanrl.rollout.scorers:own",
+        "titanrl.rollout.scorers:custom",
         "a.b:c",
         True,
     )
@@ -282,4 +282,4 @@ def test_math_verify_uses_its_time_limit_in_the_sandbox() -> None:
     reward = Reward("math_verify", options={"timeout_s": 1})
     first, second, third = score(Config(name="a", num_steps=1), {"rewards": {"right": reward}}, answers)
     assert (first.parts, third.parts) == ({"right": 1.0}, {"right": 0.0})
-    assert second.error == "right: TimeoutError: two expressions were not compared in 1 s"
+    assert second.error == "right: TimeoutError: comparing two expressions took longer than 1 s"

@@ -91,7 +91,7 @@ def test_steps_of_a_text_that_was_cut_keep_their_tokens(monkeypatch: pytest.Monk
     ["1", "[0.0, [1.0], 3]", "[0.0, [1.0], [[0, 1.0]]]", "[0.0, [1], []]", "[0.0, [NaN], []]", "[0.0, [], [[1, 1.0, 2]]]"],
 )
 def test_forged_rewards_of_tokens_are_an_error(tokens: str) -> None:
-    own = RewardSpec(name="a", factory="", is_own=True)
+    own = RewardSpec(name="a", factory="", is_custom=True)
     valid, forged = (
         f'[{{"parts": {{"a": 1.0}}, "tokens": {{"a": {value}}}}}]' for value in ("[0.5, [1.0], [[2, 1.0]]]", tokens)
     )
@@ -102,6 +102,6 @@ def test_forged_rewards_of_tokens_are_an_error(tokens: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "high"), [("[1.0, 1.0]", 1.0), ("[1e308, 1e308]", float("inf"))])
 def test_sum_of_the_rewards_of_tokens_stays_within_the_bounds(tokens: str, high: float) -> None:
-    own = RewardSpec(name="a", factory="", bounds=(0.0, high), is_own=True)
+    own = RewardSpec(name="a", factory="", bounds=(0.0, high), is_custom=True)
     reply = f'[{{"parts": {{"a": 1.0}}, "tokens": {{"a": [0.0, {tokens}, []]}}}}]'
     assert parse_scores(reply.encode(), own, 1)[0].status == "error"  # type: ignore[index]

@@ -15,7 +15,7 @@ from titanrl.config.schema import Config
 from titanrl.plugins import Plugin, Plugins
 from titanrl.rewards import Answers, BoundReward, Scored
 from titanrl.rollout.judge import Judge
-from titanrl.rollout.scorers import own
+from titanrl.rollout.scorers import custom
 from titanrl.rollout.token_rewards import TokenCredit
 from titanrl.rollout.trusted import TrustedReward
 from titanrl.sandbox.pool import ScoringPool
@@ -78,7 +78,7 @@ class Scoring:
 
     def _part(self, name: str) -> ScorePart:
         if name in self._trusted:
-            return TrustedReward(BoundReward(name, own(self._trusted[name])), self._timeout_s).score
+            return TrustedReward(BoundReward(name, custom(self._trusted[name])), self._timeout_s).score
         if self._rewards[name].function == "judge":
             judge = Judge(JudgeOptions.model_validate(self._rewards[name].options), key=f"data.rewards.{name}")
             self._judges.append(judge)
@@ -114,7 +114,7 @@ def _spec(name: str, reward: RewardConfig, config: Config, plugins: Plugins) -> 
             kwargs, bounds = RepetitionOptions.model_validate(reward.options).model_dump(), (-1.0, 0.0)
         case _:
             plugin = plugins.get(key) or Plugin(key=key, name=function)
-            return RewardSpec(name=name, factory=f"{SCORERS}:own", kwargs={"plugin": plugin}, is_own=True)
+            return RewardSpec(name=name, factory=f"{SCORERS}:custom", kwargs={"plugin": plugin}, is_custom=True)
     return RewardSpec(name=name, factory=f"{SCORERS}:{function}", kwargs=kwargs, bounds=bounds)
 
 
