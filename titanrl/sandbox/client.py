@@ -285,7 +285,7 @@ class ZygoteClient:
         self._ready.put_nowait(None)
 
     def _stderr_tail(self) -> str:
-        """Return the last line of the zygote's standard error, followed by the end of the whole text."""
+        """Return the last line of the zygote's standard error, followed by the tail of its output."""
         size = os.fstat(self._stderr).st_size
         tail = os.pread(self._stderr, _STDERR_TAIL_BYTES, max(0, size - _STDERR_TAIL_BYTES)).decode(errors="replace").strip()
         return f"{tail.splitlines()[-1]}\n{tail}" if tail else ""
