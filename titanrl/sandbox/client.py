@@ -119,13 +119,12 @@ class ZygoteClient:
 
     def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig) -> None:
         """Start the zygote, which begins to load the rewards."""
-        self.slots = asyncio.Semaphore(config.num_processes)
-        """Limits the number of scoring processes in use at the same time."""
         self.are_groups: tuple[bool, ...] = ()
         """For each reward, True if it scores all completions of a prompt in one call. Set by `load`."""
         self.take_token_ids: tuple[bool, ...] = ()
         """For each reward, True if it takes token ids. Set by `load`."""
         self._specs = specs
+        self._slots = asyncio.Semaphore(config.num_processes)
         self._num_spare = config.num_processes
         self._groups_per_process = config.groups_per_process
         self._loop = asyncio.get_running_loop()
@@ -163,12 +162,26 @@ class ZygoteClient:
             raise ValueError(f"{rewards} cannot be loaded: {self._stderr_tail()}")
         raise self._failure
 
-    async def acquire(self) -> ScoringProcess:
-        """Wait for an idle confined process and return it. The caller must pass it to `release` afterwards.
+    async def request(self, request: bytes, timeout_s: float) -> bytes | None:
+        """Send a pickled request to an idle process and return the reply; None after a timeout.
+
+        Wait while `num_processes` requests are running. If the process died, the reply is incomplete.
 
         Raises:
             SandboxDied: The zygote died, or no process became ready in time.
         """
+        async with self._slots:
+            reply: bytes | None = b""
+            while reply == b"":  # the process was killed before it read the request, which is not at fault: retry
+                process = await self._acquire()
+                try:
+                    reply = await process.request(request, timeout_s)
+                finally:
+                    self._release(process)
+            return reply
+
+    async def _acquire(self) -> ScoringProcess:
+        """Wait for an idle confined process and return it. The caller must pass it to `_release` afterwards."""
         try:
             async with asyncio.timeout(FORK_DEADLINE_S):
                 while (process := await self._ready.get()) is not None:
@@ -182,7 +195,7 @@ class ZygoteClient:
         assert self._failure is not None
         raise self._failure
 
-    def release(self, process: ScoringProcess) -> None:
+    def _release(self, process: ScoringProcess) -> None:
         """Reuse a process for another group if it replied and has groups left to score; otherwise replace it."""
         if self._failure is None and process.is_idle and process.num_served < self._groups_per_process:
             self._spare.add(process)
@@ -224,7 +237,7 @@ class ZygoteClient:
             self._fork(1)
 
     def _fork(self, count: int) -> None:
-        with suppress(BrokenPipeError):  # the next `acquire` raises the zygote's failure
+        with suppress(BrokenPipeError):  # the next `_acquire` raises the zygote's failure
             self._control.send(COUNT.pack(count))
 
     def _on_control(self) -> None:

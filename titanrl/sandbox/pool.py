@@ -106,23 +106,15 @@ class ScoringPool:
             raise SandboxDied("the scoring pool is closed or was never started")
         token_ids = answers.token_ids if zygote.take_token_ids[reward] else ()
         request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids)
-        pickled = pickle.dumps(request)
-        async with zygote.slots:
-            reply: bytes | None = b""
-            while reply == b"":  # the process was killed before it read the answers, so they are not at fault: retry
-                process = await zygote.acquire()
-                try:
-                    reply = await process.request(pickled, timeout_s)
-                finally:
-                    zygote.release(process)
-            if reply is None:
-                return "timeout"
-            scores = parse_scores(reply.removeprefix(STARTED).removesuffix(END), self._specs[reward], len(answers.completions))
-            if scores is None:
-                await zygote.check()
-                return "crash"
-            nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
-            return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
+        reply = await zygote.request(pickle.dumps(request), timeout_s)
+        if reply is None:
+            return "timeout"
+        scores = parse_scores(reply.removeprefix(STARTED).removesuffix(END), self._specs[reward], len(answers.completions))
+        if scores is None:
+            await zygote.check()
+            return "crash"
+        nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
+        return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
 
     def _failed(self, status: ProcessFailure) -> Score:
         timeout = (

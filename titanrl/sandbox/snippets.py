@@ -79,17 +79,9 @@ class SnippetPool:
         """
         if self._zygote is None:
             raise SandboxDied("the snippet pool is closed or was never started")
-        zygote, timeout_s = self._zygote, self._config.timeout_s
+        zygote = self._zygote
         request: Request = (0, {"max_output_chars": max_output_chars}, (code,), (0,), ("stop",), ())
-        pickled = pickle.dumps(request)
-        async with zygote.slots:
-            reply: bytes | None = b""
-            while reply == b"":  # the process was killed before it read the code, so the code is not at fault: retry
-                process = await zygote.acquire()
-                try:
-                    reply = await process.request(pickled, timeout_s)
-                finally:
-                    zygote.release(process)
+        reply = await zygote.request(pickle.dumps(request), self._config.timeout_s)
         if reply is None:
             return SnippetResult(status="timeout")
         result = _parse(reply.removeprefix(STARTED).removesuffix(END), max_output_chars)
