@@ -58,7 +58,7 @@ def test_installed_command_trains_a_policy_that_chats(environment: Environment, 
 def test_installed_command_fine_tunes_a_model_that_chats(environment: Environment, folder: Path) -> None:
     tuned = environment.run("titanrl", "sft", "--config", "sft_quickstart", "num_steps=20", cwd=folder, timeout_s=600)
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
-    assert "loss on held-out examples " in tuned.stdout
+    assert "Loss: held-out " in tuned.stdout
     answered = environment.run("titanrl", "chat", "runs/sft_quickstart", cwd=folder, stdin=QUESTION)
     assert answered.returncode == 0, answered.stderr
     assert answered.stdout.strip()

@@ -1,4 +1,4 @@
-"""Episodes, and messages of a policy."""
+"""Helpers that make episodes and messages of a policy."""
 
 from collections.abc import Mapping
 from typing import Any

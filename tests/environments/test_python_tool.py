@@ -1,4 +1,4 @@
-"""Python as a tool, in confined processes that episodes share."""
+"""The Python tool, in confined processes that episodes share."""
 
 import asyncio
 import os
@@ -16,14 +16,14 @@ from titanrl.environments.schema import signature_of
 OPTIONS = {"timeout_s": 1.0, "memory_bytes": 1 << 29, "num_processes": 2}
 
 
-def test_policy_sees_what_the_tool_does() -> None:
+def test_policy_sees_a_description_of_the_tool() -> None:
     tool = signature_of(Python(num_processes=1).python).tool
     assert tool.description == "Run Python code; return what it prints and the value of its last line."
     assert tool.parameters["required"] == ["code"]
 
 
 @pytest.mark.parametrize("options", [{"modules": ["no_such_module"]}, {"timeout_s": 0}])
-def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Python(**options)
 
@@ -55,7 +55,7 @@ def test_episodes_run_code_in_shared_processes() -> None:
     assert texts[1].endswith("ZeroDivisionError: division by zero")
     assert texts[2] == "(no output)"
     assert texts[3] == "The code was stopped after 1 s."
-    assert texts[4].startswith("The process of the code died")
+    assert texts[4].startswith("The process running the code died")
 
 
 @needs_confinement

@@ -1,4 +1,4 @@
-"""Environments by name, by import path and as objects, and what does not fit the interface."""
+"""Environments by name, by import path and as objects, and objects that do not implement the interface."""
 
 import asyncio
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_single_turn_asks_once() -> None:
 @pytest.mark.parametrize(
     ("first_role", "expected"), [("user", ["system", "user", "assistant", "user"]), ("system", ["system", "assistant", "user"])]
 )
-def test_conversation_of_the_prompt_source_is_asked_whole(first_role: str, expected: list[str]) -> None:
+def test_episode_starts_with_the_complete_conversation_of_the_prompt(first_role: str, expected: list[str]) -> None:
     roles = [first_role, "assistant", "user"]
     messages = [{"role": role, "content": role} for role in roles]
     for name in ("single_turn", "calculator"):
@@ -88,7 +88,7 @@ def test_conversation_of_the_prompt_source_is_asked_whole(first_role: str, expec
         assert asked.messages[-3:] == messages
 
 
-def test_objects_and_import_paths_are_taken(tmp_path: Path) -> None:
+def test_objects_and_import_paths_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from titanrl.environments import TicTacToe\nclass Mine(TicTacToe): ...\nclass Tools:\n"
         "    def add(self, a: int) -> int:\n        'Add one.'\n        return a + 1\n"
@@ -102,17 +102,17 @@ def test_objects_and_import_paths_are_taken(tmp_path: Path) -> None:
     assert [tool.name for tool in first(both).tools] == ["calculate", "add"]
 
 
-def test_class_without_environment_methods_is_tools() -> None:
+def test_class_without_environment_methods_is_a_toolset() -> None:
     assert isinstance(make_environment(Adder), ToolEnvironment)
     assert [tool.name for tool in first(make_environment(tool_list)).tools] == ["add", "calculate"]
 
 
-def test_plugin_of_the_run_takes_precedence() -> None:
+def test_plugin_takes_precedence() -> None:
     plugins = {FUNCTION_KEY: Plugin(key=FUNCTION_KEY, name="Echo", value=Echo)}
     assert isinstance(make_environment("object:Echo", {}, plugins), Echo)
 
 
-def test_every_episode_gets_an_environment_of_its_own() -> None:
+def test_every_episode_gets_a_new_environment() -> None:
     make = load_factory("calculator")
     assert make() is not make()
 
@@ -153,18 +153,18 @@ def none() -> None:
         (NotAsync, {}, "step is not async .*async def step"),
         (WrongArguments, {}, "reset: too many positional|wrong signature: too many positional arguments .*async def reset"),
         (WithoutClose, {}, "WithoutClose has no close .*\nclass MyEnvironment"),
-        (raising, {}, "making an environment raised RuntimeError: no game"),
+        (raising, {}, "creating an environment raised RuntimeError: no game"),
         (none, {}, "NoneType has no reset and no step and no close"),
-        ("tic_tac_toe", {"skill": 3}, "making an environment raised ValueError: skill: must be a probability"),
+        ("tic_tac_toe", {"skill": 3}, "creating an environment raised ValueError: skill: must be a probability"),
         ("tools", {"tools": ["hammer"]}, r"data.environment.options.tools: no such tool \(got 'hammer'\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(function: object, options: dict[str, Any], problem: str) -> None:
+def test_invalid_environment_is_rejected(function: object, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make_environment(function, options)
 
 
-def test_environments_of_a_run_are_made_here_or_in_processes() -> None:
+def test_environments_run_in_this_process_or_in_separate_ones() -> None:
     async def main(processes: ProcessOptions | None, check: Callable[[Environment], bool]) -> None:
         environments = Environments("calculator", {"max_calls": 2}, processes=processes)
         await environments.start()

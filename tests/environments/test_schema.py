@@ -95,7 +95,7 @@ def test_arguments_are_converted_to_the_types_of_the_parameters() -> None:
     ("arguments", "problem"),
     [
         ({}, "query is missing"),
-        ({"query": "a", "colour": 1}, "there is no argument colour"),
+        ({"query": "a", "colour": 1}, "unknown argument colour"),
         ({"query": 3}, "query: input should be a valid string (got 3)"),
         ({"query": "a", "limit": "many"}, "limit: input should be a valid integer"),
         ({"query": "a", "order": "sideways"}, "order: input should be 'up' or 'down' (got 'sideways')"),
@@ -103,11 +103,11 @@ def test_arguments_are_converted_to_the_types_of_the_parameters() -> None:
         (["a"], "the arguments must be a JSON object, not list"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: Any, problem: str) -> None:
+def test_invalid_arguments_are_named(arguments: Any, problem: str) -> None:
     with pytest.raises(ToolError) as raised:
         signature_of(search).arguments(arguments)
     assert problem in str(raised.value)
-    assert str(raised.value).startswith("Wrong call of search: ")
+    assert str(raised.value).startswith("Invalid call to search: ")
     assert "search takes query, limit (optional)" in str(raised.value)
 
 
@@ -154,14 +154,14 @@ def with_recursive_type(tree: Tree) -> int:
     [
         (without_hint, "the parameter a has no type hint. To use it as a tool, write `a: int`"),
         (without_docstring, "it has no docstring"),
-        (with_rest, "arguments by name only (got `*values: int`)"),
-        (with_strange_type, "no JSON schema can express the type of call"),
-        (with_wrong_docstring, "describes b, which is no parameter"),
+        (with_rest, "keyword arguments only (got `*values: int`)"),
+        (with_strange_type, "JSON Schema cannot express the type of call"),
+        (with_wrong_docstring, "describes b, which is not a parameter"),
         (with_wrong_hint, "its type hints cannot be read: NameError"),
-        (with_recursive_type, "no JSON schema can express the type of tree"),
+        (with_recursive_type, "JSON Schema cannot express the type of tree"),
     ],
 )
-def test_function_that_is_no_tool_is_refused(function: Callable[..., Any], problem: str) -> None:
+def test_function_that_cannot_be_a_tool_is_rejected(function: Callable[..., Any], problem: str) -> None:
     with pytest.raises(ValueError, match=f"^tool {function.__name__}: ") as raised:
         signature_of(function)
     assert problem in str(raised.value)
@@ -175,7 +175,7 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*signature_of(search).types, "other", ""]), values) | values)
-def test_any_arguments_are_accepted_or_refused_in_words(arguments: Any) -> None:
+def test_any_arguments_are_accepted_or_rejected_with_an_explanation(arguments: Any) -> None:
     with suppress(ToolError):
         converted = signature_of(search).arguments(arguments)
         search(**converted)
@@ -187,6 +187,6 @@ def test_any_arguments_are_accepted_or_refused_in_words(arguments: Any) -> None:
     st.text(st.characters(categories=["Lu", "Ll"]), min_size=1, max_size=20),
     st.dictionaries(st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True), st.from_regex(r"[A-Za-z ,.]{0,30}", fullmatch=True)),
 )
-def test_docstring_of_any_arguments_is_read(summary: str, arguments: dict[str, str]) -> None:
+def test_docstring_with_any_arguments_is_parsed(summary: str, arguments: dict[str, str]) -> None:
     lines = [summary, "", "Args:", *(f"    {name}: {text}" for name, text in arguments.items())]
     assert read_docstring("\n".join(lines)) == (summary, {name: text.strip() for name, text in arguments.items()})

@@ -1,4 +1,4 @@
-"""Tic-tac-toe: legal and illegal moves, the end, and an opponent that follows its seed."""
+"""Tic-tac-toe: legal and illegal moves, the end of a game, and an opponent that follows its seed."""
 
 import asyncio
 import random
@@ -79,7 +79,7 @@ def test_perfect_policy_never_loses(seed: int) -> None:
     assert reward in (0.5, 1.0)
 
 
-def test_all_three_ends_happen() -> None:
+def test_games_end_in_win_draw_and_loss() -> None:
     assert {asyncio.run(play(seed, randomly(seed)))[1] for seed in range(40)} == {0.0, 0.5, 1.0}
 
 
@@ -89,7 +89,7 @@ def test_seed_decides_the_game() -> None:
     assert len({tuple(texts) for texts, _ in games}) > 2
 
 
-def test_player_who_begins_is_an_option() -> None:
+def test_first_player_can_be_chosen() -> None:
     boards = [asyncio.run(play(0, perfectly, first=first))[0][0].split("\n\n")[-1] for first in ("policy", "opponent")]
     assert boards[0] == "1 2 3\n4 5 6\n7 8 9"
     assert boards[1].count("O") == 1
@@ -108,6 +108,6 @@ def test_illegal_moves_are_explained_then_lose() -> None:
 
 
 @pytest.mark.parametrize("options", [{"skill": 2.0}, {"first": "me"}, {"max_illegal_moves": -1}])
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+def test_options_out_of_range_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         TicTacToe(**options)

@@ -1,4 +1,4 @@
-"""The environment of tools: calls in order, malformed and wrong ones, limits, and the end."""
+"""The tool environment: order of calls, malformed and invalid calls, limits, and the end of an episode."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ class Shop:
 
 
 class Notes(Toolset):
-    """Tools with a state."""
+    """Stateful tools."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -101,7 +101,7 @@ def contents(observation: Observation | Done) -> list[str]:
     return [message["content"] for message in observation.messages]
 
 
-def test_tools_are_the_public_methods_in_order() -> None:
+def test_public_methods_are_tools_in_order() -> None:
     environment = ToolEnvironment([Shop(), double, Calculator()], system_prompt="Be brief.")
     assert isinstance(environment, Environment)
     first = asyncio.run(environment.reset(episode("How much?")))
@@ -147,12 +147,12 @@ def test_failed_calls_are_explained_and_counted() -> None:
 
     texts = asyncio.run(play())
     assert texts[0] == "There is no tool cost. The tools are price, wait, hours."
-    assert texts[1].startswith("The call names no tool.")
-    assert texts[2].startswith("The call of price is malformed: its arguments are not JSON (")
+    assert texts[1].startswith("The call does not name a tool.")
+    assert texts[2].startswith("The call to price is malformed: its arguments are not JSON (")
     assert texts[2].endswith('Write the arguments as one JSON object: {"article": ..., "number": ...}')
-    assert "no JSON object" in texts[3]
-    assert "the call is not complete" in texts[4]
-    assert texts[5] == "Wrong call of price: article is missing. price takes article, number (optional)."
+    assert "not a JSON object" in texts[3]
+    assert "the call is incomplete" in texts[4]
+    assert texts[5] == "Invalid call to price: article is missing. price takes article, number (optional)."
     assert texts[6:] == ["Air is free.", "9 to 5"]
 
 
@@ -161,7 +161,7 @@ def test_calls_beyond_the_limit_are_refused_then_the_episode_ends() -> None:
         environment = ToolEnvironment(double, max_calls=2)
         await environment.reset(episode())
         found = await environment.step(calls(*[("double", {"value": value}) for value in (1, 2, 3)]))
-        assert contents(found) == ["2", "4", "Not run: all 2 calls are used. Answer without further calls."]
+        assert contents(found) == ["2", "4", "Not run: all 2 calls have been used. Answer without further calls."]
         assert environment.counts.refused == 1
         assert isinstance(await environment.step(calls(("double", {"value": 4}))), Done)
         assert environment.counts.succeeded == 2
@@ -178,7 +178,7 @@ def test_exception_of_a_tool_fails_the_episode() -> None:
         asyncio.run(environment.step(calls(("wait", {"seconds": 30}))))
 
 
-def test_long_results_are_cut() -> None:
+def test_long_results_are_truncated() -> None:
     async def play() -> list[str]:
         environment = ToolEnvironment(Notes(), max_result_chars=10)
         await environment.reset(episode(pages=["a" * 25]))
@@ -187,7 +187,7 @@ def test_long_results_are_cut() -> None:
     assert asyncio.run(play()) == [f"{'a' * 10}... (15 more characters)"]
 
 
-def test_tools_with_a_state_start_reward_and_close() -> None:
+def test_stateful_tools_start_reward_and_close() -> None:
     async def play() -> None:
         notes = Notes()
         environment = ToolEnvironment(notes)
@@ -209,10 +209,10 @@ def test_tools_with_a_state_start_reward_and_close() -> None:
         ([double, double], "two tools have this name"),
         (Shop, r"got the class Shop\). Write Shop\(\)"),
         (object(), "object has no public method"),
-        ([], "no tool"),
+        ([], "at least one tool is required"),
     ],
 )
-def test_unusable_tools_are_refused(tools: Any, problem: str) -> None:
+def test_unusable_tools_are_rejected(tools: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         ToolEnvironment(tools)
 
@@ -252,7 +252,7 @@ def test_any_calls_get_one_reply_each(messages: list[list[tuple[str, Any]]]) -> 
     asyncio.run(play())
 
 
-def test_environment_reports_its_calls() -> None:
+def test_environment_reports_its_numbers_of_calls() -> None:
     async def play() -> list[Observation | Done]:
         environment = ToolEnvironment(Notes(), max_calls=4)
         await environment.reset(episode(pages=["one"]))

@@ -1,4 +1,4 @@
-"""Environments in real processes: reuse, time limits, crashes, output, other interpreters, and the end of the parent."""
+"""Environments in real processes: reuse, time limits, crashes, output, other interpreters, and the death of the parent."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ import os, subprocess, sys, threading, time
 from titanrl.environments import Done, Episode, Message, Observation, Tool
 
 class Scripted:
-    """Does what each message says."""
+    """Executes the code in each message."""
 
     def __init__(self, greeting="hello"):
         self.greeting = greeting
@@ -159,12 +159,12 @@ def test_hanging_reset_and_start_are_killed(file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("os._exit(3)", "its process ended during step .exit code 3."),
-        ("os.kill(os.getpid(), 11)", "its process ended during step .SIGSEGV."),
-        ("os.closerange(3, 1000)", "its process ended during step"),
+        ("os._exit(3)", "its process died during step .exit code 3."),
+        ("os.kill(os.getpid(), 11)", "its process died during step .SIGSEGV."),
+        ("os.closerange(3, 1000)", "its process died during step"),
     ],
 )
-def test_process_that_ends_is_named_and_replaced(file: str, text: str, problem: str) -> None:
+def test_dead_process_is_reported_and_replaced(file: str, text: str, problem: str) -> None:
     async def main() -> None:
         async with pool_of(file, num_processes=1, step_s=20.0) as pool:
             environment, pid = await start(pool)
@@ -248,7 +248,7 @@ def test_output_goes_to_the_log_and_not_into_the_protocol(file: str, tmp_path: P
         assert expected in text
 
 
-def test_processes_of_the_environment_end_with_its_process(file: str) -> None:
+def test_children_of_an_environment_process_die_with_it(file: str) -> None:
     async def main() -> set[int]:
         async with pool_of(file, step_s=1.0) as pool:
             environment, pid = await start(pool)
@@ -302,7 +302,7 @@ def test_closed_pool_fails_its_episodes(file: str) -> None:
         ("class B: pass", "has no attribute 'A'"),
     ],
 )
-def test_environment_that_cannot_be_loaded_is_named_at_the_start(source: str, problem: str, tmp_path: Path) -> None:
+def test_environment_that_cannot_be_loaded_fails_the_start(source: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(source)
 
     async def main() -> None:
@@ -316,13 +316,13 @@ def test_environment_that_cannot_be_loaded_is_named_at_the_start(source: str, pr
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("result = 3", r"step raised TypeError: an environment returns Observation or Done \(got 3\)"),
+        ("result = 3", r"step raised TypeError: an environment must return Observation or Done \(got 3\)"),
         ("result = Done(rewards={'a': 'b'})", "step raised ValueError: could not convert"),
         ("result = Observation(messages=[{'role': object()}])", "step raised TypeError: Object of type object is not JSON"),
         ("result = Observation(messages=['a'])", "step raised ValueError"),
     ],
 )
-def test_wrong_return_values_are_failures(file: str, text: str, problem: str) -> None:
+def test_invalid_return_values_are_failures(file: str, text: str, problem: str) -> None:
     async def main() -> None:
         async with pool_of(file) as pool:
             environment, _ = await start(pool)
@@ -333,7 +333,7 @@ def test_wrong_return_values_are_failures(file: str, text: str, problem: str) ->
     asyncio.run(main())
 
 
-def test_object_of_python_runs_in_a_process() -> None:
+def test_python_object_runs_in_a_process() -> None:
     offset = 4
 
     class Local:
@@ -359,7 +359,7 @@ def test_object_of_python_runs_in_a_process() -> None:
         EnvironmentPool(Local, processes=ProcessOptions(python="python3"))
 
 
-def test_other_interpreter_needs_only_python_and_the_module(file: str, tmp_path: Path) -> None:
+def test_other_interpreter_needs_only_the_environment_module(file: str, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     packages = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     (packages / "only_here.py").write_text("from scripted_base import *")
@@ -382,7 +382,7 @@ def test_other_interpreter_needs_only_python_and_the_module(file: str, tmp_path:
     asyncio.run(main())
 
 
-def test_processes_end_with_their_parent(file: str) -> None:
+def test_processes_die_with_their_parent(file: str) -> None:
     script = textwrap.dedent(f"""
         import asyncio, time
         from titanrl.environments import EnvironmentPool
@@ -405,7 +405,7 @@ def test_processes_end_with_their_parent(file: str) -> None:
     assert wait_until_gone(started, 10.0) == set()
 
 
-def test_reply_that_arrives_while_the_loop_is_busy_is_in_time(file: str) -> None:
+def test_reply_received_while_the_loop_is_busy_is_in_time(file: str) -> None:
     async def main() -> None:
         async with pool_of(file, step_s=0.5) as pool:
             environment, _ = await start(pool)
@@ -418,7 +418,7 @@ def test_reply_that_arrives_while_the_loop_is_busy_is_in_time(file: str) -> None
     asyncio.run(main())
 
 
-def test_no_descriptor_is_left_open(file: str) -> None:
+def test_no_file_descriptor_leaks(file: str) -> None:
     def num_open() -> int:
         return len(os.listdir("/proc/self/fd"))
 

@@ -1,4 +1,4 @@
-"""Trackers of the user, right and wrong ones."""
+"""Custom trackers, valid and invalid."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Lines:
-    """Keeps a line per call, after one with its arguments."""
+    """Writes its arguments, then one line per call."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         self.file = run_dir / "lines.jsonl"

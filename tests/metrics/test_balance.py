@@ -12,19 +12,19 @@ def rows(trainer: float, generator: float, staleness: float) -> list[dict[str, f
 @pytest.mark.parametrize(
     ("trainer", "generator", "expected"),
     [
-        (0.60, 0.05, "generators more devices"),
-        (0.05, 0.60, "trainer more devices"),
+        (0.60, 0.05, "generation is the bottleneck"),
+        (0.05, 0.60, "training is the bottleneck"),
         (0.40, 0.45, "raise max_staleness"),
-        (0.08, 0.12, "well matched"),
+        (0.08, 0.12, "well balanced"),
     ],
 )
-def test_advice_gives_devices_to_the_busier_side(trainer: float, generator: float, expected: str) -> None:
+def test_advice_gives_devices_to_the_bottleneck(trainer: float, generator: float, expected: str) -> None:
     assert expected in advice(trainer, generator, synchronous=False)
 
 
-def test_line_shows_medians_without_the_first_steps() -> None:
+def test_line_shows_medians_and_ignores_the_first_steps() -> None:
     line = balance_line(rows(0.62, 0.04, 1.0))
-    assert line.startswith("trainer 62%, generators 4% of the time; give the generators more devices")
+    assert line.startswith("trainer 62%, generators 4% of the time (median); generation is the bottleneck: give the ")
 
 
 def test_synchronous_run_is_advised_to_raise_max_staleness() -> None:

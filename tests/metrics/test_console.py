@@ -101,7 +101,7 @@ def test_mean10_is_the_mean_of_the_last_ten_rewards(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines()[-1].split()[4] == "0.155"  # of 0.11 to 0.20
 
 
-def test_plain_rows_of_a_fine_tuning_show_its_losses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_mode_shows_losses_of_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console("plain", total_steps=100, clock=Clock())
     console.heldout_loss(0, 2.5)
     console.step(StepMetrics(step=1, version=1, values=SUPERVISED))
@@ -114,24 +114,24 @@ def test_plain_rows_of_a_fine_tuning_show_its_losses(capsys: pytest.CaptureFixtu
     assert len(row) == len(header)
 
 
-def test_live_display_of_a_fine_tuning_shows_its_losses() -> None:
+def test_live_mode_shows_losses_of_fine_tuning() -> None:
     out = terminal(140)
     with Console("live", total_steps=100, out=out, clock=Clock()) as console:
         console.heldout_loss(0, 2.5)
         console.step(StepMetrics(step=1, version=1, values=SUPERVISED))
         console.heldout_loss(1, 1.5)
     shown = rich.text.Text.from_ansi(text_of(out)).plain
-    for text in ("loss           1.2500", "held-out loss  2.5000 -> 1.5000", "learning rate   1.00e-05", "epoch"):
+    for text in ("loss            1.2500", "held-out loss   2.5000 -> 1.5000", "learning rate   1.00e-05", "epoch"):
         assert text in shown
     assert "reward" not in shown
 
 
-def test_missing_metrics_are_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_metrics_are_shown_as_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     Console("plain", total_steps=1, clock=Clock()).step(StepMetrics(step=1, version=1, values={}))
     assert capsys.readouterr().out.splitlines()[-1].split() == ["0.0", "s", "1/1", *("-" * 12)]
 
 
-def test_plain_mode_prints_the_phases_of_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_mode_prints_startup_phases(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     console = Console("plain", total_steps=1, clock=clock)
     console.phase("spawning", "trainer 1 rank")
@@ -152,7 +152,7 @@ def test_plain_mode_prints_the_phases_of_the_start(capsys: pytest.CaptureFixture
     ]
 
 
-def test_plain_mode_ignores_forced_colour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_mode_ignores_forced_color(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     console = Console("plain", total_steps=1)
     console.phase("spawning")

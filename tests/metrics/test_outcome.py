@@ -28,9 +28,9 @@ def lines(path: Path, outcome: Outcome) -> list[str]:
 def test_finished_run_offers_no_resume(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25}, {"reward/mean": 0.75})
     outcome = summarize(run_dir, code=0, cause="", num_steps=2)
-    assert outcome.sentence == "mean reward in training 0.500 -> 0.500 over 2 steps"
+    assert outcome.sentence == "Mean reward: training 0.500 -> 0.500 over 2 steps"
     assert outcome.report == run_dir / "report.html"
-    assert lines(run_dir, outcome) == ["mean", "run", "report"]
+    assert lines(run_dir, outcome) == ["Mean", "run", "report"]
 
 
 @pytest.mark.parametrize(("code", "num_steps"), [(0, 3), (1, 2), (INTERRUPTED, 3)])
@@ -44,10 +44,10 @@ def test_run_without_a_checkpoint_offers_no_resume(tmp_path: Path) -> None:
     assert not summarize(run_dir, code=1, cause="boom", num_steps=3).resumable
 
 
-def test_losses_of_a_fine_tuning_are_its_outcome(tmp_path: Path) -> None:
+def test_outcome_of_fine_tuning_shows_losses(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", {"loss/eval": 2.0, "loss/train": 2.5}, {"loss/train": 1.5, "loss/eval": 1.0})
     outcome = summarize(run_dir, code=1, cause="boom", num_steps=3)
-    assert outcome.sentence.endswith("loss on held-out examples 2.000 -> 1.000, in training 2.000 -> 2.000 over 2 steps")
+    assert outcome.sentence.endswith("Loss: held-out 2.000 -> 1.000, training 2.000 -> 2.000 over 2 steps")
     assert f"resume   titanrl sft --resume {relative(run_dir)}" in last_lines(run_dir, outcome, command="titanrl sft")
 
 
@@ -63,19 +63,19 @@ def test_run_without_finite_metrics_is_summarized(values: Mapping[str, float], t
 def test_interrupt_names_step_and_cause(tmp_path: Path, code: int) -> None:
     run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25})
     outcome = summarize(run_dir, code=code, cause="interrupted", num_steps=9)
-    assert outcome.sentence.startswith("stopped after step 1: interrupted. mean reward in training 0.250")
+    assert outcome.sentence.startswith("Stopped after step 1: interrupted. Mean reward: training 0.250")
 
 
-def test_report_that_cannot_be_written_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_report_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25})
     outcome = summarize(run_dir, code=1, cause="boom", num_steps=9)
-    assert outcome.sentence.startswith("stopped after step 1. ")
-    (problem,) = [line for line in last_lines(run_dir, outcome) if line.startswith("problem")]
+    assert outcome.sentence.startswith("Stopped after step 1. ")
+    (problem,) = [line for line in last_lines(run_dir, outcome) if line.startswith("warning")]
     assert "the report cannot be written (ModuleNotFoundError" in problem
 
 
-def test_damaged_metrics_are_a_line(tmp_path: Path) -> None:
+def test_damaged_metrics_are_a_warning(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25})
     (run_dir / "metrics.jsonl").write_text('{"step":\n{"step": 2}\n{"version": 3}\n')
     outcome = summarize(run_dir, code=1, cause="boom", num_steps=9)

@@ -23,7 +23,7 @@ ATTACK = "</script><script>document.title='owned'</script><img src=x onerror=ale
 
 
 class Page(HTMLParser):
-    """Elements and texts of a page as a browser's parser sees them."""
+    """Elements and texts of a page, as an HTML parser sees them."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_finished_run_has_every_chart_and_figure(run: RunDirectory) -> None:
     assert path == run.path / "report.html"
     page = Page(path.read_text())
     assert len(page.charts) == page.count("figure") == 10
-    assert [line["name"] for line in page.charts["Numbers of the environment, means of episodes"]["data"]] == ["calls", "late"]
+    assert [line["name"] for line in page.charts["Environment metrics, means over episodes"]["data"]] == ["calls", "late"]
     texts = [text.strip() for text in page.texts]
     for expected in (
         "quickstart",
@@ -121,7 +121,7 @@ def test_finished_run_has_every_chart_and_figure(run: RunDirectory) -> None:
         "runs/quickstart/model",
         "0.030 \u2192 0.980",  # means of steps 1 to 5 and 96 to 100
         "0.250 \u2192 0.960",
-        "mean reward, steps 0 and 100",
+        "mean reward at steps 0 and 100",
         "0.38 s",
         "9.0k",
         "2.0e-05",
@@ -130,7 +130,7 @@ def test_finished_run_has_every_chart_and_figure(run: RunDirectory) -> None:
         assert expected in texts
 
 
-def test_page_loads_nothing_from_elsewhere(run: RunDirectory) -> None:
+def test_page_loads_no_external_resources(run: RunDirectory) -> None:
     run.log(step_metrics(1))
     append_line(run.rollouts, group(0, 0, completion("2", 1.0)))
     text = write_report(run.path, {}).read_text()
@@ -159,7 +159,7 @@ def test_markup_in_run_data_stays_text(run: RunDirectory) -> None:
 def test_report_shows_recorded_advantages_of_the_newest_step(run: RunDirectory) -> None:
     for index in range(3):
         append_line(run.rollouts, group(0, index, completion("2", 1.0), completion("3", 0.0)))
-    run.log_advantages(1, [(0, 0, (0.9, -0.9)), (1, 0, (0.5,))])  # of group 1 a rollout was left out
+    run.log_advantages(1, [(0, 0, (0.9, -0.9)), (1, 0, (0.5,))])  # group 1 lost a rollout
     run.log_advantages(2, [(0, 0, (0.12345, -0.5))])
     shown = [
         [item["advantage"] for item in found["completions"]] for found in Page(write_report(run.path, {}).read_text()).groups
@@ -178,7 +178,7 @@ def test_scorer_errors_are_shown_and_skipped_by_advantages(run: RunDirectory) ->
     assert (mixed["mean"], lost["mean"]) == (0.5, None)
 
 
-def test_page_carries_plotly_for_its_charts(run: RunDirectory) -> None:
+def test_page_embeds_plotly(run: RunDirectory) -> None:
     run.log(step_metrics(1))
     page = Page(write_report(run.path, {}).read_text())
     library = gzip.decompress(base64.b64decode(page.scripts["plotly"])).decode()
@@ -190,7 +190,7 @@ def test_group_sampled_again_is_shown_once(run: RunDirectory) -> None:
         append_line(run.rollouts, group(version, version, completion(text, 1.0)))
     page = Page(write_report(run.path, {}).read_text())
     assert [shown["completions"][0]["text"] for shown in page.groups] == ["first", "new"]
-    assert any("All 2 recorded groups." in text for text in page.texts)
+    assert any("Showing all 2 recorded groups." in text for text in page.texts)
 
 
 def test_long_run_shows_first_and_newest_groups(run: RunDirectory) -> None:
@@ -204,7 +204,7 @@ def test_long_run_shows_first_and_newest_groups(run: RunDirectory) -> None:
     assert versions[0] == 0
     assert versions[-1] == 99
     assert 20 < len(versions) < 100
-    assert any("The first and the newest of 100 recorded groups." in text for text in page.texts)
+    assert any("Showing the first and the newest of 100 recorded groups." in text for text in page.texts)
     cut = page.groups[0]["completions"][0]
     assert cut["cut"]
     assert len(cut["tokens"]) == len(cut["logprobs"]) == report_module.MAX_TOKENS
@@ -214,10 +214,10 @@ def test_run_without_steps_has_a_report(run: RunDirectory) -> None:
     page = Page(write_report(run.path, {"outcome": "The generator ran out of memory."}).read_text())
     assert page.count("figure") == 0
     assert page.count("script") == 0
-    assert any("The run ended before its first step." in text for text in page.texts)
+    assert any("because the run ended before its first step." in text for text in page.texts)
 
 
-def test_report_of_a_fine_tuning_shows_losses_and_no_rollouts(run: RunDirectory) -> None:
+def test_report_of_fine_tuning_shows_losses_and_no_rollouts(run: RunDirectory) -> None:
     run.log(StepMetrics(step=0, version=0, values={"loss/eval": 2.0}))
     for step in range(1, 4):
         run.log(StepMetrics(step=step, version=step, values={"loss/train": 2.0 - step / 2, "grad/norm": 1.0}))
@@ -235,10 +235,10 @@ def test_chart_without_data_is_omitted_and_nulls_are_skipped(run: RunDirectory) 
     page = Page(write_report(run.path, {}).read_text())
     assert list(page.charts) == ["Mean reward", "Log-probability mismatch, nats"]
     assert page.charts["Mean reward"]["data"][0]["x"] == [1, 3]
-    assert "0.600 to 0.600, means of five steps" in page.texts
+    assert "0.600 to 0.600 (first and last five steps)" in page.texts
 
 
-def test_long_series_is_drawn_as_means_of_neighbours() -> None:
+def test_long_series_is_drawn_as_means_of_neighbors() -> None:
     points = [(float(step), float(step % 2)) for step in range(10 * MAX_POINTS)]
     thinned = thin(points)
     assert len(thinned) == MAX_POINTS

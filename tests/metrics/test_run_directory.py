@@ -30,7 +30,7 @@ def test_metrics_line_has_step_version_time_and_values(tmp_path: Path) -> None:
     assert row["time"] > 1_700_000_000
 
 
-def test_line_is_written_before_the_file_is_closed(tmp_path: Path) -> None:
+def test_line_is_flushed_before_the_file_is_closed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.log(metrics(1))
     assert [row["step"] for row in read_metrics(run.metrics)] == [1]
@@ -58,7 +58,7 @@ def test_new_run_gets_folders_and_config(tmp_path: Path) -> None:
 
 def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "mine", num_steps=1)
-    with pytest.raises(ValueError, match=r"name: .*mine already holds a run.*Choose another name.*--resume .*mine"):
+    with pytest.raises(ValueError, match=r"name: .*mine already contains a run.*Choose another name.*--resume .*mine"):
         RunDirectory(tmp_path / "mine")
     assert len(read_metrics(tmp_path / "mine" / "metrics.jsonl")) == 1
 
@@ -98,7 +98,7 @@ def test_resume_removes_a_torn_last_line(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
 
 
-def test_odd_lines_do_not_stop_a_resume(tmp_path: Path) -> None:
+def test_unreadable_lines_do_not_prevent_resuming(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=3)
     metrics_file = tmp_path / "run" / "metrics.jsonl"
     first, second, third = metrics_file.read_bytes().splitlines(keepends=True)
@@ -109,7 +109,7 @@ def test_odd_lines_do_not_stop_a_resume(tmp_path: Path) -> None:
         run.log(metrics(3))
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
     assert run.metrics.read_bytes().startswith(first + second)  # lines that stay are not changed
-    assert warnings == [f"{metrics_file}: dropped 7 lines that cannot be read"]
+    assert warnings == [f"{metrics_file}: dropped 7 unreadable lines"]
 
 
 def test_resume_drops_groups_that_are_sampled_again(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_resume_drops_groups_that_are_sampled_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_last_line_of_a_group_that_was_sampled_again_stays(tmp_path: Path, is_killed: bool) -> None:
+def test_only_last_line_of_a_resampled_group_is_kept(tmp_path: Path, is_killed: bool) -> None:
     run = RunDirectory(tmp_path / "run")
     run.log(metrics(1))
     for index, worker in ((0, "first"), (1, "first"), (0, "second"), (2, "first")):
@@ -178,7 +178,7 @@ def test_resume_drops_events_that_it_repeats(tmp_path: Path) -> None:
         assert not run.has_event("checkpoint", step=3)
 
 
-def test_resume_drops_learning_rates_that_its_checkpoint_lacks(tmp_path: Path) -> None:
+def test_resume_drops_learning_rates_newer_than_the_checkpoint(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=2)
     events: list[dict[str, Any]] = [
         {"kind": "learning_rate", "step": 1, "value": 1e-5, "number": 1},
@@ -194,7 +194,7 @@ def test_resume_drops_learning_rates_that_its_checkpoint_lacks(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("file", ["metrics", "events", "rollouts", "advantages"])
-def test_full_disk_is_named_with_the_file(file: str, tmp_path: Path) -> None:
+def test_error_on_a_full_disk_names_the_file(file: str, tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         pass
     path = {"metrics": run.metrics, "events": run.events, "rollouts": run.rollouts, "advantages": run.advantages}[file]
@@ -216,7 +216,7 @@ def test_full_disk_is_named_with_the_file(file: str, tmp_path: Path) -> None:
         write()
 
 
-def test_deleted_directory_is_an_error_of_the_next_step(tmp_path: Path) -> None:
+def test_deleted_directory_raises_at_the_next_step(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.log(metrics(1))
     shutil.rmtree(run.path)
@@ -227,13 +227,13 @@ def test_deleted_directory_is_an_error_of_the_next_step(tmp_path: Path) -> None:
     run.close()
 
 
-def test_resume_of_a_missing_folder_creates_nothing(tmp_path: Path) -> None:
+def test_resuming_a_missing_folder_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing does not exist"):
         RunDirectory(tmp_path / "nothing", resume_step=3)
     assert not (tmp_path / "nothing").exists()
 
 
-def test_broken_line_before_the_last_is_named(tmp_path: Path) -> None:
+def test_error_names_a_broken_line_before_the_last(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1}\n{"step":\n{"step":3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a JSON object"):
@@ -262,7 +262,7 @@ def append_many(path: Path, writer: int) -> None:
         append_line(path, {"writer": writer, "number": number, "text": str(writer) * 5000})
 
 
-def test_lines_appended_by_four_processes_do_not_mix(tmp_path: Path) -> None:
+def test_lines_appended_by_four_processes_do_not_interleave(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=append_many, args=(path, writer)) for writer in range(4)]

@@ -1,4 +1,4 @@
-"""Metrics by task of a mixture."""
+"""Per-task metrics of a mixture."""
 
 from tests.records import make_record
 from titanrl.config.curriculum import CurriculumConfig
@@ -9,7 +9,7 @@ from titanrl.tables import RecordTable, pack_record
 HALF = DataConfig(curriculum=CurriculumConfig(levels=2, solved_from=0.5))
 
 
-def test_tasks_have_metrics_of_their_own_groups() -> None:
+def test_metrics_of_a_task_cover_only_its_groups() -> None:
     table = RecordTable.join(
         [
             pack_record(make_record(0, (0.0, 1.0), reward_parts={"a": (0.0, 1.0)}, generate_s=1.0), task=0),

@@ -1,4 +1,4 @@
-"""Real trackers: a run and its resumption are written by processes of their own, then read back."""
+"""Real trackers: separate processes write a run and resume it, then the test reads the records back."""
 
 import json
 import os
@@ -33,7 +33,7 @@ async def steps():
         if step % 4 == 0:
             made[0].log(step, {"eval/sums/mean": step / 20})
 
-async def main():  # start, steps and end run in contexts of their own, as the tasks of a run do
+async def main():  # start, steps and end run in separate contexts, like the asyncio tasks of a run
     await asyncio.create_task(start())
     await asyncio.create_task(steps())
     if ending == "kill":
@@ -52,7 +52,7 @@ def write(name: str, run_dir: Path, first: int, last: int, ending: str = "close"
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == (-9 if ending == "kill" else 0), done.stderr
     assert "Traceback" not in done.stderr
-    assert "receives no more" not in done.stdout
+    assert "will receive no more" not in done.stdout
 
 
 Points = list[tuple[int, float]]
@@ -67,7 +67,7 @@ def tensorboard_points(run_dir: Path, metric: str) -> Points:
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
-    """Records of a `.wandb` file: LevelDB's log format behind a header of 7 bytes."""
+    """Yield the records of a `.wandb` file: LevelDB's log format after a 7-byte header."""
     data, offset, record = path.read_bytes(), 7, b""
     while offset + 7 <= len(data):
         if 32768 - offset % 32768 < 7:
@@ -114,7 +114,7 @@ POINTS = {"tensorboard": tensorboard_points, "wandb": wandb_points, "trackio": t
 
 
 @pytest.mark.parametrize("name", POINTS)
-def test_run_and_resumes_leave_no_gaps_and_no_double_points(name: str, tmp_path: Path) -> None:
+def test_resumed_runs_have_no_gaps_and_no_duplicate_points(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "quickstart"
     write(name, run_dir, 1, 7, "kill")
     write(name, run_dir, 5, 9)  # from a checkpoint behind what was logged
@@ -129,7 +129,7 @@ def test_trackio_does_not_continue_another_run_of_the_same_name(tmp_path: Path) 
     write("trackio", tmp_path / "a" / "run", 1, 2)
     (tmp_path / "b" / "trackio").symlink_to(tmp_path / "a" / "trackio")
     write("trackio", tmp_path / "b" / "run", 1, 2)
-    with pytest.raises(AssertionError, match="another run named run was started later"):
+    with pytest.raises(AssertionError, match="a newer run is also named run"):
         write("trackio", tmp_path / "a" / "run", 3, 4)
 
 
@@ -159,8 +159,8 @@ def test_failing_tracker_is_dropped_with_one_warning() -> None:
     trackers.close()
     assert (broken.num_calls, whole.num_calls) == (1, 3)
     assert warnings == [
-        "logging.loggers: wandb failed and receives no more metrics (OSError: no space left on device)",
-        "logging.loggers: trackio failed and receives no more metrics (RuntimeError: server gone)",
+        "logging.loggers: wandb failed and will receive no more metrics (OSError: no space left on device)",
+        "logging.loggers: trackio failed and will receive no more metrics (RuntimeError: server gone)",
     ]
 
 
@@ -173,18 +173,18 @@ def test_tracker_that_cannot_start_is_dropped(tmp_path: Path, monkeypatch: pytes
     trackers = make_trackers(("wandb", "tensorboard"), tmp_path, {}, warn=warnings.append)
     trackers.log(1, {"reward/mean": 0.25})
     trackers.close()
-    assert warnings == ["logging.loggers: wandb failed and receives no more metrics (ConnectionError: no account)"]
+    assert warnings == ["logging.loggers: wandb failed and will receive no more metrics (ConnectionError: no account)"]
     assert tensorboard_points(tmp_path, "reward/mean") == [(1, 0.25)]
 
 
 @pytest.mark.parametrize(
     ("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")]
 )
-def test_missing_package_is_named_with_its_install_command(
+def test_error_for_a_missing_package_shows_the_install_command(
     name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    expected = rf"logging.loggers: the package of {name} cannot be imported .* Run `pip install {name}`, or remove"
+    expected = rf"logging.loggers: the package for {name} cannot be imported .* Run `pip install {name}`, or remove"
     with pytest.raises(ValueError, match=expected):
         make_trackers((name,), tmp_path, {}, warn=print)
 
@@ -197,7 +197,7 @@ FINISHED = object()
 
 
 @pytest.mark.parametrize("given", [own_tracker.Lines, own_tracker.start, FINISHED], ids=["class", "function", "object"])
-def test_own_tracker_gets_every_metric(given: Any, tmp_path: Path) -> None:
+def test_custom_tracker_receives_every_metric(given: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     if given is FINISHED:
@@ -213,7 +213,7 @@ def test_own_tracker_gets_every_metric(given: Any, tmp_path: Path) -> None:
 
 
 class Kept:
-    """A tracker of the user that can be closed once."""
+    """A custom tracker that can be closed only once."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -227,7 +227,7 @@ class Kept:
         self.is_closed = True
 
 
-def test_finished_tracker_of_the_user_outlives_a_restart(tmp_path: Path) -> None:
+def test_tracker_object_survives_a_restart(tmp_path: Path) -> None:
     tracker = Kept()
     plugin = plugin_of("logging.loggers.0", tracker, is_local=True)
     assert plugin is not None
@@ -241,7 +241,7 @@ def test_finished_tracker_of_the_user_outlives_a_restart(tmp_path: Path) -> None
     assert tracker.is_closed
 
 
-def test_failing_own_tracker_is_dropped_by_its_name(tmp_path: Path) -> None:
+def test_warning_names_a_failing_custom_tracker(tmp_path: Path) -> None:
     warnings: list[str] = []
     path = "tests.metrics.own_tracker:Full"
     plugin = plugin_of("logging.loggers.0", path)
@@ -249,7 +249,7 @@ def test_failing_own_tracker_is_dropped_by_its_name(tmp_path: Path) -> None:
     trackers = make_trackers((path,), tmp_path, {"seed": 0}, warn=warnings.append, plugins={"logging.loggers.0": plugin})
     trackers.log(1, {})
     trackers.log(2, {})
-    assert warnings == [f"logging.loggers: {path} failed and receives no more metrics (OSError: no space left on device)"]
+    assert warnings == [f"logging.loggers: {path} failed and will receive no more metrics (OSError: no space left on device)"]
 
 
 @pytest.mark.parametrize(
@@ -266,12 +266,12 @@ def test_failing_own_tracker_is_dropped_by_its_name(tmp_path: Path) -> None:
     ],
     ids=["no-log", "log", "arguments", "function", "number"],
 )
-def test_wrong_tracker_is_refused(candidate: Any, problem: str) -> None:
+def test_invalid_tracker_is_rejected(candidate: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^logging\.loggers\.0: {problem}"):
         check_tracker(candidate, key="logging.loggers.0", name="mine")
 
 
-def test_function_that_makes_no_tracker_is_refused(tmp_path: Path) -> None:
+def test_function_that_returns_no_tracker_is_rejected(tmp_path: Path) -> None:
     plugin = plugin_of("logging.loggers.0", own_tracker.start_mute, is_local=True)
     assert plugin is not None
     with pytest.raises(ValueError, match=r"^logging\.loggers\.0: the tracker has no method log \(got object:start_mute\)"):

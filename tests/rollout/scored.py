@@ -40,12 +40,12 @@ def score(
 
 
 def score_with(**rewards: object) -> list[Scored]:
-    """Score the answers with rewards given in Python."""
+    """Score the answers with Python objects as rewards."""
     return score(Config(name="a", num_steps=1), {"rewards": rewards})
 
 
 def score_with_paths(rewards: Mapping[str, object]) -> list[Scored]:
-    """Score the answers with rewards that the configuration names."""
+    """Score the answers with rewards from the configuration."""
     data = DataConfig.model_validate({"rewards": rewards})
     return score(Config(name="a", num_steps=1, data=data), {})
 

@@ -1,4 +1,4 @@
-"""The token driver: conversations between a policy made of numbers and scripted environments."""
+"""The token driver: conversations between a fake policy and scripted environments."""
 
 import asyncio
 import random
@@ -38,7 +38,7 @@ def user(text: str) -> Message:
 
 @dataclass
 class Scripted:
-    """Answers with a list of observations; keeps what it saw."""
+    """Replies with a list of observations, and records the messages that it received."""
 
     script: Sequence[Observation | Done]
     first: Observation = field(default_factory=lambda: Observation(messages=[user("1+1=")], tools=[ADD]))
@@ -66,7 +66,7 @@ def conversation(environment: Any, tokenizer: Tokenizer, limits: Limits = LIMITS
 
 
 class Policy:
-    """Replies with given texts, or with random tokens; keeps every request and completion."""
+    """Replies with given texts or random tokens, and records every request and completion."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str] | random.Random, *, is_truncated: bool = False) -> None:
         self._tokenizer, self._texts, self._is_truncated = tokenizer, texts, is_truncated
@@ -104,7 +104,7 @@ def tool_result(text: str) -> Message:
     return {"role": "tool", "tool_call_id": "call_0", "content": text}
 
 
-def test_every_turn_extends_the_tokens_of_the_one_before(tokenizer: Tokenizer) -> None:
+def test_every_turn_extends_the_tokens_of_the_previous_one(tokenizer: Tokenizer) -> None:
     environment = Scripted([Observation(messages=[tool_result("2")], reward=0.5), Done(rewards={"right": 1.0}, reward=0.25)])
     policy = Policy(tokenizer, ["hm<tool_call>1+1</tool_call>", "<answer>2</answer>"])
     talk = play(conversation(environment, tokenizer), policy)
@@ -124,7 +124,7 @@ def test_every_turn_extends_the_tokens_of_the_one_before(tokenizer: Tokenizer) -
     assert talk.last_text == "<answer>2</answer>"
 
 
-def test_supports_stay_with_the_tokens_of_their_turns(tokenizer: Tokenizer) -> None:
+def test_supports_stay_aligned_with_their_tokens(tokenizer: Tokenizer) -> None:
     replaced = Observation(messages=[user("go on")], replaces=True)
     environment = Scripted([Observation(messages=[tool_result("2")]), replaced, Done()])
     policy = Policy(tokenizer, ["<tool_call>1+1</tool_call>", "2", "3"], is_truncated=True)
@@ -138,7 +138,7 @@ def test_supports_stay_with_the_tokens_of_their_turns(tokenizer: Tokenizer) -> N
             assert segment.supports.ids(place)[0] == segment.token_ids[place]
 
 
-def test_replaced_history_begins_a_segment_whose_old_turns_are_not_trained_on(tokenizer: Tokenizer) -> None:
+def test_replaced_history_starts_a_segment_with_masked_old_turns(tokenizer: Tokenizer) -> None:
     summary = [user("1+1="), {"role": "assistant", "content": "so far 2"}, user("go on")]
     environment = Scripted([Observation(messages=summary, replaces=True), Done()])
     policy = Policy(tokenizer, ["a long thought", "2"])
@@ -170,7 +170,7 @@ def test_tool_calls_are_parsed_or_kept_as_text(tokenizer: Tokenizer, call: str, 
     assert talk.num_malformed == isinstance(arguments, str)
 
 
-def test_turn_cut_at_its_limit_ends_the_episode_unseen(tokenizer: Tokenizer) -> None:
+def test_truncated_turn_ends_the_episode_unseen_by_the_environment(tokenizer: Tokenizer) -> None:
     environment = Scripted([Done()])
     talk = play(conversation(environment, tokenizer), Policy(tokenizer, ["x" * 90]))
     assert talk.finish_reason == "length"
@@ -178,7 +178,7 @@ def test_turn_cut_at_its_limit_ends_the_episode_unseen(tokenizer: Tokenizer) -> 
     assert len(talk.segments()[0].token_ids) == 4 + LIMITS.max_new_tokens
 
 
-def test_conversation_ends_at_its_budget_and_after_its_turns(tokenizer: Tokenizer) -> None:
+def test_conversation_ends_at_its_token_and_turn_limits(tokenizer: Tokenizer) -> None:
     forever = [Observation(messages=[user("again ")])] * 20
     limits = Limits(max_turns=3, max_tokens=400, max_new_tokens=40, step_timeout_s=1, episode_timeout_s=9)
     policy = Policy(tokenizer, ["ok"] * 20)
@@ -193,7 +193,7 @@ def test_conversation_ends_at_its_budget_and_after_its_turns(tokenizer: Tokenize
 
 
 class Failing(Scripted):
-    """Fails in a method."""
+    """Fails in a given method."""
 
     method = "step"
     seconds = 0.0
@@ -220,7 +220,7 @@ class Failing(Scripted):
         ("step", 9.0, "timeout", r"step of the environment took longer than 0\.2 s"),
     ],
 )
-def test_failure_of_the_environment_is_typed(
+def test_failure_of_the_environment_has_an_outcome(
     tokenizer: Tokenizer, method: str, seconds: float, outcome: str, text: str
 ) -> None:
     environment = Failing([Done()])
@@ -230,14 +230,14 @@ def test_failure_of_the_environment_is_typed(
     assert caught.value.outcome == outcome
 
 
-def test_reward_that_is_no_number_is_a_failure(tokenizer: Tokenizer) -> None:
+def test_reward_that_is_not_a_number_is_a_failure(tokenizer: Tokenizer) -> None:
     for done in (Done(rewards={"right": float("nan")}), Done(reward="much")):  # type: ignore[arg-type]
         with pytest.raises(EpisodeError, match="must be a finite number") as caught:
             play(conversation(Scripted([done]), tokenizer), Policy(tokenizer, ["a"]))
         assert caught.value.outcome == "reward_error"
 
 
-def test_numbers_of_the_environment_are_those_that_it_reported_last(tokenizer: Tokenizer) -> None:
+def test_latest_environment_metrics_are_kept(tokenizer: Tokenizer) -> None:
     script = [
         Observation(messages=[tool_result("2")], metrics={"calls": 1}),
         Done(metrics={"calls": np.float64(2.0), "late": True}),
@@ -251,7 +251,7 @@ def test_numbers_of_the_environment_are_those_that_it_reported_last(tokenizer: T
 @pytest.mark.parametrize(
     "metrics", [{"calls": float("nan")}, {"calls": "many"}, {"a b": 1.0}, {3: 1.0}, [1.0], {f"a{i}": 1 for i in range(33)}]
 )
-def test_wrong_numbers_of_the_environment_are_its_failure(tokenizer: Tokenizer, metrics: Any) -> None:
+def test_invalid_environment_metrics_are_a_failure(tokenizer: Tokenizer, metrics: Any) -> None:
     with pytest.raises(EpisodeError, match="metrics") as caught:
         play(conversation(Scripted([Done(metrics=metrics)]), tokenizer), Policy(tokenizer, ["a"]))
     assert caught.value.outcome == "environment_error"

@@ -1,4 +1,4 @@
-"""Groups of episodes, with a policy of random numbers and environments that fail according to a plan."""
+"""Groups of episodes, with a random policy and environments that fail at planned turns."""
 
 import asyncio
 from collections import Counter
@@ -28,7 +28,7 @@ PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"ans
 
 
 class Guess:
-    """Ends after some turns; an attempt may raise or hang at a turn."""
+    """Ends after a number of turns; an attempt may raise or hang at a given turn."""
 
     plan: list[str] = []  # noqa: RUF012  # of the attempts, in the order of their start
     seeds: list[int] = []  # noqa: RUF012
@@ -55,7 +55,7 @@ class Guess:
 
 
 class Policy:
-    """Answers each request with two tokens; keeps the sizes of the calls."""
+    """Replies to each request with two tokens, and records the sizes of the calls."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -153,7 +153,7 @@ def test_group_has_segments_rewards_and_counts(tokenizer: Tokenizer, in_round: b
     )
 
 
-def test_turns_of_a_cut_segment_have_the_tokens_that_are_left(tokenizer: Tokenizer) -> None:
+def test_turns_of_a_truncated_segment_have_the_remaining_tokens(tokenizer: Tokenizer) -> None:
     group, _ = play(tokenizer, ["2"] * 4, in_round=True)
     (whole,) = group.rollouts[0].segments
     assert [turn.end for turn in group.rollouts[0].turns] == [6, len(whole.token_ids)]
@@ -172,7 +172,7 @@ def test_turns_differ_where_sums_of_rewards_are_equal(tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("in_round", [True, False])
-def test_failed_attempt_is_repeated_and_then_left_out(tokenizer: Tokenizer, in_round: bool) -> None:
+def test_failed_episode_is_retried_and_then_left_out(tokenizer: Tokenizer, in_round: bool) -> None:
     group, _ = play(tokenizer, ["raises", "1", "hangs", "1", "raises", "2"], in_round=in_round)
     assert len(group.rollouts) + len(group.failures) == 4
     assert group.counts["episodes"] == 6
@@ -184,7 +184,7 @@ def test_failed_attempt_is_repeated_and_then_left_out(tokenizer: Tokenizer, in_r
         assert group.failures[0].error.startswith("data.environment: step")
 
 
-def test_configured_rewards_count_where_the_environment_returns_none_or_they_are_written(tokenizer: Tokenizer) -> None:
+def test_configured_rewards_apply_if_explicit_or_if_the_environment_returns_none(tokenizer: Tokenizer) -> None:
     scores = [0.0, 1.0, 1.0, 0.0]
     group, _ = play(tokenizer, ["1"] * 4, in_round=True, scores=scores)
     assert [rollout.reward for rollout in group.rollouts] == [1.0] * 4
@@ -204,7 +204,7 @@ def test_failed_reward_is_counted(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("least", "rejection"), [(1, None), (2, None), (3, "too small")])
-def test_group_needs_its_least_number_of_rewards(tokenizer: Tokenizer, least: int, rejection: str | None) -> None:
+def test_group_below_the_minimum_size_is_rejected(tokenizer: Tokenizer, least: int, rejection: str | None) -> None:
     group, _ = play(tokenizer, ["1"] * 4, in_round=True, scores=[0.0, None, 1.0, None], rewards={"answer": "exact"})
     worker = object.__new__(RolloutWorker)
     config = SimpleNamespace(rollout=RolloutConfig(min_group_size=least))
@@ -214,12 +214,12 @@ def test_group_needs_its_least_number_of_rewards(tokenizer: Tokenizer, least: in
     assert worker._rejection(replace(group, rollouts=()), task=0) is None  # it has a reason of its own
 
 
-def test_least_size_above_the_size_of_groups_is_refused() -> None:
+def test_minimum_size_above_the_group_size_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"Set min_group_size to at most 4\."):
         RolloutConfig(group_size=4, min_group_size=5)
 
 
-def test_everything_fails(tokenizer: Tokenizer) -> None:
+def test_group_is_empty_if_every_episode_fails(tokenizer: Tokenizer) -> None:
     group, _ = play(tokenizer, ["raises"] * 8, in_round=False)
     assert not group.rollouts
     assert len(group.failures) == 4
@@ -268,7 +268,7 @@ class TwoTurns:
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
-def test_fewer_processes_than_episodes_are_enough(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
+def test_fewer_processes_than_episodes_suffice(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
     (tmp_path / "two_turns.py").write_text(TWO_TURNS)
     environment = {"function": f"{tmp_path}/two_turns.py:TwoTurns", "num_processes": num_processes}
     config = Config.model_validate(
@@ -296,7 +296,7 @@ def test_fewer_processes_than_episodes_are_enough(tokenizer: Tokenizer, tmp_path
     assert [[rollout.reward for rollout in group.rollouts] for group in groups] == [[1.0] * 4] + [[1.0] * 2] * 6
 
 
-def test_rewards_of_tokens_are_part_of_their_turns(tokenizer: Tokenizer) -> None:
+def test_token_rewards_are_included_in_their_turns(tokenizer: Tokenizer) -> None:
     # Turns of two tokens each. The second episode has a turn of reward 1/4, and the end is worth 1.
     by_token = [(0.5, 0.0), (0.5, -0.25, 0.0, 2.0), None, None]
     group, _ = play(

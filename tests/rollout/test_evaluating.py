@@ -1,4 +1,4 @@
-"""Evaluations of hand-made completions: which requests are sent, and what the result says."""
+"""Evaluations of hand-made completions: the requests and the result."""
 
 import asyncio
 import inspect
@@ -29,7 +29,7 @@ def made_set(**values: object) -> EvaluationSet:
 
 
 class Engine:
-    """Answers each request with one token, 2 if its seed is odd or missing, of a version per call."""
+    """Fake engine: replies to each request with one token, 2 if the seed is odd or missing. The version increases per call."""
 
     def __init__(self, versions: Sequence[int] = (4,)) -> None:
         self.versions = versions
@@ -60,7 +60,7 @@ async def score(answers: Answers) -> list[Scored]:
     return [Scored(reward=float(text == "2"), parts={}) for text in answers.completions]
 
 
-def test_numbers_of_the_environment_are_averaged_over_the_set() -> None:
+def test_environment_metrics_are_averaged_over_the_set() -> None:
     rollout = evaluated_group().rollouts[0]
     numbers: list[dict[str, float]] = [{"calls": 2.0}, {"calls": 1.0, "late": 1.0}, {}]
     group = replace(evaluated_group(), rollouts=tuple(replace(rollout, metrics=own) for own in numbers))
@@ -86,7 +86,7 @@ def evaluated(subset: EvaluationSet, engine: Engine, prompts: Sequence[Prompt] =
     return asyncio.run(evaluate_prompts(subset, prompts, answer))
 
 
-def test_samples_have_seeds_that_repeat_in_every_evaluation() -> None:
+def test_seeds_are_equal_in_every_evaluation() -> None:
     subset = made_set(num_samples=3, temperature=0.5, max_new_tokens=9)
     requests = evaluation_requests(PROMPTS[7], subset, seed=3)
     assert requests == evaluation_requests(PROMPTS[7], subset, seed=3)
@@ -103,7 +103,7 @@ def test_result_leaves_failed_rewards_out_and_counts_them() -> None:
     assert result.statistics == {"mean": 1.0, "mean_ci95": 0.0}
 
 
-def test_several_samples_give_pass_and_avg_of_the_solved_ones() -> None:
+def test_several_samples_give_pass_and_avg_statistics() -> None:
     subset = made_set(num_samples=4, temperature=1.0, pass_k=(1, 2))
     engine = Engine()
     result = evaluated(subset, engine)
@@ -119,34 +119,34 @@ def test_several_samples_give_pass_and_avg_of_the_solved_ones() -> None:
     assert result.statistics["pass@2"] == pytest.approx(np.mean(pairs))
 
 
-def test_number_of_completions_in_flight_is_limited() -> None:
+def test_number_of_concurrent_completions_is_limited() -> None:
     engine = Engine()
     evaluated(made_set(num_samples=4, temperature=1.0), engine)
     assert engine.most_at_once == IN_FLIGHT
     assert len(engine.calls) == 200
 
 
-def test_result_says_if_the_version_changed_meanwhile() -> None:
+def test_result_tells_if_the_version_changed_during_the_evaluation() -> None:
     assert evaluated(made_set(), Engine([4])).is_pinned
     mixed = evaluated(made_set(), Engine([4] * 150 + [5]))
     assert not mixed.is_pinned
     assert mixed.version == 4
 
 
-def test_reward_that_always_fails_ends_the_evaluation() -> None:
+def test_evaluation_raises_if_every_reward_fails() -> None:
     with pytest.raises(ScorerError, match="all 1 completions of the evaluation"):
         evaluated(made_set(), Engine(), [replace(PROMPTS[0], entry={"answer": "1"})])
 
 
-def test_unknown_set_is_an_error_that_names_the_sets() -> None:
+def test_error_for_an_unknown_set_lists_the_sets() -> None:
     config = Config.model_validate({"name": "a", "num_steps": 3, "evaluation": {"sets": {"hard": {}}}})
     with pytest.raises(ValueError, match=r"no such set \(got 'easy'\)\. Choose one of chain_sum, hard\."):
         evaluation_set(config, "easy")
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_abandoned_evaluation_reports_a_stop(in_background: bool) -> None:
-    """The controller repeats it then. A leaked cancellation would reach it as an unknown error, and end the run."""
+def test_abandoned_evaluation_raises_stopped_error(in_background: bool) -> None:
+    """The controller then repeats it. A leaked cancellation would reach the controller as an unknown error and end the run."""
 
     class Endless:
         def named(self, name: str) -> str:

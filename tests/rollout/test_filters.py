@@ -1,4 +1,4 @@
-"""The user's filter of groups, on a group made by hand."""
+"""Group filters, with a hand-made group."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def decode(token_ids: Sequence[int]) -> str:
     return "-".join(map(str, token_ids))
 
 
-def test_filter_gets_texts_rewards_parts_lengths_and_entry() -> None:
+def test_filter_receives_texts_rewards_parts_lengths_and_entry() -> None:
     group = scored_group(GROUP, decode)
     short = group.parts["short"]
     assert (short[0], np.isnan(short[1])) == (0.25, True)
@@ -44,7 +44,7 @@ def test_filter_gets_texts_rewards_parts_lengths_and_entry() -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False, np.True_, np.False_])
-def test_filter_decides(kept: Any) -> None:
+def test_return_value_of_the_filter_decides(kept: Any) -> None:
     assert keeps(lambda group: kept, GROUP, decode, "own.py:keep") is bool(kept)
 
 
@@ -60,6 +60,6 @@ def test_filter_decides(kept: Any) -> None:
     ],
     ids=["none", "number", "raises"],
 )
-def test_wrong_filter_is_named(keep: Any, problem: str) -> None:
+def test_error_names_an_invalid_filter(keep: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^rollout\.group_filter: .*{problem}"):
         keeps(keep, GROUP, decode, "own.py:keep")

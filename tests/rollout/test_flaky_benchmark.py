@@ -1,4 +1,4 @@
-"""Figures of the benchmark of environments that fail, by hand, and its environment."""
+"""The benchmark of failing environments: its figures, computed by hand, and its environment."""
 
 import asyncio
 from collections import Counter
@@ -14,7 +14,7 @@ def row(step_s: float, count: float = 80.0, failed: float = 0.0) -> dict[str, fl
     return {"time/step_s": step_s, "episode/count": count, **shares}
 
 
-def test_figures_are_groups_of_all_steps_by_their_time() -> None:
+def test_throughput_is_groups_of_all_steps_over_their_time() -> None:
     found = figures([row(1.0), row(3.0)], [row(2.0, 60.0, 0.3), row(6.0, 20.0, 0.1)], groups_per_step=8)
     assert found == {
         "trained_groups_per_s": {"undisturbed": 4.0, "flaky": 2.0},

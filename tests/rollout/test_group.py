@@ -50,7 +50,7 @@ def test_rollout_masks_the_prompt() -> None:
     assert (rollout.reward, rollout.reward_parts) == (1.25, {"answer": 1.0, "format": 0.5})
 
 
-def test_supports_of_the_completion_follow_the_prompt_and_are_cut_with_it() -> None:
+def test_supports_are_aligned_with_tokens_and_truncated_with_them() -> None:
     supports = supports_of([np.array([7, 9], np.int32), np.array([1], np.int32)], 100)
     truncated = replace(completion([7, 1]), supports=supports)
     rollouts = rollouts_of(PROMPT, [truncated, completion([7, 1])], scored(1.0, 0.0))
@@ -70,7 +70,7 @@ def scored(*rewards: float) -> list[Scored]:
 
 
 def rolled_out(completions: list[Completion], scores: list[Scored]) -> tuple[Group, Answers]:
-    """Return the group of these completions and scores, and the answers that the rewards got."""
+    """Return the group of these completions and scores, and the answers that the rewards received."""
     got: list[Answers] = []
 
     async def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -104,7 +104,7 @@ def test_group_is_scored_by_its_texts() -> None:
     assert (record.min_version, record.max_version) == (4, 4)
 
 
-def test_rollouts_whose_scorer_failed_are_left_out_and_counted() -> None:
+def test_rollouts_without_a_reward_are_left_out_and_counted() -> None:
     completions = [completion([7, 1], cut=True), completion([8, 9, 1], version=5), completion([9, 1])]
     group, _ = rolled_out(completions, [BROKEN, *scored(1.0, 0.0)])
     assert [rollout.segments[0].token_ids.tolist() for rollout in group.rollouts] == [[5, 6, 8, 9, 1], [5, 6, 9, 1]]
@@ -115,7 +115,7 @@ def test_rollouts_whose_scorer_failed_are_left_out_and_counted() -> None:
     assert (record.num_errors, record.first_error) == (1, "answer: ZeroDivisionError: division by zero")
 
 
-def test_parts_that_only_some_completions_have_are_recorded() -> None:
+def test_parts_of_only_some_completions_are_recorded() -> None:
     both = Scored(reward=1.5, parts={"answer": 1.0, "judge/style": 0.5})
     group, _ = rolled_out([completion([8, 1]), completion([9, 1])], [both, *scored(0.0)])
     record = record_of(group, HANDLE, has_payload=True, num_overlong=0)
@@ -135,7 +135,7 @@ def test_group_without_scored_rollout_has_an_empty_record() -> None:
     assert (record.num_errors, record.min_version) == (2, -1)
 
 
-def test_failed_rollout_changes_nothing_for_the_others() -> None:
+def test_failed_rollout_does_not_affect_the_others() -> None:
     completions = [completion([7, 1]), completion([8, 9, 1]), completion([9, 1])]
     with_failure, _ = rolled_out(completions, [*scored(1.0), BROKEN, *scored(0.0)])
     smaller, _ = rolled_out([completions[0], completions[2]], scored(1.0, 0.0))
@@ -166,7 +166,7 @@ def test_tokens_without_a_finite_log_probability_do_not_count() -> None:
     assert (record.num_sampled, record.num_nonfinite) == ((1, 2), 1)
 
 
-def test_seed_of_a_completion_depends_on_run_prompt_and_place() -> None:
+def test_seed_of_a_completion_depends_on_run_prompt_and_position() -> None:
     requests = sampling_requests(PROMPT, RolloutConfig(group_size=8), seed=0)
     seeds = [request.sampling.seed for request in requests]
     assert len(set(seeds)) == 8
@@ -209,7 +209,7 @@ def test_sequences_that_fit_are_unchanged() -> None:
 
 
 def truncated_group() -> Group:
-    """Three completions of 2, 3 and 4 tokens with the rewards 1, 0 and 0; the last one was cut."""
+    """Three completions of 2, 3 and 4 tokens with the rewards 1, 0 and 0; the last one is truncated."""
     completions = [completion([7, 1]), completion([7, 8, 1]), completion([7, 8, 9, 7], cut=True)]
     group, _ = rolled_out(completions, scored(1.0, 0.0, 0.0))
     return group
@@ -234,7 +234,7 @@ def test_masked_truncated_completions_keep_reward_and_length() -> None:
         ("sum", 1.0, 1.0),
     ],
 )
-def test_masked_completions_are_in_the_baseline_and_in_no_count(reduction: str, first: float, second: float) -> None:
+def test_masked_completions_count_in_the_baseline_but_not_in_the_loss(reduction: str, first: float, second: float) -> None:
     record = record_of(without_truncated(truncated_group()), HANDLE, has_payload=True, num_overlong=0)
     batch = plan_batch(
         RecordTable.of([record]),
@@ -249,7 +249,7 @@ def test_masked_completions_are_in_the_baseline_and_in_no_count(reduction: str, 
     assert batch.advantages_N == pytest.approx([2 / 3, -1 / 3, -1 / 3], rel=1e-15)
 
 
-def test_parts_with_weight_differ_or_do_not() -> None:
+def test_only_parts_with_a_nonzero_weight_can_differ() -> None:
     data = DataConfig.model_validate({"rewards": {"right": "exact", "seen": {"function": "exact", "weight": 0.0}}})
 
     def group_of(*parts: dict[str, float]) -> Group:

@@ -1,4 +1,4 @@
-"""The judge against a real HTTP server, as the rollout worker calls it: grades, failures, retries and time limits."""
+"""The judge with a real HTTP server: grades, failures, retries and time limits."""
 
 import asyncio
 import http.server
@@ -53,7 +53,7 @@ def saying(content: object) -> str:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """A judge on this machine; `reply` maps the prompt and the number of the request to status and body."""
+    """A local judge; `reply` maps the prompt and the number of the request to status and body."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -74,7 +74,7 @@ def server() -> Iterator[_Server]:
 
 
 def grades(port: int, *, weight: float = 1.0, **options: object) -> list[Scored]:
-    """Score the answers by the judge, as a rollout worker does."""
+    """Score the answers with the judge, as a rollout worker does."""
     options = {"url": f"http://127.0.0.1:{port}/v1", "model": "grader", **options}
     rewards = {"judge": {"function": "judge", "weight": weight, "options": options}}
     config = Config.model_validate({"name": "a", "num_steps": 1, "data": {"rewards": rewards}})
@@ -90,7 +90,7 @@ def grades(port: int, *, weight: float = 1.0, **options: object) -> list[Scored]
     return asyncio.run(main())
 
 
-def test_judge_is_asked_once_per_completion_and_its_grade_is_scaled(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_is_called_once_per_completion_and_its_grade_is_scaled(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
     server.reply = lambda prompt, number: (200, saying(f"Sound.\nGrade: {2.5 if '{five}' in prompt else 10}"))
     first, second = grades(
@@ -115,7 +115,7 @@ def test_judge_is_asked_once_per_completion_and_its_grade_is_scaled(server: _Ser
     assert "Given: {five} {}" in asked[1][2]["messages"][1]["content"]
 
 
-def test_default_prompt_has_question_answer_and_completion(server: _Server) -> None:
+def test_default_prompt_contains_question_answer_and_completion(server: _Server) -> None:
     assert [scored.reward for scored in grades(server.server_port)] == [0.7, 0.7]
     path, key, request = next(asked for asked in server.asked if "{five}" in asked[2]["messages"][0]["content"])
     assert (path, key, request["temperature"]) == ("/v1/chat/completions", None, 0.0)
@@ -124,42 +124,42 @@ def test_default_prompt_has_question_answer_and_completion(server: _Server) -> N
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_refusal_because_of_load_is_repeated(server: _Server, status: int) -> None:
+def test_request_is_retried_after_a_temporary_error(server: _Server, status: int) -> None:
     server.reply = lambda prompt, number: (status, "busy") if number <= 2 else (200, saying("Grade: 10"))
     assert [scored.reward for scored in grades(server.server_port)] == [1.0, 1.0]
     assert len(server.asked) == 4
 
 
-def test_lasting_refusal_is_no_reward_after_all_attempts(server: _Server) -> None:
+def test_persistent_error_is_a_failure_after_all_attempts(server: _Server) -> None:
     server.reply = lambda prompt, number: (503, "busy") if "{five}" in prompt else (200, saying("Grade: 0"))
     first, second = grades(server.server_port, num_retries=2)
     assert first.reward == 0.0  # a grade, not a failure
     assert (second.reward, second.parts) == (None, {})
-    assert second.error == "judge: JudgeError: the judge refused with status 503 ('busy') (attempts: 3)"
+    assert second.error == "judge: JudgeError: the judge replied with HTTP status 503 ('busy') (attempts: 3)"
     assert len(server.asked) == 1 + 3
 
 
-def test_wrong_request_is_not_repeated(server: _Server) -> None:
+def test_invalid_request_is_not_retried(server: _Server) -> None:
     server.reply = lambda prompt, number: (401, "no such key")
     for scored in grades(server.server_port):
         assert scored.reward is None
-        assert scored.error == "judge: JudgeError: the judge refused with status 401 ('no such key')"
+        assert scored.error == "judge: JudgeError: the judge replied with HTTP status 401 ('no such key')"
     assert len(server.asked) == 2
 
 
-def test_judge_that_never_replies_is_given_up(server: _Server) -> None:
+def test_judge_that_never_replies_times_out(server: _Server) -> None:
     server.reply = lambda prompt, number: None if "{five}" in prompt else (200, saying("Grade: 10"))
     first, second = grades(server.server_port, timeout_s=0.3, num_retries=0)
     assert first.reward == 1.0
     assert second.error == "judge: JudgeError: the judge did not reply within timeout_s=0.3 (attempts: 1)"
 
 
-def test_timeout_is_repeated(server: _Server) -> None:
+def test_timeout_is_retried(server: _Server) -> None:
     server.reply = lambda prompt, number: None if number <= 2 else (200, saying("Grade: 10"))
     assert [scored.reward for scored in grades(server.server_port, timeout_s=0.5, num_retries=1)] == [1.0, 1.0]
 
 
-def test_judge_that_does_not_exist_is_no_reward() -> None:
+def test_unreachable_judge_is_a_failure() -> None:
     with socket.socket() as closed:  # bound, so that nothing else gets the port, but not listening
         closed.bind(("127.0.0.1", 0))
         for scored in grades(closed.getsockname()[1], num_retries=0):
@@ -178,7 +178,7 @@ def test_judge_that_does_not_exist_is_no_reward() -> None:
         (saying("Grade: -1"), "the grade must be from 0 to 10 (got -1)"),
     ],
 )
-def test_reply_without_a_valid_grade_is_no_reward(server: _Server, body: str, error: str) -> None:
+def test_reply_without_a_valid_grade_is_a_failure(server: _Server, body: str, error: str) -> None:
     server.reply = lambda prompt, number: (200, body)
     for scored in grades(server.server_port):
         assert scored.reward is None
@@ -201,18 +201,18 @@ def options(**values: object) -> JudgeOptions:
         ("0.4", {"score_pattern": r"[\d.]+", "min_score": -1, "max_score": 1}, 0.7),
     ],
 )
-def test_grade_is_the_last_match_between_the_bounds(text: str, values: dict[str, object], grade: float) -> None:
+def test_grade_is_the_last_match_scaled_by_the_bounds(text: str, values: dict[str, object], grade: float) -> None:
     assert grade_of(text, options(**values)) == pytest.approx(grade, rel=1e-15)
 
 
-def test_match_that_is_no_number_is_an_error() -> None:
-    with pytest.raises(JudgeError, match=r"^score_pattern matched something that is no number \(got 'good'\)$"):
+def test_match_that_is_not_a_number_is_an_error() -> None:
+    with pytest.raises(JudgeError, match=r"^score_pattern matched text that is not a number \(got 'good'\)$"):
         grade_of("good", options(score_pattern="good|bad"))
     with pytest.raises(JudgeError, match=r"\(got None\)$"):
         grade_of("good", options(score_pattern=r"(\d)|good"))
 
 
-def test_missing_key_is_an_error_before_any_request(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_api_key_is_an_error_before_any_request(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ValueError, match=r"^data\.rewards\.judge\.options\.key_variable: .* \(got MY_KEY\)\. Export it"):
         grades(server.server_port, key_variable="MY_KEY")

@@ -1,4 +1,4 @@
-"""Delivery of finished groups to a fake shard that records the calls."""
+"""Delivery of finished groups to a fake shard that records calls."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ def test_groups_finished_during_a_delivery_share_the_next_message() -> None:
     asyncio.run(scenario())
 
 
-def test_whole_groups_are_written_before_their_delivery() -> None:
+def test_groups_are_dumped_before_their_delivery() -> None:
     async def scenario() -> None:
         shard, written = FakeShard(), []
 
@@ -84,7 +84,7 @@ def test_groups_of_one_tick_share_a_message_and_its_error() -> None:
     asyncio.run(scenario())
 
 
-def test_group_waits_for_older_groups_unless_many_wait() -> None:
+def test_group_waits_for_older_groups_unless_many_are_queued() -> None:
     async def scenario() -> None:
         shard = FakeShard()
         outbox = Outbox(shard, in_order=True)
@@ -105,7 +105,7 @@ def test_group_waits_for_older_groups_unless_many_wait() -> None:
     asyncio.run(scenario())
 
 
-def test_group_is_sent_at_once_if_order_does_not_matter() -> None:
+def test_group_is_sent_immediately_if_order_does_not_matter() -> None:
     async def scenario() -> None:
         shard = FakeShard()
         outbox = Outbox(shard, in_order=False)
@@ -126,7 +126,7 @@ def test_group_without_payload_sends_only_its_record() -> None:
     asyncio.run(scenario())
 
 
-def test_groups_of_an_abandoned_round_are_neither_sent_nor_waited_for() -> None:
+def test_groups_of_an_abandoned_round_are_discarded() -> None:
     async def scenario() -> None:
         shard = FakeShard()
         outbox = Outbox(shard, in_order=True)

@@ -1,4 +1,4 @@
-"""The example of an own tool and an own group reward, without a run."""
+"""The example of a custom tool and a custom group reward, without a run."""
 
 import asyncio
 import runpy
@@ -36,13 +36,13 @@ def test_tool_answers_a_call(terms: str, reply: str) -> None:
     assert asyncio.run(main()) == reply
 
 
-def test_shortest_right_answers_of_the_group_are_rewarded() -> None:
+def test_shortest_correct_answers_of_a_group_are_rewarded() -> None:
     answers = ["<answer>9</answer>", "<answer>9</answer>", "<answer>9</answer>", "<answer>8</answer>"]
     assert OWN["brief"](answers, {"answer": "9"}, num_tokens=[12, 10, 10, 4]) == [0.0, 1.0, 1.0, 0.0]
     assert OWN["brief"](answers, {"answer": "7"}, num_tokens=[12, 10, 10, 4]) == [0.0] * 4
 
 
-def test_configuration_of_the_example_names_both() -> None:
+def test_configuration_of_the_example_uses_both() -> None:
     config = load_config(FOLDER / "own_tool.yaml")
     assert config.data.environment is not None
     assert config.data.environment.function == f"{FOLDER}/own_tool.py:Abacus"

@@ -1,4 +1,4 @@
-"""Generation calls through the pool, with fake replicas."""
+"""The generator pool with fake replicas."""
 
 import asyncio
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def requests(*prompts: int) -> list[GenerationRequest]:
     return [GenerationRequest(token_ids=(prompt,), sampling=sampling) for prompt in prompts]
 
 
-def test_replica_serves_from_the_moment_when_it_is_there() -> None:
+def test_replica_gets_requests_as_soon_as_it_is_available() -> None:
     async def scenario() -> None:
         pool = GeneratorPool([None, None], max_num_seqs=64)
         calls = [asyncio.create_task(pool.generate(requests(prompt))) for prompt in (1, 2)]
@@ -85,7 +85,7 @@ def test_groups_go_to_the_least_loaded_replica() -> None:
     asyncio.run(scenario())
 
 
-def test_groups_of_a_round_are_placed_by_index_and_announced_with_its_size() -> None:
+def test_groups_of_a_round_are_placed_by_index_with_the_round_size() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
         pool = GeneratorPool(replicas, max_num_seqs=64)
@@ -141,7 +141,7 @@ def test_session_moves_when_its_replica_failed() -> None:
     asyncio.run(scenario())
 
 
-def test_replica_that_waits_for_weights_gets_no_requests() -> None:
+def test_replica_waiting_for_weights_gets_no_requests() -> None:
     async def scenario() -> None:
         held, free = Replica("held"), Replica("free")
         held.load = EngineLoad(num_requests=2, num_queued=0, admits=False)
@@ -176,7 +176,7 @@ def test_room_waits_at_the_limit_until_a_group_finishes() -> None:
     asyncio.run(scenario())
 
 
-def test_queueing_replica_gets_no_more_than_it_decodes() -> None:
+def test_replica_with_a_queue_gets_no_more_than_it_decodes() -> None:
     async def scenario() -> None:
         replica = Replica("a", num_queued=4)
         replica.held_message = 2
@@ -206,7 +206,7 @@ def test_spare_requests_are_sent_but_not_returned() -> None:
     asyncio.run(scenario())
 
 
-def test_call_queued_when_its_replica_ends_is_sent_to_the_replacement() -> None:
+def test_queued_call_of_a_dead_replica_goes_to_the_replacement() -> None:
     async def scenario() -> None:
         first, second = Replica("first"), Replica("second")
         pool = GeneratorPool([first], max_num_seqs=64)
@@ -221,7 +221,7 @@ def test_call_queued_when_its_replica_ends_is_sent_to_the_replacement() -> None:
     asyncio.run(scenario())
 
 
-def test_running_calls_of_a_replica_that_ends_go_to_the_others() -> None:
+def test_running_calls_of_a_dead_replica_go_to_other_replicas() -> None:
     async def scenario() -> None:
         first, second = Replica("first"), Replica("second")
         first.held_message = 1

@@ -1,4 +1,4 @@
-"""Renderers: messages to tokens of a chat template, and the promise that a turn only extends the tokens before it."""
+"""Renderers: conversion of messages to tokens, and the guarantee that a turn only appends to earlier tokens."""
 
 import json
 import random
@@ -25,7 +25,7 @@ RESULT = [{"role": "tool", "tool_call_id": "call_0", "content": "2"}]
 
 @pytest.fixture(scope="module")
 def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a tokenizer of bytes with the special tokens of Qwen3, and its model type."""
+    """Write a byte-level tokenizer with the special tokens and the model type of Qwen3."""
     folder = tmp_path_factory.mktemp("qwen3")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -50,19 +50,21 @@ def test_automatic_renderer_follows_the_model(qwen3_dir: Path, tmp_path: Path) -
     assert isinstance(automatic(tmp_path), PlainRenderer)
 
 
-def test_unknown_family_is_named(qwen3_dir: Path, tmp_path: Path) -> None:
+def test_error_names_an_unknown_model_family(qwen3_dir: Path, tmp_path: Path) -> None:
     for file in qwen3_dir.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt9"}))
-    with pytest.raises(ValueError, match=r"data\.environment\.renderer: .*models of type gpt9 \(got auto\)\. Name one of"):
+    with pytest.raises(ValueError, match=r"data\.environment\.renderer: .*models of type gpt9 \(got auto\)\. Name a renderer"):
         automatic(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "options"), [("qwen9", {}), ("qwen3", {"enable_thinkin": False}), ("gpt-oss", {})], ids=["name", "option", "model"]
 )
-def test_renderer_that_does_not_fit_is_named(qwen3_dir: Path, name: str, options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=rf"data\.environment\.renderer: {name} cannot be used with .*Name another renderer\."):
+def test_error_names_an_unusable_renderer(qwen3_dir: Path, name: str, options: dict[str, object]) -> None:
+    with pytest.raises(
+        ValueError, match=rf"data\.environment\.renderer: {name} cannot be used with .*Choose another renderer\."
+    ):
         make_renderer(load_tokenizer(qwen3_dir), name, options)
 
 
@@ -90,7 +92,7 @@ def test_malformed_call_keeps_its_text(qwen3_dir: Path) -> None:
     assert '"arg' in call["function"]["arguments"]
 
 
-def test_extension_is_added_to_exactly_the_tokens_that_were_sampled(qwen3_dir: Path, tmp_path: Path) -> None:
+def test_extension_keeps_the_sampled_tokens_unchanged(qwen3_dir: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     draw = random.Random(0)
     for folder, num in ((qwen3_dir, 2_000), (tmp_path, 8_000)):
@@ -109,7 +111,7 @@ def test_extension_is_added_to_exactly_the_tokens_that_were_sampled(qwen3_dir: P
             assert len(added) - len(tail) <= (0 if has_ended else 2), "only the end of the turn is added"
 
 
-def test_stripped_thinking_begins_a_new_segment(qwen3_dir: Path) -> None:
+def test_stripped_thinking_starts_a_new_segment(qwen3_dir: Path) -> None:
     tokenizer = load_tokenizer(qwen3_dir)
     completion = tokenizer.encode("<think>\nhm\n</think>\n\nIt is 2.<|im_end|>")
     more = [{"role": "user", "content": "Sure?"}]

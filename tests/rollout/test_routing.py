@@ -1,29 +1,29 @@
-"""Choice of the replica for a group, after events in any order."""
+"""Routing of groups to replicas, after events in any order."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from titanrl.rollout.routing import Router, Seat, SessionKey
+from titanrl.rollout.routing import ReplicaState, Router, SessionKey
 
 
 def test_least_loaded_replica_is_chosen_and_paused_sessions_break_ties() -> None:
     router, keys = Router(2), [SessionKey() for _ in range(4)]
     first, second = (router.assign(num, key) for num, key in zip((8, 2), keys, strict=False))
-    assert (first.place, second.place) == (0, 1)
-    assert router.assign(2, keys[2]).place == 1
-    for seat, num_requests in ((first, 8), (second, 2), (second, 2)):
-        router.finished(seat, num_requests, admits=True)
-    assert router.assign(1, keys[3]).place == 0  # it has one session, the other replica has two
+    assert (first.index, second.index) == (0, 1)
+    assert router.assign(2, keys[2]).index == 1
+    for replica, num_requests in ((first, 8), (second, 2), (second, 2)):
+        router.finished(replica, num_requests, admits=True)
+    assert router.assign(1, keys[3]).index == 0  # it has one session, the other replica has two
 
 
-def test_turn_goes_to_the_busy_replica_of_its_session() -> None:
+def test_turn_goes_to_the_replica_of_its_session_even_if_busy() -> None:
     router, session = Router(2), SessionKey()
-    seat = router.assign(1, session)
+    replica = router.assign(1, session)
     for _ in range(3):
-        router.finished(seat, 1, admits=True)
-        seat.num_running += 100
-        assert router.assign(1, session) is seat
+        router.finished(replica, 1, admits=True)
+        replica.num_running += 100
+        assert router.assign(1, session) is replica
 
 
 def test_session_leaves_failed_or_waiting_replica_unless_all_are() -> None:
@@ -42,14 +42,14 @@ def test_session_leaves_failed_or_waiting_replica_unless_all_are() -> None:
 
 
 class Sessions(RuleBasedStateMachine):
-    """Groups and turns that start, finish and fail in any order, over three replicas."""
+    """Groups and turns that start, finish and fail in any order on three replicas."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = Router(3)
-        self.seats = list(self.router)
+        self.replicas = list(self.router)
         self.sessions: list[SessionKey] = []
-        self.in_flight: list[tuple[SessionKey, Seat, int]] = []
+        self.in_flight: list[tuple[SessionKey, ReplicaState, int]] = []
 
     def pick(self, data: st.DataObject, count: int) -> int:
         return data.draw(st.integers(0, count - 1))
@@ -62,42 +62,42 @@ class Sessions(RuleBasedStateMachine):
     @rule(data=st.data(), num_requests=st.integers(1, 8))
     def take_turn(self, data: st.DataObject, num_requests: int) -> None:
         session = self.sessions[self.pick(data, len(self.sessions))]
-        before, running = session.seat, [seat.num_running for seat in self.seats]
+        before, running = session.replica, [replica.num_running for replica in self.replicas]
         usable = self.router.usable()
-        seat = self.router.assign(num_requests, session)
-        assert seat in usable
+        replica = self.router.assign(num_requests, session)
+        assert replica in usable
         if before in usable:
-            assert seat is before
+            assert replica is before
         else:
-            assert running[seat.place] == min(running[other.place] for other in usable)
-        assert seat.num_running == running[seat.place] + num_requests, "a group goes to one replica"
-        self.in_flight.append((session, seat, num_requests))
+            assert running[replica.index] == min(running[other.index] for other in usable)
+        assert replica.num_running == running[replica.index] + num_requests, "a group goes to one replica"
+        self.in_flight.append((session, replica, num_requests))
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), admits=st.booleans())
     def finish(self, data: st.DataObject, admits: bool) -> None:
-        _, seat, num_requests = self.in_flight.pop(self.pick(data, len(self.in_flight)))
-        self.router.finished(seat, num_requests, admits=admits)
-        assert seat.admits or seat.num_running, "a replica without requests would never get one again"
+        _, replica, num_requests = self.in_flight.pop(self.pick(data, len(self.in_flight)))
+        self.router.finished(replica, num_requests, admits=admits)
+        assert replica.admits or replica.num_running, "a replica without requests would never get one again"
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        _, seat, num_requests = self.in_flight.pop(self.pick(data, len(self.in_flight)))
-        self.router.failed(seat, num_requests)
+        _, replica, num_requests = self.in_flight.pop(self.pick(data, len(self.in_flight)))
+        self.router.failed(replica, num_requests)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
     def end_session(self, data: st.DataObject) -> None:
         session = self.sessions.pop(self.pick(data, len(self.sessions)))
-        self.router.leave(session)
-        self.router.leave(session)
+        self.router.end_session(session)
+        self.router.end_session(session)
 
     @invariant()
     def counts_match_the_sessions_and_groups_in_flight(self) -> None:
-        for seat in self.seats:
-            assert seat.num_sessions == sum(session.seat is seat for session in self.sessions)
-            assert seat.num_running == sum(num for _, at, num in self.in_flight if at is seat)
+        for replica in self.replicas:
+            assert replica.num_sessions == sum(session.replica is replica for session in self.sessions)
+            assert replica.num_running == sum(num for _, at, num in self.in_flight if at is replica)
         assert self.router.usable()
 
 

@@ -45,7 +45,7 @@ def test_exact_compares_words_and_numbers(text: str, expected: object, reward: f
     assert exact()(text, {"answer": expected}) == reward
 
 
-def test_reasoning_gym_scores_the_text_in_the_tags() -> None:
+def test_reasoning_gym_scores_the_text_in_answer_tags() -> None:
     score = reasoning_gym("chain_sum", {"min_terms": 2})
     entry = {"question": "3 + 4 =", "answer": "7", "metadata": {}}
     assert score("so <answer>7</answer>", entry) == 1.0
@@ -65,7 +65,7 @@ def test_gym_scorer_that_fails_on_the_right_answer_raises() -> None:
         score("<answer>2 \u00d7 3 \u00d7 x</answer>", {"question": "", "answer": "two times three", "metadata": {}})
 
 
-def test_unknown_task_is_refused() -> None:
+def test_unknown_task_is_rejected() -> None:
     with pytest.raises(ValueError, match="chain_sam"):
         reasoning_gym("chain_sam", {})
 
@@ -77,7 +77,7 @@ def test_unknown_task_is_refused() -> None:
     ("num_tokens", "penalty"),
     [(1, 0.0), (15, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1.0), (21, -1.0), (4000, -1.0)],
 )
-def test_soft_overlong_penalty_is_formula_13_of_dapo(num_tokens: int, penalty: float) -> None:
+def test_soft_overlong_penalty_is_equation_13_of_dapo(num_tokens: int, penalty: float) -> None:
     # L_max 20, L_cache 4: ((20 - 4) - length) / 4 between 16 and 20 tokens.
     score = BoundReward("short", overlong(cache_tokens=4, max_tokens=20))
     answers = Answers(entry={}, completions=("text",), num_tokens=(num_tokens,), finish_reasons=("stop",))
@@ -106,14 +106,14 @@ def test_soft_overlong_penalty_never_grows_with_fewer_tokens(cache: int, free: i
         ("哈哈哈哈", 2, "character", -2 / 3),
     ],
 )
-def test_repetition_is_the_share_of_repeated_n_grams(
+def test_repetition_is_the_fraction_of_repeated_n_grams(
     text: str, size: int, unit: Literal["word", "character"], penalty: float
 ) -> None:
     assert repetition(size, unit)(text, {}) == pytest.approx(penalty, rel=1e-15)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=30), st.integers(1, 4))
-def test_repetition_lies_between_minus_one_and_zero_and_saying_it_again_costs(words: list[str], size: int) -> None:
+def test_repetition_is_bounded_and_never_rises_when_text_repeats(words: list[str], size: int) -> None:
     score = repetition(size, "word")
     once, twice = score(" ".join(words), {}), score(" ".join(words * 2), {})
     assert -1.0 < once <= 0.0
@@ -131,7 +131,9 @@ def test_repetition_lies_between_minus_one_and_zero_and_saying_it_again_costs(wo
         (r"\d+", "anywhere", "", 0.0),
     ],
 )
-def test_regex_matches_all_or_any_part(pattern: str, match: Literal["full", "anywhere"], text: str, reward: float) -> None:
+def test_regex_matches_whole_text_or_any_part(
+    pattern: str, match: Literal["full", "anywhere"], text: str, reward: float
+) -> None:
     assert regex(pattern, match)(text, {}) == reward
 
 
@@ -168,11 +170,11 @@ def test_math_verify_compares_expressions(verify_math, text: str, answer: str, r
     assert verify_math(text, {"answer": answer}) == reward
 
 
-def test_math_verify_gives_no_reward_for_a_comparison_that_takes_too_long(verify_math) -> None:
-    with pytest.raises(TimeoutError, match=r"not compared in 2 s"):
+def test_math_verify_raises_if_a_comparison_takes_too_long(verify_math) -> None:
+    with pytest.raises(TimeoutError, match=r"comparing two expressions took longer than 2 s"):
         verify_math(r"\boxed{9^{9^{9^{9}}}}", {"answer": "36"})
 
 
-def test_math_verify_gives_no_reward_without_a_readable_answer(verify_math) -> None:
-    with pytest.raises(ValueError, match=re.escape("the expected answer has no mathematical expression (got '')")):
+def test_math_verify_raises_without_a_parsable_answer(verify_math) -> None:
+    with pytest.raises(ValueError, match=re.escape("the expected answer contains no mathematical expression (got '')")):
         verify_math("36", {"answer": ""})

@@ -1,4 +1,4 @@
-"""The parts of a reward, confined and trusted, with real processes and threads."""
+"""Scoring with several rewards, confined and trusted, with real processes and threads."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("by_file", [False, True])
-def test_rewards_named_by_import_path_and_by_file(module: Path, by_file: bool, trusted: bool) -> None:
+def test_rewards_are_loaded_by_import_path_and_by_file(module: Path, by_file: bool, trusted: bool) -> None:
     where = str(module) if by_file else "file_rewards"
     rewards = {
         name: {"function": f"{where}:{name}", "trusted": trusted, "weight": weight}
@@ -100,12 +100,12 @@ def test_objects_of_every_kind_are_scored_together(trusted: bool) -> None:
     assert (first.reward, second.reward) == (1.0 + 1.5 - 1.0 + 2.0 + 0.0 + 1.0, 0.0 + 1.5 - 4.0 + 2.0 + 1.0 + 0.0)
 
 
-def test_single_reward_of_python_is_the_answer() -> None:
+def test_single_python_reward_is_named_answer() -> None:
     scores = score(Config(name="a", num_steps=1), {"rewards": right})
     assert [scored.parts for scored in scores] == [{"answer": 1.0}, {"answer": 0.0}]
 
 
-def test_failure_of_one_part_leaves_the_completion_without_reward_and_names_the_part() -> None:
+def test_failure_of_one_part_fails_the_completion_and_names_the_part() -> None:
     def fussy(completion: str, entry: Mapping[str, Any]) -> float:
         return 1 / (len(completion) - 1)
 
@@ -206,7 +206,7 @@ def test_weights_of_rewards_and_of_their_parts_multiply() -> None:
     assert scored.parts == {"right": 1.0, "judge/style": 2.0, "judge/facts": 3.0}
 
 
-def test_weight_of_a_part_that_is_not_returned_is_an_error() -> None:
+def test_weight_of_a_missing_part_is_an_error() -> None:
     rewards = {"judge": RewardConfig(function="exact", weights={"stile": 0.1})}
     scored = weighted({"judge": parts(judge__style=2.0, judge__facts=3.0)}, rewards, ANSWERS, 0)
     assert scored.error == "judge: it returned facts, style, but data.rewards.judge.weights names stile"
@@ -218,16 +218,16 @@ def specs_of(data: DataConfig) -> list[RewardSpec]:
     return reward_specs(Config(name="a", num_steps=1, data=data), {})
 
 
-def test_source_selects_the_reward_without_others() -> None:
+def test_prompt_source_selects_the_default_reward() -> None:
     (gym,) = specs_of(DataConfig(task="countdown", task_config={"min_numbers": 2}))
     assert (gym.name, gym.factory, gym.bounds) == ("answer", "titanrl.rollout.scorers:reasoning_gym", (0.0, 1.0))
     assert gym.kwargs == {"task": "countdown", "config": {"min_numbers": 2}}
     (exact,) = specs_of(DataConfig(source="jsonl", path=Path("prompts.jsonl")))
-    assert (exact.name, exact.factory, exact.is_own) == ("answer", "titanrl.rollout.scorers:exact", False)
+    assert (exact.name, exact.factory, exact.is_custom) == ("answer", "titanrl.rollout.scorers:exact", False)
     (own,) = specs_of(DataConfig(rewards={"short": RewardConfig(function="a.b:c")}))
-    assert (own.name, own.factory, own.kwargs["plugin"].name, own.is_own) == (
+    assert (own.name, own.factory, own.kwargs["plugin"].name, own.is_custom) == (
         "short",
-        "titanrl.rollout.scorers:own",
+        "titanrl.rollout.scorers:custom",
         "a.b:c",
         True,
     )
@@ -258,7 +258,7 @@ def test_built_in_rewards_are_named_from_python() -> None:
     assert values(score_with(right="exact", short=short)) == [1.0, -1.0]
 
 
-def test_pattern_that_backtracks_forever_is_a_failure_of_its_completion_only() -> None:
+def test_endless_backtracking_fails_only_its_completion() -> None:
     answers = Answers(
         entry={"question": "", "answer": "", "metadata": {}},
         completions=("a" * 40 + "b", "aaa"),
@@ -282,4 +282,4 @@ def test_math_verify_uses_its_time_limit_in_the_sandbox() -> None:
     reward = Reward("math_verify", options={"timeout_s": 1})
     first, second, third = score(Config(name="a", num_steps=1), {"rewards": {"right": reward}}, answers)
     assert (first.parts, third.parts) == ({"right": 1.0}, {"right": 0.0})
-    assert second.error == "right: TimeoutError: two expressions were not compared in 1 s"
+    assert second.error == "right: TimeoutError: comparing two expressions took longer than 1 s"

@@ -1,4 +1,4 @@
-"""Rewards that ask a judge over the network, trusted and confined, with a real HTTP server."""
+"""Rewards that call a judge over the network, trusted and confined, with a real HTTP server."""
 
 import asyncio
 import http.server
@@ -36,7 +36,7 @@ class _Judge(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def judge() -> Iterator[http.server.ThreadingHTTPServer]:
-    """An HTTP server on this machine; `asked` has the requests."""
+    """A local HTTP server; `asked` contains the requests."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Judge) as server:
         server.asked = []  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever)
@@ -68,7 +68,7 @@ def asking_async(port: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("make", [asking, asking_async])
-def test_trusted_judge_is_asked_over_http(
+def test_trusted_reward_can_call_a_judge_over_http(
     make: Callable[[int], Callable[..., Any]], judge: http.server.ThreadingHTTPServer
 ) -> None:
     scores = score_with(right=right, judge=Reward(make(judge.server_port), weight=2.0, trusted=True))
@@ -96,7 +96,7 @@ def swallowing(port: int) -> Callable[..., float]:
 @pytest.mark.parametrize(
     ("make", "needs"), [(asking, "the network"), (asking_async, "an event loop"), (swallowing, "the network")]
 )
-def test_confined_judge_fails_with_the_remedy_instead_of_zeros(
+def test_confined_reward_with_network_access_fails_and_names_the_remedy(
     make: Callable[[int], Callable[..., Any]], needs: str, judge: http.server.ThreadingHTTPServer
 ) -> None:
     for scored in score_with(judge=make(judge.server_port)):

@@ -1,4 +1,4 @@
-"""Rewards of tokens, confined and trusted, with real processes."""
+"""Token rewards, confined and trusted, with real processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ CREDITED = Answers(
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_rewards_of_tokens_are_weighted_and_added_by_token(trusted: bool) -> None:
+def test_token_rewards_are_weighted_and_summed_per_token(trusted: bool) -> None:
     def steps(completion: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         ends = titanrl.TokenRewards(steps=[(completion.index("c") + 1, 0.5)], whole=0.25)
         return {"ends": ends, "short": float(len(completion) < 2)}
@@ -45,7 +45,7 @@ def test_rewards_of_tokens_are_weighted_and_added_by_token(trusted: bool) -> Non
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_group_reward_may_return_rewards_of_tokens(trusted: bool) -> None:
+def test_group_reward_may_return_token_rewards(trusted: bool) -> None:
     @titanrl.group_reward
     def last(completions: Sequence[str], entry: Mapping[str, Any], token_ids: Sequence[Sequence[int]]) -> list[Any]:
         return [titanrl.TokenRewards(tokens=list(range(len(ids)))) for ids in token_ids[:1]] + [1.0]
@@ -56,7 +56,7 @@ def test_group_reward_may_return_rewards_of_tokens(trusted: bool) -> None:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_wrong_rewards_of_tokens_fail_their_completion(trusted: bool) -> None:
+def test_invalid_token_rewards_fail_their_completion(trusted: bool) -> None:
     def wrong(completion: str, entry: Mapping[str, Any]) -> titanrl.TokenRewards:
         return titanrl.TokenRewards(tokens=[1.0, 2.0]) if completion == "c" else titanrl.TokenRewards(tokens=[1.0])
 
@@ -69,14 +69,14 @@ def test_wrong_rewards_of_tokens_fail_their_completion(trusted: bool) -> None:
     first, second = scored(wrong)
     assert first.reward is None
     assert first.error == (
-        "wrong: it returned 1 rewards of tokens for a completion of 4. "
-        "Return one per sampled token, with the end-of-sequence token."
+        "wrong: it returned 1 token rewards for a completion of 4 tokens. "
+        "Return one per sampled token, including the end-of-sequence token."
     )
     assert second.token_rewards == (1.0, 2.0)
     assert all("the reward returned nan. Expected a finite number" in each.error for each in scored(beyond))
 
 
-def test_steps_of_a_text_that_was_cut_keep_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_truncated_text_keep_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanrl.sandbox.pool.MAX_TEXT_CHARS", 3)
 
     def seen(completion: str, entry: Mapping[str, Any]) -> titanrl.TokenRewards:
@@ -90,8 +90,8 @@ def test_steps_of_a_text_that_was_cut_keep_their_tokens(monkeypatch: pytest.Monk
     "tokens",
     ["1", "[0.0, [1.0], 3]", "[0.0, [1.0], [[0, 1.0]]]", "[0.0, [1], []]", "[0.0, [NaN], []]", "[0.0, [], [[1, 1.0, 2]]]"],
 )
-def test_forged_rewards_of_tokens_are_an_error(tokens: str) -> None:
-    own = RewardSpec(name="a", factory="", is_own=True)
+def test_forged_token_rewards_are_an_error(tokens: str) -> None:
+    own = RewardSpec(name="a", factory="", is_custom=True)
     valid, forged = (
         f'[{{"parts": {{"a": 1.0}}, "tokens": {{"a": {value}}}}}]' for value in ("[0.5, [1.0], [[2, 1.0]]]", tokens)
     )
@@ -101,7 +101,7 @@ def test_forged_rewards_of_tokens_are_an_error(tokens: str) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "high"), [("[1.0, 1.0]", 1.0), ("[1e308, 1e308]", float("inf"))])
-def test_sum_of_the_rewards_of_tokens_stays_within_the_bounds(tokens: str, high: float) -> None:
-    own = RewardSpec(name="a", factory="", bounds=(0.0, high), is_own=True)
+def test_sum_of_token_rewards_stays_within_the_bounds(tokens: str, high: float) -> None:
+    own = RewardSpec(name="a", factory="", bounds=(0.0, high), is_custom=True)
     reply = f'[{{"parts": {{"a": 1.0}}, "tokens": {{"a": [0.0, {tokens}, []]}}}}]'
     assert parse_scores(reply.encode(), own, 1)[0].status == "error"  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Rewards of tokens, from what a reward returns to the record of a group, with numbers worked by hand."""
+"""Token rewards, from the return value of a reward to the record of a group, with numbers computed by hand."""
 
 from dataclasses import replace
 
@@ -37,12 +37,12 @@ def answers(*ids: int) -> Answers:
         (TokenRewards(steps=[(5, 2.0), (4, -1.0)], whole=0.5), [0.0, 0.0, 1.0, 0.5]),
     ],
 )
-def test_each_reward_falls_to_its_token(rewards: TokenRewards, expected: list[float]) -> None:
+def test_each_reward_is_assigned_to_its_token(rewards: TokenRewards, expected: list[float]) -> None:
     assert rewards_by_token(rewards, answers(2, 3, 4, 1), 0) == expected
     assert rewards.total == sum(expected)
 
 
-def test_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
+def test_character_of_several_tokens_belongs_to_the_last_one() -> None:
     texts = {(7,): "\ufffd", (7, 8): "\ufffd", (7, 8, 9): "\u00e9", (7, 8, 9, 1): "\u00e9"}
     several = replace(answers(1), completions=("\u00e9",), num_tokens=(4,), token_ids=((7, 8, 9, 1),))
     several = replace(several, decode=lambda ids: texts[tuple(ids)])
@@ -52,21 +52,21 @@ def test_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
 @pytest.mark.parametrize(
     ("rewards", "problem"),
     [
-        (TokenRewards(tokens=[1.0]), "it returned 1 rewards of tokens for a completion of 4. Return one per sampled token"),
-        (TokenRewards(steps=[(6, 1.0)]), "it returned a step that ends after 6 characters of a text of 5. Count"),
+        (TokenRewards(tokens=[1.0]), "it returned 1 token rewards for a completion of 4 tokens. Return one per sampled token"),
+        (TokenRewards(steps=[(6, 1.0)]), "it returned a step that ends after 6 characters, but the completion has 5. Count"),
     ],
 )
-def test_rewards_that_fit_no_token_are_refused(rewards: TokenRewards, problem: str) -> None:
+def test_rewards_that_match_no_token_are_rejected(rewards: TokenRewards, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         rewards_by_token(rewards, answers(2, 3, 4, 1), 0)
 
 
-def test_steps_of_a_last_message_are_refused() -> None:
-    with pytest.raises(ValueError, match="in an environment the text is the last message only"):
+def test_steps_are_rejected_in_an_environment() -> None:
+    with pytest.raises(ValueError, match="with an environment the text is only the last message"):
         rewards_by_token(TokenRewards(steps=[(1, 1.0)]), replace(answers(2, 1), decode=None), 0)
 
 
-def test_weighted_rewards_add_up_by_token() -> None:
+def test_weighted_rewards_are_summed_per_token() -> None:
     credit = TokenCredit(answers(2, 3, 1), 0)
     credit.add(2.0, 0.5)
     assert credit.rewards is None
@@ -75,7 +75,7 @@ def test_weighted_rewards_add_up_by_token() -> None:
     assert credit.rewards == (0.5 - 1.0, 1.0, 2.0 + 1.0)
 
 
-def test_rewards_of_tokens_and_turns_are_joined() -> None:
+def test_token_and_turn_rewards_are_combined() -> None:
     # Two turns in the first segment (tokens 1 and 2, then 3), one in the second (tokens 4 and 5).
     first, second = segment([0, 1, 1, 0, 1]), segment([0, 1, 1])
     turns = (Turn(segment=0, end=3, reward=1.0), Turn(segment=0, end=5, reward=0.0), Turn(segment=1, end=3, reward=-2.0))
@@ -85,7 +85,7 @@ def test_rewards_of_tokens_and_turns_are_joined() -> None:
     assert [(turn.segment, turn.end) for turn in joined] == [(0, 3), (0, 5), (1, 3)]
 
 
-def test_rewards_of_a_turn_without_a_token_fall_to_the_token_before() -> None:
+def test_reward_of_a_turn_without_tokens_goes_to_the_previous_token() -> None:
     turns = (Turn(segment=0, end=3, reward=1.0), Turn(segment=0, end=3, reward=0.5))
     by_token, joined = in_turns([0.0, 0.25], turns, (segment([0, 1, 1]),))
     assert by_token.tolist() == [0.0, 1.75]
@@ -113,7 +113,7 @@ def group_of(*rollouts: Rollout) -> Group:
     return Group(prompt=prompt, rollouts=rollouts, generate_s=0.0, score_s=0.0)
 
 
-def test_record_has_the_rewards_of_tokens_across_segments() -> None:
+def test_record_has_token_rewards_across_segments() -> None:
     whole = group_of(
         rollout((segment([0, 1, 1]), segment([0, 1])), [0.5, 0.0, 0.25]),
         rollout((segment([0, 1, 1]),), None),
@@ -124,7 +124,7 @@ def test_record_has_the_rewards_of_tokens_across_segments() -> None:
     assert tokens_of(group_of(whole.rollouts[1]), group_of(whole.rollouts[1])) is None
 
 
-def test_token_that_does_not_count_passes_its_reward_on() -> None:
+def test_reward_of_an_uncounted_token_goes_to_an_earlier_one() -> None:
     # Of the tokens 1, 2 and 3, the second one has no log-probability, and the third one is cut off.
     whole = group_of(rollout((segment([0, 1, 1, 1], nonfinite=(2,)), segment([0, 1])), [0.5, 0.25, 1.0, 2.0]))
     (made,) = whole.rollouts

@@ -1,4 +1,4 @@
-"""Pools that the tests of a file share."""
+"""Scoring pools shared by the tests of a module."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def careless_verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="module")
 def careless(careless_verifier: None) -> Iterator[Bench]:
-    """A pool that scores with it."""
+    """A pool that scores with `careless_verifier`."""
     bench = Bench(CARELESS)
     yield bench
     bench.close()

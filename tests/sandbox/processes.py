@@ -1,4 +1,4 @@
-"""Helpers that watch processes from outside."""
+"""Helpers for watching processes."""
 
 import os
 import select
@@ -15,7 +15,7 @@ needs_confinement = pytest.mark.skipif(
     bool(confine.missing_features()) and "CI" not in os.environ,
     reason=f"this machine cannot confine a process, since it lacks {'; '.join(confine.missing_features())}",
 )
-"""Marker of tests of confined processes. They are skipped where confinement is impossible, except in CI."""
+"""Marker for tests that confine processes. They are skipped where confinement is impossible, except in CI."""
 
 
 def parents() -> dict[int, int]:
@@ -42,7 +42,7 @@ def kill_all(pids: set[int]) -> None:
 
 
 def wait_until_gone(pids: set[int], timeout_s: float) -> set[int]:
-    """Wait for the processes to end; return those that are still running after `timeout_s`."""
+    """Wait for the processes to exit; return those still running after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     running = set()
     for pid in pids:

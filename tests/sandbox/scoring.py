@@ -1,4 +1,4 @@
-"""A reward that executes completions, pools that score with it, and what they return."""
+"""Helpers for the tests of the scoring pool: a reward that executes completions, and pools that use it."""
 
 import asyncio
 import os
@@ -18,10 +18,10 @@ PATIENT = SandboxConfig(timeout_s=20.0, num_processes=2)
 
 
 def own(path: str, *, bounds: tuple[float, float] = (0.0, 1.0)) -> RewardSpec:
-    """Return the specification of a user's reward."""
+    """Return the specification of a custom reward."""
     plugin = Plugin(key="data.rewards.answer", name=path)
     kwargs = {"plugin": plugin}
-    return RewardSpec(name="answer", factory="titanrl.rollout.scorers:own", kwargs=kwargs, bounds=bounds, is_own=True)
+    return RewardSpec(name="answer", factory="titanrl.rollout.scorers:custom", kwargs=kwargs, bounds=bounds, is_custom=True)
 
 
 CARELESS = own("careless_verifier:run")
@@ -29,7 +29,7 @@ CARELESS_VERIFIER = '''
 import os, sys
 
 def run(text, entry):
-    """Execute the completion, which may set `reward`; return 1 if nothing stops it."""
+    """Execute the completion and return the `reward` that it sets, 1 by default."""
     scope = {"entry": entry, "text": text}
     exec(text, scope)
     return scope.get("reward", 1.0)
@@ -42,7 +42,7 @@ FOREVER = "while True: pass"
 
 
 def together(*answers: Answer) -> Answers:
-    """Return the answers as those to one prompt."""
+    """Combine the answers to a group of one prompt."""
     entries = [entry for _, entry in answers] or [{}]
     assert all(entry == entries[0] for entry in entries)
     texts = tuple(text for text, _ in answers)
@@ -50,7 +50,7 @@ def together(*answers: Answer) -> Answers:
 
 
 class Bench:
-    """A started pool with its event loop, for tests that are plain functions."""
+    """A started pool with its event loop, for synchronous tests."""
 
     def __init__(self, spec: RewardSpec) -> None:
         before = children(os.getpid())

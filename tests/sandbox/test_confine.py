@@ -1,4 +1,4 @@
-"""Confinement: the seccomp filter on paper, and what the kernel denies in real processes."""
+"""Confinement: the seccomp program interpreted in Python, and real confined processes."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ HEADERS = {
     "x86_64": ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"),
     "aarch64": ("/usr/include/asm-generic/unistd.h",),
 }
-"""Kernel headers with the numbers of system calls. Every machine has the generic ones; only x86_64 has its own."""
+"""Kernel headers with system-call numbers. The generic header is installed everywhere, the one for x86_64 only on x86_64."""
 
 
 def run_confined(body: str, setup: str = "", cpu_s: int = 5) -> subprocess.CompletedProcess[str]:
@@ -65,7 +65,7 @@ def decide(machine: str, call: int, *arguments: int, arch: int | None = None) ->
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_filter_allows_reading_but_no_writing_forks_or_signals(machine: str) -> None:
+def test_filter_allows_reading_but_not_writing_forking_or_signals(machine: str) -> None:
     column = confine._MACHINES[machine].column
     openat, fcntl = confine._OPENAT[column], confine._FCNTL[column]
     calls = {numbers[column] for numbers in confine._ALLOWED.values()}
@@ -79,7 +79,7 @@ def test_filter_allows_reading_but_no_writing_forks_or_signals(machine: str) -> 
 
 
 @pytest.mark.parametrize("machine", sorted({"aarch64", platform.machine()}))
-def test_call_numbers_match_the_kernel_headers(machine: str) -> None:
+def test_system_call_numbers_match_the_kernel_headers(machine: str) -> None:
     headers = [Path(path) for path in HEADERS[machine] if Path(path).exists()]
     assert headers, f"none of {HEADERS[machine]} exists; install the kernel headers (linux-libc-dev)"
     defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", headers[0].read_text(), re.MULTILINE)
@@ -111,7 +111,7 @@ def test_confined_process_leaks_nothing_and_still_imports() -> None:
 
 
 @needs_confinement
-def test_leaks_reports_what_an_unconfined_process_can_do() -> None:
+def test_leaks_lists_the_abilities_of_an_unconfined_process() -> None:
     unconfined = "confine.Confinement.apply = lambda self, keep: None"
     assert confined("print(confine.leaks())", setup=unconfined) == "['reading files', 'making sockets', 'sending signals']"
 
@@ -131,7 +131,7 @@ def test_every_landlock_version_denies_reading_and_writing(abi: int, tmp_path: P
 
 
 @needs_confinement
-def test_landlock_denies_files_and_seccomp_the_rest() -> None:
+def test_landlock_denies_files_and_seccomp_denies_the_rest() -> None:
     without_landlock = "syscall = confine._syscall; confine._syscall = lambda n, *a: 0 if n == 446 else syscall(n, *a)"
     without_seccomp = "prctl = confine._prctl; confine._prctl = lambda n, *a: 0 if n == 22 else prctl(n, *a)"
     assert confined("print(confine.leaks())", setup=without_landlock) == "['reading files']"
@@ -167,7 +167,7 @@ def test_filter_denies_32_bit_calls() -> None:
     assert run_confined(body).returncode in (-signal.SIGSYS, -signal.SIGSEGV)
 
 
-def test_other_operating_systems_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_operating_systems_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert confine.missing_features()[0].startswith("Linux on x86_64 or aarch64 (this is darwin on ")
 
@@ -186,7 +186,7 @@ def test_pool_refuses_to_start_without_landlock_or_seccomp(missing: str, nothing
         asyncio.run(pool.start())
 
 
-def test_readable_paths_are_libraries_but_not_the_home_folder() -> None:
+def test_readable_paths_exclude_the_home_folder() -> None:
     readable = confine.python_paths()
     for file in (os.__file__, confine.__file__, pytest.__file__):
         assert any(Path(file).is_relative_to(known) for known in readable), file

@@ -45,7 +45,7 @@ from titanrl.sandbox.scores import RewardSpec, Score
 pytestmark = [needs_confinement, pytest.mark.usefixtures("careless_verifier")]
 
 
-def test_two_hundred_groups_leave_no_descriptor_open(careless: Bench) -> None:
+def test_two_hundred_groups_leak_no_file_descriptor(careless: Bench) -> None:
     async def main() -> list[list[Score]]:
         return await asyncio.gather(*(careless.pool.score(together(RIGHT, (f"reward = {i} / 200", {}))) for i in range(200)))
 
@@ -55,7 +55,7 @@ def test_two_hundred_groups_leave_no_descriptor_open(careless: Bench) -> None:
     assert num_descriptors(os.getpid()) + num_descriptors(careless.zygote) <= before + transient
 
 
-def test_reply_that_arrives_while_the_loop_is_busy_is_in_time(careless: Bench) -> None:
+def test_reply_received_while_the_loop_is_busy_is_in_time(careless: Bench) -> None:
     async def main() -> list[Score]:
         scoring = asyncio.create_task(careless.pool.score(together(RIGHT)))
         await asyncio.sleep(0.01)
@@ -140,7 +140,7 @@ def test_close_fails_pending_groups_and_leaves_no_process() -> None:
     assert num_descriptors(os.getpid()) == descriptors
 
 
-def test_all_processes_end_with_a_killed_parent() -> None:
+def test_all_processes_exit_when_the_parent_is_killed() -> None:
     script = """
         import asyncio
         from titanrl.config.sections import SandboxConfig
@@ -198,7 +198,7 @@ def refused(spec: RewardSpec, config: SandboxConfig, error: type[Exception], mat
         ("os._exit(1)", SandboxDied, "11 scoring processes in a row died before they were confined"),
     ],
 )
-def test_failed_confinement_is_refused(
+def test_pool_does_not_start_if_confinement_fails(
     leaks: str, error: type[Exception], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = f"import os\nfrom titanrl.sandbox import zygote\ndef make():\n    zygote.leaks = lambda: {leaks}\n    return print"
@@ -215,11 +215,11 @@ def test_failed_confinement_is_refused(
         ("careless_verifier", "Write it as `package.module:name`"),
     ],
 )
-def test_reward_that_does_not_load_is_refused_with_the_reason(path: str, match: str) -> None:
+def test_error_names_why_a_reward_cannot_be_loaded(path: str, match: str) -> None:
     refused(own(path), CONFIG, ValueError, f"data.rewards: answer cannot be loaded: .*{match}")
 
 
-def test_memory_limit_below_the_loaded_rewards_is_refused() -> None:
+def test_memory_limit_below_the_loaded_rewards_is_rejected() -> None:
     config = SandboxConfig(memory_bytes=1 << 20)
     refused(CARELESS, config, ValueError, "sandbox.memory_bytes: too small for the loaded rewards")
 
@@ -228,7 +228,7 @@ WHO = ("import os; reward = (os.getpid() % 9999) / 9999", {})
 """An answer whose score identifies its process."""
 
 
-def test_process_serves_groups_per_process_groups() -> None:
+def test_process_scores_groups_per_process_groups() -> None:
     async def scenario() -> list[float | None]:
         config = CONFIG.model_copy(update={"num_processes": 1, "groups_per_process": 3})
         async with started(config) as pool:  # the start itself scores one empty group
@@ -238,7 +238,7 @@ def test_process_serves_groups_per_process_groups() -> None:
     assert [who[0] == who[1], who[1] == who[2], len(set(who[2:5])), who[4] == who[5]] == [True, False, 1, False]
 
 
-def test_process_that_did_not_reply_serves_no_other_group() -> None:
+def test_process_without_a_reply_is_not_reused() -> None:
     async def scenario() -> list[list[Score]]:
         async with started(CONFIG.model_copy(update={"num_processes": 1, "groups_per_process": 100})) as pool:
             return [

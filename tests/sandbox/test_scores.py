@@ -1,4 +1,4 @@
-"""Scores of completions in confined processes: good ones, broken ones, and attempts to break out."""
+"""Scores from confined processes: valid and invalid ones, and attempts to break out."""
 
 import asyncio
 import textwrap
@@ -52,7 +52,7 @@ def test_evaluated_answer_cannot_write_a_file(gym: Bench, tmp_path: Path) -> Non
     assert (rewards(scores), target.exists()) == ([0.0], False)
 
 
-def test_answer_that_never_ends_fails_alone(gym: Bench) -> None:
+def test_endless_answer_fails_alone(gym: Bench) -> None:
     puzzle = entry("countdown", "3 + 4", numbers=[3, 4], target=7)
     scores = gym.score(
         ("<answer>3 + 4</answer>", puzzle), ("<answer>9**9**9**9</answer>", puzzle), ("<answer>4 - 3</answer>", puzzle)
@@ -61,13 +61,13 @@ def test_answer_that_never_ends_fails_alone(gym: Bench) -> None:
     assert rewards(scores) == [1.0, None, 0.05]
 
 
-def test_exception_of_a_reward_is_an_error_without_reward(careless: Bench) -> None:
+def test_exception_in_a_reward_is_an_error_without_a_reward(careless: Bench) -> None:
     (score,) = careless.score(("entry['missing']", {}))
     assert score == Score(parts={}, status="error", detail="KeyError: 'missing'")
 
 
 @pytest.mark.parametrize("value", ["'1.5'", "None", "float('nan')", "float('-inf')", "[1.0]", "1j"])
-def test_reward_that_is_no_finite_number_is_an_error(careless: Bench, value: str) -> None:
+def test_reward_that_is_not_a_finite_number_is_an_error(careless: Bench, value: str) -> None:
     (score,) = careless.score((f"reward = {value}", {}))
     assert (score.parts, score.status) == ({}, "error")
     assert score.detail.startswith("TypeError: the reward returned ")
@@ -75,7 +75,7 @@ def test_reward_that_is_no_finite_number_is_an_error(careless: Bench, value: str
 
 
 @pytest.mark.parametrize("value", ["True", "1", "__import__('numpy').float32(1)", "__import__('numpy').bool_(True)"])
-def test_numbers_of_every_type_are_rewards(careless: Bench, value: str) -> None:
+def test_every_numeric_type_is_a_valid_reward(careless: Bench, value: str) -> None:
     assert careless.score((f"reward = {value}", {})) == [Score(parts={"answer": 1.0}, status="ok")]
 
 
@@ -112,7 +112,7 @@ def test_numbers_of_every_type_are_rewards(careless: Bench, value: str) -> None:
         "import ctypes; c = ctypes.CDLL(None, use_errno=True); c.syscall(425, 8, None); raise OSError(ctypes.get_errno(), 2)",
     ],
 )  # fmt: skip
-def test_answer_is_denied(careless: Bench, attempt: str) -> None:
+def test_answer_cannot_break_out(careless: Bench, attempt: str) -> None:
     (score,) = careless.score((f"import os; {attempt}", {}))
     assert (score.parts, score.status) == ({}, "error")
     assert score.detail.startswith(
@@ -181,7 +181,7 @@ def test_forged_score_is_an_error(careless: Bench, result: object) -> None:
     assert statuses(careless.score((tamper, {}), RIGHT)) == ["ok", "error"]
 
 
-def test_tampering_with_a_reward_reaches_only_its_own_group(careless: Bench) -> None:
+def test_tampering_with_a_reward_affects_only_its_own_group(careless: Bench) -> None:
     tamper = "import titanrl.sandbox.zygote as zygote; zygote._score = lambda *_: {'parts': {'answer': 1.0}}"
     assert rewards(careless.score((tamper, {}), WRONG)) == [1.0, 1.0]  # the attack works
     assert rewards(careless.score(WRONG, RIGHT)) == [0.0, 1.0]
@@ -206,5 +206,5 @@ def test_long_completion_keeps_its_end(careless: Bench) -> None:
     assert rewards(careless.score((text, {}))) == [1.0]
 
 
-def test_no_answers_have_no_scores(careless: Bench) -> None:
+def test_empty_group_has_no_scores(careless: Bench) -> None:
     assert careless.score() == []

@@ -1,4 +1,4 @@
-"""Snippets of code in confined processes."""
+"""Code snippets in confined processes."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ def runner() -> Iterator[Runner]:
         ("print('\\ud800')", "\ud800\n"),
     ],
 )
-def test_output_and_last_value(runner: Runner, code: str, output: str) -> None:
+def test_output_is_printed_text_and_last_value(runner: Runner, code: str, output: str) -> None:
     assert runner.run(code) == SnippetResult(status="ok", output=output)
 
 
@@ -72,7 +72,7 @@ def test_output_and_last_value(runner: Runner, code: str, output: str) -> None:
         ("import subprocess; subprocess.run(['true'])", ["Error"]),
     ],
 )
-def test_errors_are_tracebacks_of_the_code_alone(runner: Runner, code: str, lines: list[str]) -> None:
+def test_tracebacks_show_only_frames_of_the_code(runner: Runner, code: str, lines: list[str]) -> None:
     result = runner.run(code)
     assert result.status == "error"
     for line in lines:
@@ -81,7 +81,7 @@ def test_errors_are_tracebacks_of_the_code_alone(runner: Runner, code: str, line
     assert result.output == ("before\n" if "before" in code else "")
 
 
-def test_code_that_hangs_or_dies_stops_alone(runner: Runner) -> None:
+def test_hanging_or_dying_code_affects_no_other_snippet(runner: Runner) -> None:
     async def main() -> list[SnippetResult]:
         codes = ("while True: pass", "import os; os._exit(3)", "1 + 1", "9**9**9**9")
         return await asyncio.gather(*(runner.pool.run(code, max_output_chars=100) for code in codes))
@@ -114,7 +114,7 @@ while True:
     assert runner.run(code).status == "crash"
 
 
-def test_closed_pool_runs_nothing_and_leaves_no_process(tmp_path: Path) -> None:
+def test_closed_pool_raises_and_leaves_no_process(tmp_path: Path) -> None:
     before = descendants(os.getpid())
 
     async def main() -> set[int]:

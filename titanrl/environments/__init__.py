@@ -1,6 +1,7 @@
-"""Environments: tasks of several turns, and tools. They know messages, and neither tokens nor actors.
+"""Environments: multi-turn tasks and tools, which exchange chat messages with the policy.
 
-Importing this package needs nothing but Python; the classes that need more are imported when they are first used.
+Environments do not depend on tokens or actors.
+Importing this package requires only the standard library. Classes with further dependencies are imported on first use.
 """
 
 import importlib

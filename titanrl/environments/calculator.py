@@ -1,4 +1,4 @@
-"""A calculator as a tool. It evaluates the expression itself, within limits; nothing that a policy writes is executed."""
+"""A calculator tool. It interprets the parsed expression within limits, and never executes text that the policy wrote."""
 
 import ast
 import math
@@ -10,9 +10,9 @@ from titanrl.environments.errors import ToolError
 from titanrl.environments.tools import ToolEnvironment
 
 MAX_CHARS = 500
-"""Longest expression."""
+"""Maximum length of an expression."""
 MAX_BITS = 1024
-"""Largest size of an integer, about 300 digits."""
+"""Maximum size of an integer in bits; about 300 digits."""
 
 Number = int | float
 
@@ -29,7 +29,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Number]] = {ast.UAdd: operator.p
 
 
 class Calculator:
-    """Arithmetic as a tool."""
+    """A tool for arithmetic."""
 
     def calculate(self, expression: str) -> str:
         """Calculate an arithmetic expression.
@@ -41,7 +41,7 @@ class Calculator:
 
 
 def calculator(**options: Any) -> ToolEnvironment:
-    """Return an environment with the calculator as its only tool; `options` are those of `ToolEnvironment`."""
+    """Return an environment whose only tool is the calculator. `options` are passed to `ToolEnvironment`."""
     return ToolEnvironment(Calculator(), **options)
 
 
@@ -49,7 +49,7 @@ def evaluate(expression: str) -> Number:
     """Return the value of an arithmetic expression.
 
     Raises:
-        ToolError: It is no such expression, or its value is too large or undefined.
+        ToolError: The text is not an arithmetic expression, or its value is too large or undefined.
     """
     if len(expression) > MAX_CHARS:
         raise ToolError(f"The expression is longer than {MAX_CHARS} characters.")
@@ -62,12 +62,12 @@ def evaluate(expression: str) -> Number:
         raise ToolError("The result is too large.") from None
     except (SyntaxError, ValueError):
         raise ToolError(f"Not an arithmetic expression: {expression:.60}") from None
-    except (MemoryError, RecursionError):  # of the parser, for deep nesting
+    except (MemoryError, RecursionError):  # raised by the parser for deep nesting
         raise ToolError("The expression is nested too deeply.") from None
 
 
 def shown(value: Number) -> str:
-    """Return a number as text: 12 significant digits, and no point for a whole number."""
+    """Format a number: an integer in full, a float with 12 significant digits and without trailing zeros."""
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
@@ -90,7 +90,7 @@ def _value(node: ast.expr) -> Number:
 
 
 def _check_power(base: Number, exponent: Number) -> None:
-    """Raise before a power that would take long or much memory."""
+    """Raise OverflowError if computing a power would take too much time or memory."""
     is_whole = isinstance(base, int) and isinstance(exponent, int)
     if is_whole and exponent > 0 and abs(base) > 1 and exponent * math.log2(abs(base)) > MAX_BITS:
         raise OverflowError

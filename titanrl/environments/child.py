@@ -1,8 +1,8 @@
-"""The process of an environment: what `titanrl.environments.worker` starts.
+"""Main program of an environment process, which `titanrl.environments.worker` starts.
 
-It needs Python 3.10 or newer and the environment's own packages, nothing else. Requests are pickled; replies are JSON, so that
-an environment that executes code of a model cannot make the other side unpickle anything. Both are preceded by their length.
-Requests and replies have a socket of their own: what the environment prints goes to its log.
+It requires only Python 3.10 or newer and the packages that the environment imports. Requests are pickled. Replies are JSON, so
+that an environment that executes model-written code cannot make the parent unpickle anything. Each message is preceded by its
+length. Messages use a dedicated socket, so the environment can print, and its output goes to the log.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from titanrl.plugins import Plugin
 from titanrl.sandbox.confine import end_with_parent
 
 LENGTH = struct.Struct("!I")
-"""Length of a request or reply, before it."""
+"""Length prefix of a request or reply, in bytes."""
 
 Request = tuple[str, tuple[Any, ...]]
 """Name of a method of `_Host`, and its arguments."""
@@ -31,7 +31,7 @@ _MAX_ERROR_CHARS = 2000
 
 
 def main(channel_fd: int, parent_pid: int) -> None:
-    """Serve requests until the socket closes or the process `parent_pid` ends."""
+    """Serve requests until the socket is closed or the process `parent_pid` exits."""
     end_with_parent(parent_pid)
     os.set_inheritable(channel_fd, False)
     asyncio.run(_serve(socket.socket(fileno=channel_fd)))
@@ -45,18 +45,18 @@ async def _serve(channel: socket.socket) -> None:
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             request = await reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
-            os._exit(0)  # threads of the environment must not delay the end
+            os._exit(0)  # threads of the environment must not delay the exit
         reply = await _attempt(host, request)
         writer.write(LENGTH.pack(len(reply)) + reply)
         await writer.drain()
 
 
 async def _attempt(host: "_Host", request: bytes) -> bytes:
-    """Answer a request; the answer to one that raises is its exception."""
+    """Execute a request and return the reply. If it raises, reply with the exception's type and message."""
     try:
         name, arguments = pickle.loads(request)
         return json.dumps(await host.calls[name](*arguments)).encode()
-    except BaseException as error:  # the environment is the user's and may raise anything, also SystemExit
+    except BaseException as error:  # a user-defined environment may raise anything, even SystemExit
         traceback.print_exc()
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}).encode()
     finally:
@@ -65,7 +65,7 @@ async def _attempt(host: "_Host", request: bytes) -> bytes:
 
 
 class _Host:
-    """Holds the environment of one episode after the other."""
+    """Runs one episode at a time, each in a new environment object."""
 
     def __init__(self) -> None:
         self._make: Callable[[], Environment] | None = None
@@ -78,14 +78,14 @@ class _Host:
         }
 
     async def load(self, function: str | Plugin, options: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
-        """Import the environment; `path` is the import path of the parent, empty if that is another interpreter."""
-        sys.path[:] = [*path, *(place for place in sys.path if place not in path)]  # in the order of the parent
+        """Import the environment. `path` is `sys.path` of the parent, empty if the parent runs another interpreter."""
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]  # keep the parent's order
         plugins = {function.key: function} if isinstance(function, Plugin) else {}
         self._make = load_factory(function.name if isinstance(function, Plugin) else function, options, plugins)
         return {}
 
     async def reset(self, episode: Mapping[str, Any]) -> dict[str, Any]:
-        """Make an environment and start it."""
+        """Create an environment and start the episode."""
         assert self._make is not None
         self._environment = self._make()
         return encoded(await self._environment.reset(Episode(**episode)))
@@ -102,10 +102,10 @@ class _Host:
 
 
 def encoded(result: object) -> dict[str, Any]:
-    """Return what an environment returned as JSON values.
+    """Convert the return value of `reset` or `step` to JSON values.
 
     Raises:
-        TypeError: It is neither an observation nor the end.
+        TypeError: It is neither `Observation` nor `Done`.
     """
     if isinstance(result, Done):
         rewards = _numbers(result.rewards)
@@ -115,7 +115,7 @@ def encoded(result: object) -> dict[str, Any]:
         observation = {"messages": [dict(message) for message in result.messages], "tools": tools}
         numbers = {"reward": float(result.reward), "replaces": bool(result.replaces), "metrics": _numbers(result.metrics)}
         return {"observation": {**observation, **numbers}}
-    raise TypeError(f"an environment returns Observation or Done (got {result!r:.80})")
+    raise TypeError(f"an environment must return Observation or Done (got {result!r:.80})")
 
 
 def _numbers(values: Mapping[str, float]) -> dict[str, float]:
@@ -123,10 +123,10 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def decoded(reply: Mapping[str, Any]) -> Observation | Done:
-    """Return what `encoded` was called with.
+    """Convert a reply back to the argument of `encoded`.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The reply is neither `Observation` nor `Done`.
     """
     match reply:
         case {"done": {"rewards": dict(rewards), "reward": float(reward), "metrics": dict(metrics)}}:

@@ -1,24 +1,24 @@
-"""Exceptions of environments. A failed episode is dropped or repeated; it is not a reward of 0."""
+"""Exceptions of environments. A failed episode is retried or dropped; it does not get a reward of 0."""
 
 from titanrl.errors import TitanRLError
 
 
 class EnvironmentFailure(TitanRLError):
-    """An environment failed: it raised, returned something else than its interface says, or its process ended."""
+    """Raised if an environment fails: it raised an exception, returned an invalid value, or its process died."""
 
 
 class EnvironmentTimeout(EnvironmentFailure):
-    """A call of an environment took longer than its time limit."""
+    """Raised if a call of an environment exceeds its time limit."""
 
 
 class EnvironmentDied(EnvironmentFailure):
-    """The process of an environment ended."""
+    """Raised if the process of an environment died."""
 
 
 class ToolError(TitanRLError):
-    """A call of a tool cannot be answered, by no fault of the tool. The policy reads the text, and the episode goes on.
+    """Raised by a tool to reject a call that the policy got wrong. The policy sees the message, and the episode continues.
 
-    Any other exception of a tool fails the episode.
+    Any other exception that a tool raises fails the episode.
 
     Example: `raise ToolError(f"There is no article {number}. The numbers are 1 to {len(self._articles)}.")`
     """

@@ -1,30 +1,31 @@
-"""The interface of environments. They talk to the policy in chat messages, and know no token, no weight and no actor."""
+"""The interface of environments. They exchange chat messages with the policy, and do not depend on tokens or actors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 Message = Mapping[str, Any]
-"""Chat message in OpenAI's form: `role` (`system`, `user`, `assistant` or `tool`), `content`, and where they apply `tool_calls`
-(`[{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]`, with parsed arguments) and
+"""Chat message in OpenAI's format: `role` (`system`, `user`, `assistant` or `tool`), `content`, and optionally `tool_calls`
+(`[{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]`, with parsed arguments) or
 `tool_call_id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A task, as its environment gets it.
+    """The task that an environment receives at the start of an episode.
 
     Example: `Episode(task_id="chain_sum/17", question="7 + 5 - 3 =", entry={"answer": "9", ...}, seed=123)`
     """
 
     task_id: str
-    """Name of the task; the same for every episode of it, in every run."""
+    """Identifier of the task, equal for all episodes of the same prompt, in every run."""
     question: str
-    """Question of the prompt source, without chat template."""
+    """Question from the prompt source, without a chat template."""
     entry: Mapping[str, Any]
-    """Data of the prompt source, as rewards get it: `question`, `answer`, `metadata`."""
+    """Data from the prompt source, as rewards receive it: `question`, `answer`, `metadata`."""
     seed: int
-    """Seed of everything random in the episode, derived from the run's seed, the prompt and the place in its group."""
+    """Seed for all randomness in the episode, shared by all episodes of a group. It is derived from the prompt and, for
+    training episodes, from the run's seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,9 @@ class Tool:
     name: str
     """Name of the function."""
     description: str = ""
-    """One or two sentences for the policy."""
+    """Description for the policy, one or two sentences."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """JSON schema of the arguments."""
+    """JSON Schema of the arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +45,16 @@ class Observation:
     """Messages for the policy's next turn."""
 
     messages: Sequence[Message]
-    """Messages after those of the conversation so far; with `replaces`, the whole conversation."""
+    """Messages to append to the conversation; with `replaces`, the complete new conversation."""
     tools: Sequence[Tool] = ()
-    """Functions that the policy may call; read from the first observation only."""
+    """Functions that the policy may call. Only the tools of the first observation are used."""
     reward: float = 0.0
     """Reward of the turn that just ended."""
     replaces: bool = False
-    """True if the messages replace the conversation, for example by a summary of it. The policy's next turn then starts a new
-    segment, because the tokens of the earlier turns are not its prefix."""
+    """True if the messages replace the conversation, for example with a summary. The policy's next turn then starts a new
+    segment, because the tokens of the earlier turns are no longer a prefix of it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the episode so far, as in `Done`. They count if a limit ends the episode before `Done`."""
+    """Metrics of the episode so far, as in `Done`. They are reported if a limit ends the episode before `Done`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +62,18 @@ class Done:
     """The end of an episode."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of the episode by name, each reported as `reward/<name>`. The rewards of the configuration, which score the last
-    message of the policy, are added to them."""
+    """Rewards of the episode by name, reported as `reward/<name>`. The rewards of the configuration, which score the policy's
+    last message, are added to them."""
     reward: float = 0.0
     """Reward of the last turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the episode by name, such as calls of a tool. The mean of each over the episodes that have it is reported as
-    `environment/<name>_mean`."""
+    """Metrics of the episode by name, such as the number of tool calls. The mean of each over the episodes that report it is
+    logged as `environment/<name>_mean`."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode. An exception that a method raises fails the episode; it is not a reward of 0.
+    """An environment for one episode. If a method raises, the episode fails; it does not get a reward of 0.
 
     Example:
         class GuessNumber:
@@ -91,10 +92,10 @@ class Environment(Protocol):
     """
 
     async def reset(self, episode: Episode) -> Observation:
-        """Start the episode."""
+        """Start the episode and return the first messages."""
 
     async def step(self, message: Message) -> Observation | Done:
-        """Answer a message of the policy."""
+        """Process a message of the policy, and continue or end the episode."""
 
     async def close(self) -> None:
-        """Release what the episode holds. It is called once, also after a failure."""
+        """Release the resources of the episode. This is called once, even after a failure."""

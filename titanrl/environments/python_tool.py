@@ -1,4 +1,4 @@
-"""Python as a tool: code of the policy, run in the confined processes of the sandbox (docs/sandbox.md)."""
+"""A Python tool. It runs the policy's code in the confined processes of the sandbox (docs/sandbox.md)."""
 
 import asyncio
 import importlib.util
@@ -14,11 +14,11 @@ from titanrl.sandbox.snippets import MAX_CODE_CHARS, SnippetPool
 _Key = tuple[SandboxConfig, tuple[str, ...]]
 
 _pools: dict[asyncio.AbstractEventLoop, dict[_Key, asyncio.Task[SnippetPool]]] = {}
-"""Started pools by event loop and settings. Episodes share them, because the start of one takes a tenth of a second."""
+"""Started pools by event loop and settings. Episodes share them, because starting a pool takes a tenth of a second."""
 
 
 class Python:
-    """Python as a tool. Every call runs in a new process, so variables do not last from one call to the next."""
+    """A tool that runs Python code. Every call runs in a new process, so variables do not persist between calls."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class Python:
         """Keep the limits.
 
         Args:
-            timeout_s: Time limit of a call.
-            memory_bytes: Limit of the address space of a call.
-            num_processes: Calls that run at once, of all episodes in a rollout worker.
-            modules: Modules that are imported in advance, such as numpy. Others can be imported by the code, more slowly.
-            max_output_chars: Characters of the output that the policy sees.
+            timeout_s: Time limit of a call, in seconds.
+            memory_bytes: Limit of a call's address space.
+            num_processes: Maximum number of concurrent calls, over all episodes of a rollout worker.
+            modules: Modules to import in advance, such as numpy. The code can also import others, but more slowly.
+            max_output_chars: Maximum number of output characters that the policy sees.
 
         Raises:
-            ValueError: A module is not installed, or a limit is out of its range.
+            ValueError: A module is not installed, or a limit is out of range.
         """
         for module in modules:
             if importlib.util.find_spec(module) is None:
@@ -52,7 +52,7 @@ class Python:
         """Run Python code; return what it prints and the value of its last line.
 
         Args:
-            code: Complete code. Variables of earlier calls are gone. There are no files and no network.
+            code: Complete code. Variables from earlier calls are gone. There is no access to files or the network.
         """
         if len(code) > MAX_CODE_CHARS:
             raise ToolError(f"The code is longer than {MAX_CODE_CHARS} characters.")
@@ -66,17 +66,17 @@ class Python:
             case "timeout":
                 raise ToolError(f"The code was stopped after {config.timeout_s:g} s.")
             case "crash":
-                raise ToolError("The process of the code died, for example because it ran out of memory.")
+                raise ToolError("The process running the code died, for example because it ran out of memory.")
         return f"{result.output}{result.error}" or "(no output)"
 
 
 def python(*, system_prompt: str | None = None, max_calls: int = 16, **options: Any) -> ToolEnvironment:
-    """Return an environment with Python as its only tool; `options` are those of `Python`."""
+    """Return an environment whose only tool is Python. `options` are passed to `Python`."""
     return ToolEnvironment(Python(**options), system_prompt=system_prompt, max_calls=max_calls)
 
 
 async def shared_pool(config: SandboxConfig, modules: tuple[str, ...]) -> SnippetPool:
-    """Return the started pool of this event loop with these settings.
+    """Return the pool of this event loop with these settings; start it on first use.
 
     Raises:
         SandboxUnavailable: This machine cannot confine a process.
@@ -90,7 +90,7 @@ async def shared_pool(config: SandboxConfig, modules: tuple[str, ...]) -> Snippe
         pools[key] = asyncio.create_task(_started(config, modules))
     try:
         return await asyncio.shield(pools[key])
-    except Exception:  # of any kind: the next call starts another pool
+    except Exception:  # after any failure, the next call starts another pool
         pools.pop(key, None)
         raise
 
@@ -108,7 +108,7 @@ async def _started(config: SandboxConfig, modules: tuple[str, ...]) -> SnippetPo
 
 
 async def _forget(key: _Key) -> None:
-    """Stop a pool of this event loop."""
+    """Remove a pool of this event loop, and stop it."""
     pools: Mapping[_Key, asyncio.Task[SnippetPool]] = _pools.get(asyncio.get_running_loop(), {})
     starting = pools.get(key)
     if starting is None:

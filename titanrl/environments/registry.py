@@ -1,4 +1,7 @@
-"""Environments by name: built-in ones, import paths, and classes or functions of Python. This module loads no library."""
+"""Loads environments by name, by import path, or from Python classes and functions, and checks them.
+
+This module imports no third-party library.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,9 +14,9 @@ from titanrl.loading import import_object
 from titanrl.plugins import Plugin, Plugins, check_call, name_of, plugin_of
 
 KEY = "data.environment"
-"""Section of the configuration, for error messages."""
+"""Configuration section, for error messages."""
 FUNCTION_KEY = f"{KEY}.function"
-"""Key of the plugin."""
+"""Configuration key of the environment, which is also its plugin key."""
 
 BUILTIN = {
     "single_turn": "titanrl.environments.single_turn:SingleTurn",
@@ -43,10 +46,10 @@ _METHODS = {
 
 
 class EnvironmentFactory(Protocol):
-    """A class or function that makes the environment of one episode. It gets `data.environment.options` as keywords.
+    """A class or function that creates the environment for one episode. `data.environment.options` are its keyword arguments.
 
-    A class without `reset`, `step` and `close` is a class of tools: its public methods are what the policy may call. A function
-    may return such an object, or a list of them. One environment is made at the start, for a check only.
+    A class without `reset`, `step` and `close` is a toolset: its public methods are the tools that the policy may call. A
+    function may return such an object, or a list of them. One extra environment is created at the start, to check it.
 
     Example:
         def hard_game(skill: float = 0.9) -> Environment:
@@ -54,7 +57,7 @@ class EnvironmentFactory(Protocol):
     """
 
     def __call__(self) -> Environment:
-        """Return an environment, before its `reset`."""
+        """Return a new environment. The caller then calls `reset`."""
         ...
 
 
@@ -65,11 +68,11 @@ def make_environment(
 
     Args:
         function: Name of a built-in environment, import path, class or function.
-        options: Keywords of the function.
-        plugins: Objects of the user; `data.environment.function` replaces `function`.
+        options: Keyword arguments of the function.
+        plugins: User-defined objects; the one under `data.environment.function` takes precedence over `function`.
 
     Raises:
-        ValueError: It cannot be loaded, or does not fit the interface.
+        ValueError: The environment cannot be loaded, or does not implement the interface.
 
     Example: `make_environment("tic_tac_toe", {"skill": 1.0})`
     """
@@ -79,43 +82,45 @@ def make_environment(
 def load_factory(
     function: object, options: Mapping[str, Any] = MappingProxyType({}), plugins: Plugins = MappingProxyType({})
 ) -> Callable[[], Environment]:
-    """Load an environment once, and return the function that makes one for each episode.
+    """Load and check an environment, and return a function that creates one for each episode.
 
     Raises:
-        ValueError: It cannot be loaded, or does not fit the interface.
+        ValueError: The environment cannot be loaded, or does not implement the interface.
     """
     plugin = plugin_for(function, plugins)
     if plugin is None and isinstance(function, str):
         path, name = BUILTIN.get(function), function
         if path is None:
-            raise ValueError(f"{FUNCTION_KEY}: no such environment (got {function!r}). Choose one of {', '.join(BUILTIN)}.")
-        candidate = import_object(path, key=FUNCTION_KEY)
+            fix = f"Choose one of {', '.join(BUILTIN)}, or write an import path."
+            raise ValueError(f"{FUNCTION_KEY}: no such environment (got {function!r}). {fix}")
+        candidate: Any = import_object(path, key=FUNCTION_KEY)
     else:
         candidate = function if plugin is None else plugin.load()
         name = name_of(function) if plugin is None else plugin.name
-    return _checked_factory(candidate, name, options)
+    check_environment(candidate, key=FUNCTION_KEY, name=name, options=options)
+    return partial(_make, candidate, dict(options))
 
 
 def plugin_for(function: object, plugins: Plugins) -> Plugin | None:
-    """Return the plugin of an environment; None for a built-in one.
+    """Return the plugin of a user-defined environment; None for a built-in one.
 
     Raises:
-        ValueError: An object cannot be pickled.
+        ValueError: The object cannot be pickled.
     """
     return plugins.get(FUNCTION_KEY) or plugin_of(FUNCTION_KEY, function)
 
 
 def check_environment(candidate: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
-    """Check that an object makes environments: construct one, and compare its methods with the interface.
+    """Check that an object creates environments: create one, and compare its methods with the interface.
 
     Args:
-        candidate: Class or function of the user.
+        candidate: User-defined class or function.
         key: Configuration key, for the error message.
         name: Import path or name of the candidate.
-        options: Keywords of the candidate.
+        options: Keyword arguments of the candidate.
 
     Raises:
-        ValueError: It cannot be called with the options, or what it returns does not fit the interface.
+        ValueError: The candidate cannot be called with the options, or its result does not implement the interface.
     """
     arguments = ", ".join(options)
     expected = f"def environment({arguments}) -> Environment"
@@ -123,17 +128,17 @@ def check_environment(candidate: object, *, key: str, name: str, options: Mappin
     assert callable(candidate)
     try:
         environment = _environment_of(candidate(**options))
-    except Exception as error:  # the class is the user's and may raise anything
+    except Exception as error:  # user code may raise anything
         cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{key}: making an environment raised {cause} (got {name}). Correct it, or its options.") from error
+        raise ValueError(f"{key}: creating an environment raised {cause} (got {name}). Correct it or its options.") from error
     check_methods(environment, key=key, name=name)
 
 
 def check_methods(environment: object, *, key: str, name: str) -> None:
-    """Check that the methods of an environment are those of the interface.
+    """Check that an environment has the methods of the interface.
 
     Raises:
-        ValueError: One is missing, is not async, or does not accept its argument.
+        ValueError: A method is missing, is not async, or does not accept its argument.
     """
     missing = [method for method in _METHODS if not callable(inspect.getattr_static(environment, method, None))]
     if missing:
@@ -148,11 +153,11 @@ def check_methods(environment: object, *, key: str, name: str) -> None:
 
 
 def tools(*, tools: list[str], **options: Any) -> Environment:
-    """Return an environment with some tools; `options` are those of `ToolEnvironment`.
+    """Return a `ToolEnvironment` with the given tools.
 
     Args:
         tools: Names of built-in tools, or import paths of classes or functions.
-        options: Options of `ToolEnvironment`.
+        options: Other arguments of `ToolEnvironment`.
 
     Raises:
         ValueError: A tool cannot be loaded or used.
@@ -170,18 +175,13 @@ def _tool(name: str) -> object:
     return loaded() if isinstance(loaded, type) else loaded
 
 
-def _checked_factory(candidate: Any, name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    check_environment(candidate, key=FUNCTION_KEY, name=name, options=options)
-    return partial(_made, candidate, dict(options))
-
-
-def _made(candidate: Callable[..., object], options: Mapping[str, Any]) -> Environment:
+def _make(candidate: Callable[..., object], options: Mapping[str, Any]) -> Environment:
     environment: Any = _environment_of(candidate(**options))
     return environment  # type: ignore[no-any-return]
 
 
 def _environment_of(made: object) -> object:
-    """Return an environment as it is. An object of a class without any of its methods is tools, and so is a list."""
+    """Return `made` if it is an environment. Wrap a list, or an object without any environment method, as tools."""
     if any(callable(inspect.getattr_static(made, method, None)) for method in _METHODS):
         return made
     if type(made).__module__ == "builtins" and not isinstance(made, list | tuple):

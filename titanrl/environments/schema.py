@@ -1,4 +1,4 @@
-"""JSON schemas of tools, from signatures and docstrings, and checks of the arguments that a policy gives."""
+"""Derives the JSON Schema of a tool from its signature and docstring, and validates the arguments of calls."""
 
 import inspect
 import re
@@ -22,28 +22,28 @@ _MAX_SHOWN_CHARS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSignature:
-    """A tool as the policy sees it, and the types of its arguments.
+    """The description of a tool for the policy, and the types of its arguments.
 
     Example: `signature_of(add).arguments({"a": 1, "b": "2"}) == {"a": 1, "b": 2}` for `def add(a: int, b: int)`
     """
 
     tool: Tool
-    """Name, description and JSON schema."""
+    """Name, description and JSON Schema of the tool."""
     types: Mapping[str, TypeAdapter[Any]]
     """Type of each argument."""
     required: frozenset[str]
     """Arguments without a default."""
 
     def arguments(self, given: object) -> dict[str, Any]:
-        """Check the arguments of a call, and convert them to the types of the parameters.
+        """Validate the arguments of a call, and convert them to the types of the parameters.
 
         Raises:
-            ToolError: They are no mapping, one is missing or unknown, or one has another type.
+            ToolError: The arguments are not a mapping, or one is missing, unknown or of the wrong type.
         """
         if not isinstance(given, Mapping):
             raise ToolError(self._explain([f"the arguments must be a JSON object, not {type(given).__name__}"]))
         problems = [f"{name} is missing" for name in self.types if name in self.required and name not in given]
-        problems += [f"there is no argument {name!s:.{_MAX_SHOWN_CHARS}}" for name in given if name not in self.types]
+        problems += [f"unknown argument {name!s:.{_MAX_SHOWN_CHARS}}" for name in given if name not in self.types]
         arguments: dict[str, Any] = {}
         for name, adapter in self.types.items():
             try:
@@ -57,37 +57,37 @@ class ToolSignature:
     def _explain(self, problems: list[str]) -> str:
         names = [name if name in self.required else f"{name} (optional)" for name in self.types]
         takes = f"takes {', '.join(names)}" if names else "takes no arguments"
-        return f"Wrong call of {self.tool.name}: {'; '.join(problems)}. {self.tool.name} {takes}."
+        return f"Invalid call to {self.tool.name}: {'; '.join(problems)}. {self.tool.name} {takes}."
 
 
 def signature_of(function: Callable[..., Any]) -> ToolSignature:
-    """Return the signature of a function or method as a tool.
+    """Return the tool signature of a function or method.
 
-    The description is the docstring before its first section. The section `Args:` describes the arguments.
+    The description is the part of the docstring before its first section. The section `Args:` describes the arguments.
 
     Raises:
-        ValueError: It has no docstring, a parameter has no type hint, or no JSON schema can express a type.
+        ValueError: The docstring or a type hint is missing, or JSON Schema cannot express a type.
     """
     if inspect.ismethod(function):
         return _signature_of(function.__func__, True)
     return _signature_of(function, False)
 
 
-@lru_cache(maxsize=1024)  # an environment, and so its tools, is constructed for each episode
+@lru_cache(maxsize=1024)  # environments, and with them their tools, are created for each episode
 def _signature_of(function: Callable[..., Any], is_method: bool) -> ToolSignature:
     name = function.__name__
     description, documented = read_docstring(inspect.getdoc(function) or "")
     if not description:
-        raise _broken(name, "it has no docstring, which tells the policy what it does", "write one")
+        raise _broken(name, "it has no docstring, which describes the tool to the policy", "write one")
     try:
         hints = get_type_hints(function, include_extras=True)
-    except Exception as error:  # hints are code of the user
+    except Exception as error:  # evaluating hints runs user code
         raise _broken(name, f"its type hints cannot be read: {type(error).__name__}: {error}", "correct them") from error
     parameters = list(inspect.signature(function).parameters.values())[is_method:]
     types, schemas, required = {}, {}, []
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise _broken(name, f"a call has arguments by name only (got `{parameter}`)", "name each parameter")
+            raise _broken(name, f"tools are called with keyword arguments only (got `{parameter}`)", "name each parameter")
         if parameter.name not in hints:
             fix = f"write `{parameter.name}: int` or another type"
             raise _broken(name, f"the parameter {parameter.name} has no type hint", fix)
@@ -97,14 +97,15 @@ def _signature_of(function: Callable[..., Any], is_method: bool) -> ToolSignatur
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     if documented:
-        raise _broken(name, f"its docstring describes {', '.join(documented)}, which is no parameter", "correct the docstring")
+        rule = f"its docstring describes {', '.join(documented)}, which is not a parameter"
+        raise _broken(name, rule, "correct the docstring")
     schema = {"type": "object", "properties": schemas, "required": required}
     tool = Tool(name=name, description=description, parameters=schema)
     return ToolSignature(tool=tool, types=types, required=frozenset(required))
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the text of a docstring before its first section, and the text of each entry of the section `Args`."""
+    """Return the text of a docstring before its first section, and the entries of its `Args` section by name."""
     description: list[str] = []
     arguments: dict[str, str] = {}
     section, current, indent = "", "", 0
@@ -126,26 +127,26 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _typed(name: str, parameter: inspect.Parameter, hint: Any) -> tuple[TypeAdapter[Any], dict[str, Any]]:
-    """Return the type of a parameter, and its JSON schema with the default."""
+    """Return the type adapter of a parameter, and its JSON Schema with the default."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
         schema = _plain(whole := adapter.json_schema(), whole.get("$defs", {}), frozenset())
     except (PydanticUserError, RecursionError, NameError) as error:
-        rule = f"no JSON schema can express the type of {parameter.name} (got {hint!r:.80})"
+        rule = f"JSON Schema cannot express the type of {parameter.name} (got {hint!r:.80})"
         raise _broken(name, rule, "use str, int, float, bool, Literal, an Enum, list, dict, or a dataclass of these") from error
-    if parameter.default is None:  # the policy leaves it out instead of writing null
+    if parameter.default is None:  # the policy omits the argument instead of writing null
         kinds = [kind for kind in schema.get("anyOf", []) if kind != {"type": "null"}]
         return adapter, kinds[0] if len(kinds) == 1 else schema
     if parameter.default is parameter.empty:
         return adapter, schema
     try:
         return adapter, {**schema, "default": adapter.dump_python(parameter.default, mode="json", warnings=False)}
-    except PydanticSerializationError:  # an object that only Python knows
+    except PydanticSerializationError:  # the default has no JSON representation
         return adapter, schema
 
 
 def _plain(schema: Any, definitions: Mapping[str, Any], inside: frozenset[str]) -> Any:
-    """Return a schema without titles, with definitions in place of the references to them."""
+    """Return a schema without titles, with references replaced by their definitions."""
     if isinstance(schema, list):
         return [_plain(item, definitions, inside) for item in schema]
     if not isinstance(schema, dict):

@@ -1,13 +1,13 @@
-"""One question, one answer. The rewards are those of the configuration."""
+"""A single-turn environment: one question, one answer, scored by the configured rewards."""
 
 from titanrl.environments.interface import Done, Episode, Message, Observation
 
 
 class SingleTurn:
-    """Asks the question, and ends with the answer."""
+    """Asks the question and ends the episode after the answer."""
 
     def __init__(self, *, system_prompt: str | None = None) -> None:
-        """Keep the system message before the question."""
+        """Set the system message that precedes the question."""
         self._system_prompt = system_prompt
 
     async def reset(self, episode: Episode) -> Observation:
@@ -23,7 +23,10 @@ class SingleTurn:
 
 
 def opening(episode: Episode, system_prompt: str | None) -> list[Message]:
-    """Return the question, or the conversation of the prompt source, after the system message unless it has its own."""
+    """Return the first messages of an episode: the conversation from the prompt source, or else the question.
+
+    The system prompt is prepended unless the conversation starts with a system message.
+    """
     asked: list[Message] = list(episode.entry.get("messages") or [{"role": "user", "content": episode.question}])
     if system_prompt is None or asked[0]["role"] == "system":
         return asked

@@ -1,4 +1,4 @@
-"""The environments of a run."""
+"""Creates the environments of a run, in this process or in separate ones."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from titanrl.plugins import Plugins
 
 
 class Environments:
-    """Makes an environment for each episode, and owns the processes that environments share.
+    """Creates an environment for each episode, and owns the processes that environments share.
 
     Example:
         environments = Environments("calculator", {"max_calls": 4})
@@ -34,12 +34,12 @@ class Environments:
 
         Args:
             function: Name of a built-in environment, import path, class or function.
-            options: Keywords of the function.
-            plugins: Objects of the user; `data.environment.function` replaces `function`.
-            processes: Run each environment in a process of its own; None runs them in this process.
+            options: Keyword arguments of the function.
+            plugins: User-defined objects; the one under `data.environment.function` takes precedence over `function`.
+            processes: Options for running each environment in a separate process; None runs them in this process.
 
         Raises:
-            ValueError: It cannot be loaded, or does not fit the interface.
+            ValueError: The environment cannot be loaded, or does not implement the interface.
         """
         self._pool = None if processes is None else EnvironmentPool(function, options, plugins, processes=processes)
         self._make: Callable[[], Environment] = (
@@ -47,10 +47,10 @@ class Environments:
         )
 
     async def start(self) -> None:
-        """Start one of the processes, if environments have their own.
+        """Start one process, if environments run in separate processes, to check that the environment can be loaded.
 
         Raises:
-            EnvironmentFailure: The environment cannot be loaded in it.
+            EnvironmentFailure: The environment cannot be loaded in the process.
         """
         if self._pool is not None:
             await self._pool.start()

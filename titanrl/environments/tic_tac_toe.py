@@ -1,4 +1,4 @@
-"""Tic-tac-toe against a scripted opponent whose moves depend only on the seed of the episode."""
+"""Tic-tac-toe against a scripted opponent, whose choices depend only on the seed of the episode."""
 
 import random
 import re
@@ -9,7 +9,7 @@ from typing import Literal
 from titanrl.environments.interface import Done, Episode, Message, Observation
 
 POLICY, OPPONENT, FREE = "X", "O", "."
-"""Marks of the players, and of a free square."""
+"""Symbols for the players and for a free square."""
 
 RULES = """\
 We play tic-tac-toe. You are X, I am O. Three in a row, column or diagonal win.
@@ -20,10 +20,10 @@ _ANSWER = re.compile(r"<answer>\s*([^<]{1,20}?)\s*</answer>")
 
 
 class TicTacToe:
-    """A game. Squares have the numbers 1 to 9, row by row.
+    """A game of tic-tac-toe. Squares are numbered 1 to 9, row by row.
 
-    The reward `game` is that of a win, a draw or a loss. A move that is not legal is answered by a message that says why; one
-    more than `max_illegal_moves` loses the game.
+    The reward `game` is the value of `win`, `draw` or `loss`. The reply to an illegal move explains why it is illegal. If the
+    policy makes more than `max_illegal_moves` of them, it loses the game.
 
     Example: `TicTacToe(skill=0.5, first="random")`
     """
@@ -38,18 +38,18 @@ class TicTacToe:
         draw: float = 0.5,
         loss: float = 0.0,
     ) -> None:
-        """Keep the options.
+        """Check and keep the options.
 
         Args:
-            skill: Probability that the opponent plays a best move instead of a random one. At 1 it cannot be beaten.
-            first: Player who begins.
-            max_illegal_moves: Illegal moves of an episode that are answered by a message.
-            win: Reward of a win.
-            draw: Reward of a draw.
-            loss: Reward of a loss, also by illegal moves.
+            skill: Probability that the opponent plays an optimal move instead of a random one. At 1 it cannot be beaten.
+            first: Player who moves first.
+            max_illegal_moves: Number of illegal moves allowed per episode.
+            win: Reward for a win.
+            draw: Reward for a draw.
+            loss: Reward for a loss, including a loss by illegal moves.
 
         Raises:
-            ValueError: An option is out of its range.
+            ValueError: An option is out of range.
         """
         if not 0.0 <= skill <= 1.0:
             raise ValueError(f"skill: must be a probability (got {skill}). Write a number from 0 to 1.")
@@ -64,7 +64,7 @@ class TicTacToe:
         self._random = random.Random()
 
     async def reset(self, episode: Episode) -> Observation:
-        """Return the question, the rules and the board, after the opponent's move if it begins."""
+        """Return the question, the rules and the board. If the opponent moves first, its move is on the board."""
         self._random.seed(episode.seed)
         if self._first == "opponent" or (self._first == "random" and self._random.random() < 0.5):
             self._play(self._opponents_move(), OPPONENT)
@@ -72,7 +72,7 @@ class TicTacToe:
         return Observation(messages=[_user(f"{question}{RULES}\n\n{drawn(self._board)}")])
 
     async def step(self, message: Message) -> Observation | Done:
-        """Play a move of the policy and, unless the game is over, one of the opponent."""
+        """Play the policy's move and, unless the game is over, the opponent's reply."""
         square, problem = read_move(str(message.get("content") or ""), self._board)
         if square is None:
             self._num_illegal += 1
@@ -99,7 +99,7 @@ class TicTacToe:
 
 
 def read_move(text: str, board: str) -> tuple[int | None, str]:
-    """Return the square that a message chooses, from 0; None and the reason if that is no legal move."""
+    """Return the index of the square that a message names, from 0; None and the reason if the move is not legal."""
     answers = _ANSWER.findall(text)
     move = answers[-1] if answers else text.strip()
     if not re.fullmatch("[1-9]", move):
@@ -109,7 +109,7 @@ def read_move(text: str, board: str) -> tuple[int | None, str]:
 
 
 def drawn(board: str) -> str:
-    """Return the board as text, with the numbers of free squares."""
+    """Return the board as text. Free squares show their numbers."""
     cells = [str(square + 1) if cell == FREE else cell for square, cell in enumerate(board)]
     return "\n".join(" ".join(cells[row : row + 3]) for row in (0, 3, 6))
 
@@ -120,12 +120,12 @@ def played(board: str, square: int, player: str) -> str:
 
 
 def free_squares(board: str) -> list[int]:
-    """Return the free squares, from 0."""
+    """Return the indices of the free squares, from 0."""
     return [square for square, cell in enumerate(board) if cell == FREE]
 
 
 def winner(board: str) -> str | None:
-    """Return the player who has won, `FREE` for a draw; None while the game goes on."""
+    """Return the player who has won, or `FREE` for a draw; None if the game is not over."""
     for first, second, third in LINES:
         if board[first] != FREE and board[first] == board[second] == board[third]:
             return board[first]
@@ -133,14 +133,14 @@ def winner(board: str) -> str | None:
 
 
 def best_moves(board: str, player: str) -> list[int]:
-    """Return the moves of a player that lead to the best end against perfect play."""
+    """Return the moves of a player with the best outcome against perfect play."""
     values = {square: _value(played(board, square, player), player, _other(player)) for square in free_squares(board)}
     return [square for square, value in values.items() if value == max(values.values())]
 
 
 @cache  # at most 5,478 positions for each player
 def _value(board: str, player: str, turn: str) -> int:
-    """Return 1, 0 or -1 for a win, draw or loss of `player`, if both play perfectly from here."""
+    """Return 1, 0 or -1 for a win, draw or loss of `player` under perfect play. `turn` is the player to move."""
     if (end := winner(board)) is not None:
         return 0 if end == FREE else 1 if end == player else -1
     values: Sequence[int] = [_value(played(board, square, turn), player, _other(turn)) for square in free_squares(board)]

@@ -1,7 +1,8 @@
 """Tool use: an environment in which the policy calls functions until it answers.
 
-A *malformed call* is an entry of `tool_calls` whose `function.arguments` is a text: what the policy wrote, because it could not
-be parsed as a JSON object. It is answered by a message that says so, like a call of an unknown tool or with wrong arguments.
+A *malformed call* is an entry of `tool_calls` whose `function.arguments` is a string: the text that the policy wrote, which
+could not be parsed as a JSON object. The reply to such a call describes the problem, as does the reply to a call of an unknown
+tool or with invalid arguments.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ from titanrl.environments.single_turn import opening
 
 
 class Toolset:
-    """Base class of tools with a state. Its public methods are tools, except the three of this class.
+    """Base class for stateful tools. All public methods of a subclass are tools, except `start`, `rewards` and `close`.
 
-    A class without a state needs no base class: the public methods of any object are tools.
+    Stateless tools need no base class: the public methods of any object are tools.
 
     Example:
         class Notes(Toolset):
@@ -40,30 +41,30 @@ class Toolset:
     """
 
     async def start(self, episode: Episode) -> None:
-        """Prepare for an episode."""
+        """Set up the state for an episode."""
 
     def rewards(self) -> Mapping[str, float]:
-        """Return the rewards of the episode by name, at its end."""
+        """Return the rewards of the episode by name. This is called when the episode ends."""
         return {}
 
     async def close(self) -> None:
-        """Release what the episode holds."""
+        """Release the resources of the episode."""
 
 
 @dataclass(slots=True)
 class CallCounts:
-    """Calls of an episode."""
+    """Numbers of tool calls in an episode."""
 
     succeeded: int = 0
     """Calls with a result."""
     malformed: int = 0
-    """Calls whose arguments were no JSON object."""
+    """Calls whose arguments were not a JSON object."""
     unknown: int = 0
-    """Calls of a tool that does not exist."""
+    """Calls of a nonexistent tool."""
     wrong: int = 0
-    """Calls with wrong arguments, and calls for which the tool raised `ToolError`."""
+    """Calls with invalid arguments, and calls for which the tool raised `ToolError`."""
     refused: int = 0
-    """Calls beyond the limit, which were not run."""
+    """Calls over the limit, which were not executed."""
 
     @property
     def run(self) -> int:
@@ -77,16 +78,16 @@ class CallCounts:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers of the episode for the metrics: all calls, those without a result, and those of them that are malformed."""
+        """Metrics of the episode: all calls, calls without a result, and malformed calls."""
         num_calls, num_failed = self.run + self.refused, self.failed + self.refused
         return {"tool_calls": float(num_calls), "failed_calls": float(num_failed), "malformed_calls": float(self.malformed)}
 
 
 class ToolEnvironment:
-    """Asks the question, runs the calls of each message in order, and ends at a message without one.
+    """Asks the question, executes the tool calls of each message in order, and ends at a message without calls.
 
-    A plain method runs in the event loop and should return within milliseconds. Write others as `async` methods, or give the
-    environment a process of its own.
+    A synchronous tool runs in the event loop and should return within milliseconds. Write slower ones as `async` functions, or
+    run the environment in a separate process.
 
     Example: `ToolEnvironment(Calculator(), max_calls=4)`
     """
@@ -104,15 +105,16 @@ class ToolEnvironment:
         """Read the signatures of the tools.
 
         Args:
-            tools: A function, an object whose public methods are tools, or several of them.
-            max_calls: Calls of one episode. Further ones are refused, and the next message with calls ends the episode.
-            call_timeout_s: Time limit of one call; beyond it the episode fails.
-            max_result_chars: Characters of a result that the policy sees.
-            failed_call_reward: Reward of the turn for each call that fails, usually negative.
+            tools: A function, an object whose public methods are tools, or a list of these.
+            max_calls: Maximum number of calls per episode. Calls over the limit are refused; the message after a refused call
+                ends the episode.
+            call_timeout_s: Time limit of an `async` call, in seconds. If a call exceeds it, the episode fails.
+            max_result_chars: Maximum number of characters of a result that the policy sees.
+            failed_call_reward: Reward added to the turn for each failed call, usually negative.
             system_prompt: System message before the question.
 
         Raises:
-            ValueError: A tool has no docstring or no type hints, or two have the same name.
+            ValueError: A tool lacks a docstring or type hints, or two tools have the same name.
         """
         if max_calls < 1:
             raise ValueError(f"max_calls: must be at least 1 (got {max_calls}). Raise it, or use single_turn without tools.")
@@ -125,14 +127,14 @@ class ToolEnvironment:
                     raise ValueError(f"tool {signature.tool.name}: two tools have this name. Rename one of them.")
                 self._functions[signature.tool.name] = (function, signature)
         if not self._functions:
-            raise ValueError("tools: there is no tool (got an empty list). Add one, or use single_turn.")
+            raise ValueError("tools: at least one tool is required (got an empty list). Add one, or use single_turn.")
         self._max_calls = max_calls
         self._call_timeout_s = call_timeout_s
         self._max_result_chars = max_result_chars
         self._failed_call_reward = failed_call_reward
         self._system_prompt = system_prompt
         self.counts = CallCounts()
-        """Calls so far."""
+        """Numbers of calls so far."""
 
     async def reset(self, episode: Episode) -> Observation:
         """Return the question and the tools."""
@@ -143,7 +145,7 @@ class ToolEnvironment:
         return Observation(messages=messages, tools=[signature.tool for _, signature in self._functions.values()])
 
     async def step(self, message: Message) -> Observation | Done:
-        """Run the calls of a message."""
+        """Execute the calls of a message; end the episode at a message without calls, or after a refused call."""
         calls = message.get("tool_calls") or ()
         if not calls or self.counts.refused:
             sources = [source for source in self._sources if isinstance(source, Toolset)]
@@ -155,18 +157,18 @@ class ToolEnvironment:
         return Observation(messages=replies, reward=reward, metrics=self.counts.metrics)
 
     async def close(self) -> None:
-        """Close the tools that have a state."""
+        """Close the stateful tools."""
         for source in self._sources:
             if isinstance(source, Toolset):
                 await source.close()
 
     async def _reply(self, call: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """Return the message with the result of a call, or with the reason why it has none."""
+        """Return the message with the result of a call, or with the reason why there is none."""
         function = call.get("function") or {}
         name = function.get("name") or ""
         if self.counts.run >= self._max_calls:
             self.counts.refused += 1
-            text = f"Not run: all {self._max_calls} calls are used. Answer without further calls."
+            text = f"Not run: all {self._max_calls} calls have been used. Answer without further calls."
         else:
             text = await self._result(str(name), function.get("arguments"))
         reply = {"role": "tool", "tool_call_id": call.get("id") or f"call_{index}", "content": self._cut(text)}
@@ -175,26 +177,26 @@ class ToolEnvironment:
     async def _result(self, name: str, arguments: object) -> str:
         if name not in self._functions:
             self.counts.unknown += 1
-            which = f"There is no tool {name:.60}." if name else "The call names no tool."
+            which = f"There is no tool {name:.60}." if name else "The call does not name a tool."
             return f"{which} The tools are {', '.join(self._functions)}."
         if isinstance(arguments, str):
             self.counts.malformed += 1
-            return f"The call of {name} is malformed: {_problem(arguments)}. {self._form(name)}"
+            return f"The call to {name} is malformed: {_problem(arguments)}. {self._form(name)}"
         function, signature = self._functions[name]
         try:
-            result = await self._called(name, function, signature.arguments({} if arguments is None else arguments))
+            result = await self._run(name, function, signature.arguments({} if arguments is None else arguments))
         except ToolError as error:
             self.counts.wrong += 1
             return str(error)
         self.counts.succeeded += 1
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
-    async def _called(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    async def _run(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a tool.
 
         Raises:
-            ToolError: The tool cannot answer this call.
-            EnvironmentFailure: The tool failed, or took too long.
+            ToolError: The tool rejected the call.
+            EnvironmentFailure: The tool failed or took too long.
         """
         limit = asyncio.timeout(self._call_timeout_s)
         try:
@@ -205,7 +207,7 @@ class ToolEnvironment:
                 return await result
         except (ToolError, EnvironmentFailure):
             raise
-        except Exception as error:  # a tool is the user's and may raise anything
+        except Exception as error:  # user code may raise anything
             if limit.expired():
                 raise EnvironmentTimeout(f"tool {name}: took longer than {self._call_timeout_s:g} s") from None
             raise EnvironmentFailure(f"tool {name}: raised {type(error).__name__}: {error}") from error
@@ -221,10 +223,10 @@ class ToolEnvironment:
 
 
 def functions_of(source: object) -> list[Callable[..., Any]]:
-    """Return the tools of an object in the order of their definition: itself if it is a function, else its public methods.
+    """Return the tools of an object: the function itself, or the public methods in the order of their definition.
 
     Raises:
-        ValueError: It has none.
+        ValueError: The object is a class, or has no public method.
     """
     if inspect.isroutine(source):
         return [source]
@@ -241,16 +243,16 @@ def functions_of(source: object) -> list[Callable[..., Any]]:
         names = {name: None for name in names if name not in vars(Toolset)}
     functions = [method for name in names if callable(method := getattr(source, name))]
     if not functions:
-        raise ValueError(f"tools: {type(source).__name__} has no public method, so it has no tool. Add one.")
+        raise ValueError(f"tools: {type(source).__name__} has no public method to use as a tool. Add one.")
     return functions
 
 
 def _problem(arguments: str) -> str:
-    """Return the reason why arguments could not be parsed."""
+    """Explain why arguments could not be parsed."""
     try:
         parsed = json.loads(arguments)
     except RecursionError:
         return "its arguments are nested too deeply"
     except ValueError as error:
         return f"its arguments are not JSON ({error})"
-    return "the call is not complete" if isinstance(parsed, dict) else "its arguments are no JSON object"
+    return "the call is incomplete" if isinstance(parsed, dict) else "its arguments are not a JSON object"

@@ -1,7 +1,7 @@
-"""Environments in processes of their own: for native code, blocking calls, or another Python interpreter.
+"""Environments in separate processes, for native code, blocking calls, or another Python interpreter.
 
-A `ProcessEnvironment` is an environment itself. Its calls have hard time limits: beyond one, the process is killed and the call
-raises. A pool keeps the processes for later episodes and replaces those that have ended.
+A `ProcessEnvironment` implements `Environment`. Its calls have hard time limits: if a call exceeds its limit, the process is
+killed and the call raises. A pool reuses the processes for later episodes and replaces processes that have exited.
 """
 
 import asyncio
@@ -33,38 +33,39 @@ import sys
 if sys.version_info < (3, 10):
     sys.exit("an environment needs Python 3.10 or newer, not " + sys.version)
 import importlib.util
-place, channel, parent = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("titanrl", place + "/__init__.py", submodule_search_locations=[place])
+package, channel, parent = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("titanrl", package + "/__init__.py", submodule_search_locations=[package])
 sys.modules["titanrl"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["titanrl"])
 from titanrl.environments.child import main
 main(int(channel), int(parent))
 """
-"""Program of a process. Another interpreter gets this package alone, and not those that are installed beside it."""
+"""Program of an environment process. It makes only the package `titanrl` importable, and none of the packages installed next to
+it, so that another interpreter uses its own packages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
-    """Processes of environments, and the time limits of their calls."""
+    """Options of environment processes, and the time limits of their calls."""
 
     num_processes: int = 8
-    """Episodes at once; further ones wait in `reset`."""
+    """Maximum number of processes, and so of concurrent episodes. Other episodes wait in `reset`."""
     python: Path | str | None = None
-    """Interpreter, 3.10 or newer; None is this one. Another one imports the environment from its own packages."""
+    """Interpreter, Python 3.10 or newer; None for the current one. Another one imports the environment from its packages."""
     log: Path | None = None
-    """File for the output of the processes; None is the standard error stream."""
+    """File for the output of the processes; None for the standard error stream."""
     start_s: float = 60.0
-    """Limit in seconds of the start of a process, with the imports of the environment."""
+    """Time limit in seconds for starting a process, including the imports of the environment."""
     reset_s: float = 60.0
-    """Limit of the start of an episode."""
+    """Time limit of `reset` in seconds."""
     step_s: float = 60.0
-    """Limit of the answer to a message."""
+    """Time limit of `step` in seconds."""
     close_s: float = 10.0
-    """Limit of the end of an episode."""
+    """Time limit of `close` in seconds."""
 
 
 class EnvironmentPool:
-    """Makes environments that run in processes of their own. It belongs to the event loop that uses it.
+    """Creates environments that run in separate processes. A pool belongs to the event loop that uses it.
 
     Example:
         pool = EnvironmentPool("my_games.py:Chess", {"skill": 3}, processes=ProcessOptions(num_processes=16))
@@ -72,7 +73,7 @@ class EnvironmentPool:
         environment = pool.make()  # for one episode
         observation = await environment.reset(episode)
         ...
-        await environment.close()  # the process is free for another episode
+        await environment.close()  # the process can now run another episode
         await pool.close()
     """
 
@@ -84,22 +85,22 @@ class EnvironmentPool:
         *,
         processes: ProcessOptions = ProcessOptions(),
     ) -> None:
-        """Keep the settings.
+        """Keep the settings; processes start on demand.
 
         Args:
             function: Name of a built-in environment, import path, class or function.
-            options: Keywords of the function.
-            plugins: Objects of the user; `data.environment.function` replaces `function`.
+            options: Keyword arguments of the function.
+            plugins: User-defined objects; the one under `data.environment.function` takes precedence over `function`.
             processes: Number, interpreter, log and time limits of the processes.
 
         Raises:
-            ValueError: An object of Python is to run in another interpreter, or cannot be sent to another process.
+            ValueError: A Python object was passed together with another interpreter, or it cannot be sent to another process.
         """
         self._function = plugin_for(function, plugins) or str(function)
         if processes.python is not None and isinstance(self._function, Plugin) and self._function.is_object:
             raise ValueError(
-                f"{KEY}.python: another interpreter imports the environment itself, and cannot have an object of this one "
-                f"(got {str(processes.python)!r}). Give the import path of the environment, or remove python."
+                f"{KEY}.python: another interpreter imports the environment itself, so it cannot use an object from this one "
+                f"(got {str(processes.python)!r}). Pass the import path of the environment, or remove python."
             )
         self.processes = processes
         self._options = dict(options)
@@ -109,27 +110,27 @@ class EnvironmentPool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Start one process, to find out whether the environment can be loaded.
+        """Start one process, to check that the environment can be loaded.
 
         Raises:
-            EnvironmentFailure: It cannot.
+            EnvironmentFailure: The environment cannot be loaded.
         """
-        self.give_back(await self.take())
+        self.release(await self.acquire())
 
     def make(self) -> "ProcessEnvironment":
         """Return an environment for one episode."""
         return ProcessEnvironment(self)
 
     async def close(self) -> None:
-        """Kill every process and wait until they have exited. Calls of running episodes raise `EnvironmentDied`."""
+        """Kill all processes and wait until they have exited. Calls of running episodes raise `EnvironmentDied`."""
         self._is_closed = True
         for process in self._running:
             process.kill()
         await asyncio.gather(*[process.exited() for process in self._running])
         self._idle.clear()
 
-    async def take(self) -> "_Process":
-        """Wait for a process, and start one if none is idle. The caller must pass it to `give_back`.
+    async def acquire(self) -> "_Process":
+        """Wait for a free slot, and return an idle or a new process. The caller must pass it to `release` afterwards.
 
         Raises:
             EnvironmentFailure: A process cannot be started, or the environment cannot be loaded in it.
@@ -138,81 +139,81 @@ class EnvironmentPool:
         try:
             while self._idle:
                 process = self._idle.pop()
-                if not process.ended:
+                if not process.has_exited:
                     return process
                 process.kill()
-            return await self._started()
-        except BaseException:  # also when cancelled
+            return await self._start_process()
+        except BaseException:  # including cancellation
             self._slots.release()
             raise
 
-    def give_back(self, process: "_Process", *, is_clean: bool = True) -> None:
-        """Keep a process for another episode, or kill it if its last one did not end well."""
-        if is_clean and not process.ended and not self._is_closed:
+    def release(self, process: "_Process", *, is_clean: bool = True) -> None:
+        """Keep a process for another episode, or kill it if the last one was not closed properly."""
+        if is_clean and not process.has_exited and not self._is_closed:
             self._idle.append(process)
         else:
             process.kill()
         self._slots.release()
 
-    async def _started(self) -> "_Process":
+    async def _start_process(self) -> "_Process":
         if self._is_closed:
             raise EnvironmentDied(f"{KEY}: the pool of environment processes is closed")
         process = _Process(self.processes.python, self.processes.log, on_exit=self._running.discard)
         self._running.add(process)
-        path = [str(place) for place in sys.path] if self.processes.python is None else []
+        path = [str(entry) for entry in sys.path] if self.processes.python is None else []
         try:
             await process.connect()
-            await process.ask(("load", (self._function, self._options, path)), self.processes.start_s, "start")
-        except BaseException:  # also when cancelled
+            await process.request(("load", (self._function, self._options, path)), self.processes.start_s, "start")
+        except BaseException:  # including cancellation
             process.kill()
             raise
         return process
 
 
 class ProcessEnvironment:
-    """An environment in a process of its own, for one episode; made by `EnvironmentPool`."""
+    """An environment in a separate process, for one episode. `EnvironmentPool.make` creates it."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
-        """Keep the pool; `reset` takes a process."""
+        """Keep the pool; `reset` acquires a process."""
         self._pool = pool
         self._process: _Process | None = None
 
     async def reset(self, episode: Episode) -> Observation:
-        """Start the episode in a free process.
+        """Wait for a process and start the episode in it.
 
         Raises:
             EnvironmentTimeout: The environment took too long; its process was killed.
-            EnvironmentDied: The process ended.
+            EnvironmentDied: The process died.
             EnvironmentFailure: The environment raised, or did not return an observation.
         """
-        assert self._process is None, "an environment serves one episode"
-        self._process = await self._pool.take()
+        assert self._process is None, "an environment is used for one episode only"
+        self._process = await self._pool.acquire()
         fields = {"task_id": episode.task_id, "question": episode.question, "entry": dict(episode.entry), "seed": episode.seed}
-        result = await self._ask("reset", (fields,), self._pool.processes.reset_s)
+        result = await self._request("reset", (fields,), self._pool.processes.reset_s)
         if isinstance(result, Done):
-            raise EnvironmentFailure(f"{KEY}: reset returned Done. Return an Observation with the first message.")
+            raise EnvironmentFailure(f"{KEY}: reset must not return Done. Return an Observation with the first messages.")
         return result
 
     async def step(self, message: Message) -> Observation | Done:
-        """Answer a message of the policy; raises as `reset` does."""
-        return await self._ask("step", (dict(message),), self._pool.processes.step_s)
+        """Process a message of the policy. Raise the same exceptions as `reset`."""
+        return await self._request("step", (dict(message),), self._pool.processes.step_s)
 
     async def close(self) -> None:
-        """End the episode and free the process; raises as `reset` does, if the process did not end before."""
+        """End the episode and release its process. Raise the same exceptions as `reset`, unless the process exited before."""
         process, self._process = self._process, None
         if process is None:
             return
         is_clean = False
         try:
-            if not process.ended:
-                await process.ask(("close", ()), self._pool.processes.close_s, "close")
+            if not process.has_exited:
+                await process.request(("close", ()), self._pool.processes.close_s, "close")
                 is_clean = True
         finally:
-            self._pool.give_back(process, is_clean=is_clean)
+            self._pool.release(process, is_clean=is_clean)
 
-    async def _ask(self, name: str, arguments: tuple[Any, ...], limit_s: float) -> Observation | Done:
-        assert self._process is not None, f"{name} is called between reset and close"
-        reply = await self._process.ask((name, arguments), limit_s, name)
+    async def _request(self, name: str, arguments: tuple[Any, ...], limit_s: float) -> Observation | Done:
+        assert self._process is not None, f"{name} must be called between reset and close"
+        reply = await self._process.request((name, arguments), limit_s, name)
         try:
             return decoded(reply)
         except (ValueError, TypeError) as error:
@@ -220,7 +221,7 @@ class ProcessEnvironment:
 
 
 class _Process:
-    """A process, and this side of its socket."""
+    """An environment process, and the parent's end of its socket."""
 
     def __init__(self, python: Path | str | None, log: Path | None, on_exit: "Callable[[_Process], None]") -> None:
         """Start the process."""
@@ -238,49 +239,59 @@ class _Process:
         self._loop.add_reader(self._pidfd, self._on_exit)
 
     @property
-    def ended(self) -> bool:
-        """True if the process has ended, or will at once. The loop may not have noticed it yet."""
-        if self._was_killed or self._exited.done() or self._replies.ended.done():
+    def has_exited(self) -> bool:
+        """True if the process has exited or is about to, even if the event loop has not processed the event yet."""
+        if self._was_killed or self._exited.done() or self._replies.closed.done():
             return True
         exit_poll = select.poll()
         exit_poll.register(self._pidfd, select.POLLIN)
         return bool(exit_poll.poll(0))
 
     async def connect(self) -> None:
-        """Listen on the socket."""
+        """Connect the socket to the event loop."""
         self._transport, _ = await self._loop.create_connection(lambda: self._replies, sock=self._ours)
 
-    async def ask(self, request: Request, limit_s: float, what: str) -> dict[str, Any]:
-        """Send a request and return its reply. If that fails, or is cancelled, the process is killed.
+    async def request(self, request: Request, limit_s: float, what: str) -> dict[str, Any]:
+        """Send a request and return the reply.
+
+        The process is killed if the call is cancelled, or if there is no valid reply in time. It keeps running if the
+        environment raises.
+
+        Args:
+            request: Method and arguments.
+            limit_s: Time limit in seconds.
+            what: Name of the call, for error messages.
 
         Raises:
-            EnvironmentTimeout: There is none in time.
-            EnvironmentDied: The process ended.
-            EnvironmentFailure: The environment raised; the process goes on.
+            EnvironmentTimeout: No reply arrived in time.
+            EnvironmentDied: The process died.
+            EnvironmentFailure: The environment raised, the arguments cannot be pickled, or the reply is invalid.
         """
         assert self._transport is not None
         try:
             body = pickle.dumps(request, protocol=4)
-        except Exception as error:  # pickling runs code of the user's classes
+        except Exception as error:  # pickling runs user code
             cause = f"{type(error).__name__}: {error}"
             raise EnvironmentFailure(f"{KEY}: the arguments of {what} cannot be sent to a process: {cause}") from error
         try:
             reply = self._replies.expect()
             self._transport.write(LENGTH.pack(len(body)) + body)
-            either: list[asyncio.Future[Any]] = [reply, self._replies.ended]
+            either: list[asyncio.Future[Any]] = [reply, self._replies.closed]
             await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        except BaseException:  # also when cancelled: the process may be in the middle of a call
+        except BaseException:  # including cancellation: the process may be in the middle of a call
             self.kill()
             raise
         if reply.done():
             return self._checked(reply.result(), what)
-        if not self._replies.ended.done():
+        if not self._replies.closed.done():
             self.kill()
-            raise EnvironmentTimeout(f"{KEY}: {what} took longer than {limit_s:g} s, so its process was killed{self._where()}")
-        raise EnvironmentDied(f"{KEY}: its process ended during {what} ({await self._how()}){self._where()}")
+            raise EnvironmentTimeout(
+                f"{KEY}: {what} took longer than {limit_s:g} s, so its process was killed{self._log_hint()}"
+            )
+        raise EnvironmentDied(f"{KEY}: its process died during {what} ({await self._exit_reason()}){self._log_hint()}")
 
     def kill(self) -> None:
-        """Kill the process, with those that it has started."""
+        """Kill the process and its children."""
         self._was_killed = True
         if not self._exited.done():
             self._kill_group()
@@ -302,24 +313,24 @@ class _Process:
             self.kill()
             raise EnvironmentFailure(f"{KEY}: the reply to {what} is invalid (got {body!r:.80}), so its process was killed")
         if "error" in reply:
-            raise EnvironmentFailure(f"{KEY}: {what} raised {reply['error']}{self._where()}")
+            raise EnvironmentFailure(f"{KEY}: {what} raised {reply['error']}{self._log_hint()}")
         return reply
 
-    async def _how(self) -> str:
-        """Return the way in which the process ended."""
+    async def _exit_reason(self) -> str:
+        """Return the signal or exit code of the process."""
         await asyncio.wait([self._exited], timeout=_EXIT_DEADLINE_S)
-        self.kill()  # if it only closed its socket
+        self.kill()  # in case it only closed its socket
         if not self._exited.done():
             return "it closed its connection"
         code = self._exited.result()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
-    def _where(self) -> str:
+    def _log_hint(self) -> str:
         return "" if self._log is None else f" (output: {self._log})"
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
-        self._kill_group()  # processes that the environment started; the group exists until `wait`
+        self._kill_group()  # kill the children of the environment; the process group exists until `wait`
         self._exited.set_result(self._popen.wait())
         os.close(self._pidfd)
         self._when_exited(self)
@@ -330,17 +341,17 @@ class _Process:
 
 
 class _Replies(asyncio.Protocol):
-    """Reads replies from the socket. It sets futures as bytes arrive, so a reply is in time even if this loop was busy."""
+    """Reads replies from the socket and sets their futures, so a reply that arrives while the loop is busy is still in time."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
         self._reply: asyncio.Future[bytes] = loop.create_future()
         self._received = bytearray()
         self._transport: asyncio.BaseTransport | None = None
 
     def expect(self) -> "asyncio.Future[bytes]":
-        """Return the future of the next reply."""
+        """Return a future for the next reply."""
         self._received.clear()
         self._reply = asyncio.get_running_loop().create_future()
         return self._reply
@@ -359,17 +370,17 @@ class _Replies(asyncio.Protocol):
             self._reply.set_result(bytes(self._received[LENGTH.size : LENGTH.size + length]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+        if not self.closed.done():
+            self.closed.set_result(None)
 
 
 def _start(python: Path | str | None, channel: int, log: Path | None) -> "subprocess.Popen[bytes]":
-    """Start a process in a session of its own. The hash seed is fixed, so that a seed gives the same episode."""
+    """Start a process in a new session. The hash seed is fixed, so that equal seeds give equal episodes."""
     environment = {"PYTHONHASHSEED": "0", **os.environ}
     if python is not None:
         environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    place = Path(__file__).resolve().parents[1]  # of the package titanrl
-    arguments = [str(python or sys.executable), "-c", _BOOTSTRAP, str(place), str(channel), str(os.getpid())]
+    package = Path(__file__).resolve().parents[1]
+    arguments = [str(python or sys.executable), "-c", _BOOTSTRAP, str(package), str(channel), str(os.getpid())]
     output = os.dup(2) if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         return subprocess.Popen(

@@ -1,37 +1,39 @@
-"""Balance of trainer and generators: how long each waited, and how to divide the devices better."""
+"""Load balance between trainer and generators: their idle time, and advice on dividing the devices."""
 
 from statistics import median
 
 from titanrl.metrics.series import Rows, series
 
 NOTABLE = 0.15
-"""Largest difference between the idle fractions of the two sides that needs no advice."""
+"""Difference between the idle fractions of trainer and generators above which `advice` suggests moving devices."""
 
 
 def balance_line(rows: Rows) -> str:
-    """Return the idle fractions of trainer and generators with advice, or an empty string without such metrics.
+    """Summarize the idle fractions of trainer and generators, with advice; return an empty string without these metrics.
 
-    The fractions are medians over the steps without the first fifth, in which caches are cold and the buffer fills.
+    The fractions are medians over the steps. The first fifth is left out, because caches are cold and the buffer is filling.
     """
     steps = rows[len(rows) // 5 :]
-    trainer, generators = ([value for _, value in series(steps, f"perf/{side}_idle_frac")] for side in ("trainer", "generator"))
+    trainer, generators = ([value for _, value in series(steps, f"perf/{role}_idle_frac")] for role in ("trainer", "generator"))
     if not trainer or not generators:
         return ""
     idle = median(trainer), median(generators)
-    shares = f"trainer {idle[0]:.0%}, generators {idle[1]:.0%} of the time"
+    shares = f"trainer {idle[0]:.0%}, generators {idle[1]:.0%} of the time (median)"
     if not (ages := [value for _, value in series(steps, "staleness/max")]):  # a distillation is always synchronous
         return shares
     return f"{shares}; {advice(*idle, synchronous=max(ages) == 0)}"
 
 
 def advice(trainer_idle: float, generator_idle: float, *, synchronous: bool) -> str:
-    """Return a suggestion that would let both sides work more."""
+    """Suggest how to reduce the idle time."""
     if synchronous:
-        return "they take turns because max_staleness is 0; with 1 they would work at the same time"
+        return "they alternate because max_staleness is 0; set it to 1 to overlap generation and training"
     if trainer_idle > generator_idle + NOTABLE:
-        return "give the generators more devices (generator.replicas) or the trainer fewer"
+        return "generation is the bottleneck: give the generators more devices (generator.replicas) or the trainer fewer"
     if generator_idle > trainer_idle + NOTABLE:
-        return "give the trainer more devices (trainer.parallelism.dp_shard) or the generators fewer"
+        return (
+            "training is the bottleneck: give the trainer more devices (trainer.parallelism.dp_shard) or the generators fewer"
+        )
     if min(trainer_idle, generator_idle) > NOTABLE:
-        return "both wait for each other: raise max_staleness, or rollout.window if a few completions are very long"
-    return "they are well matched"
+        return "each waits for the other: raise max_staleness, or rollout.window if a few completions are very long"
+    return "they are well balanced"

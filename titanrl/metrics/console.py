@@ -1,4 +1,4 @@
-"""Progress of a run: one live display on a terminal, plain lines elsewhere."""
+"""Console output of a run: a live display on a terminal, plain lines elsewhere."""
 
 import os
 import sys
@@ -23,19 +23,19 @@ from titanrl.metrics.text import count, duration, number, sparkline
 from titanrl.types import StepMetrics
 
 LAYOUT_WIDTHS = (0, 72, 128)
-"""Terminal widths from which the live display has one, two and three columns."""
+"""Minimum terminal widths for one, two and three columns in the live display."""
 PLAIN_EVERY_STEPS = 10
-"""Steps between two rows of plain mode, which also shows the first and the last step."""
+"""Interval in steps between the rows of plain mode. The first and the last step are always printed."""
 PLAIN_EVERY_S = 5.0
-"""Seconds after which plain mode shows a step at the latest."""
+"""Plain mode also prints a step if this many seconds have passed since its last line."""
 HEADER_EVERY_ROWS = 20
-"""Rows of plain mode between two headers."""
+"""Plain mode repeats the table header after this many rows."""
 LOSS = "loss/train"
-"""Metric by which a step of a fine-tuning is recognized."""
+"""Metric that identifies a step of supervised fine-tuning."""
 KL_TEACHER = "policy/kl_teacher"
-"""Metric by which a step of a distillation is recognized."""
+"""Metric that identifies a step of distillation."""
 SPARKLINE_STEPS = 24
-"""Steps in the sparkline."""
+"""Number of most recent steps in the sparkline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +47,15 @@ class _Activity:
     since: float
     done: int = 0
     total: int = 0
-    """0 if the end is not known."""
+    """0 if the total is unknown."""
 
 
 class Console:
-    """Output of a run: progress on stdout, warnings on stderr.
+    """Prints the progress of a run to stdout and its warnings to stderr.
 
-    `live` redraws one display in place, `plain` prints aligned lines without control codes, `off` prints warnings only.
-    `auto` means `live` on a terminal and `plain` elsewhere, notebooks included. Use it as a context manager, or call
-    `close`: a live display hides the cursor until then.
+    The mode `live` redraws one display in place, `plain` prints aligned lines without control codes, and `off` prints warnings
+    only. `auto` selects `live` on a terminal and `plain` everywhere else, including notebooks. A live display hides the cursor
+    until `close` is called, so use the console as a context manager or call `close` yourself.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Console:
         err: rich.console.Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Print nothing yet; the first call does.
+        """Prepare the console without printing anything.
 
         Args:
             mode: One of `auto`, `live`, `plain`, `off`.
-            total_steps: Last step of the run.
-            title: Heading of the live display.
+            total_steps: Number of the run's last step.
+            title: Title of the live display.
             out: Destination of progress, stdout by default.
             err: Destination of warnings, stderr by default.
-            clock: Function that returns seconds.
+            clock: Function that returns the current time in seconds.
         """
         self._mode = resolve(mode)
         self._out = out or _default_console(live=self._mode == "live", stderr=False)
@@ -89,9 +89,9 @@ class Console:
         self._phase: str | None = None
         self._shown_at = -PLAIN_EVERY_S
         self._rows = 0
-        # The live display reads these from its own thread, so they are replaced and never mutated.
+        # The live display reads these from another thread, so they are replaced, never mutated.
         self._last: StepMetrics | None = None
-        self._curve: tuple[float, ...] = ()  # rewards, or losses of a fine-tuning
+        self._curve: tuple[float, ...] = ()  # mean rewards, or losses in supervised fine-tuning
         self._step_ends: tuple[tuple[float, int], ...] = ()
         self._evaluations: Mapping[str, tuple[float, float]] = {}
         self._live: Live | None = None
@@ -99,7 +99,7 @@ class Console:
             self._live = Live(get_renderable=self._render, console=self._out, refresh_per_second=4, auto_refresh=True)
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Start a phase outside the steps, such as "loading trainer", and end the one before it."""
+        """End the current phase and start one outside the training steps, such as "loading trainer"."""
         self._end_activity()
         self._activity = _Activity(name=name, detail=detail, since=self._clock())
         if self._mode == "plain":
@@ -107,7 +107,7 @@ class Console:
         self._refresh()
 
     def progress(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """Show the progress of a phase with a known end, such as the warm start."""
+        """Show the progress of a phase with a known number of iterations, such as the warm start."""
         if self._activity is None or self._activity.name != name:
             self._end_activity()
             self._activity = _Activity(name=name, detail=detail, since=self._clock())
@@ -117,7 +117,7 @@ class Console:
         self._start_live()
 
     def current_phase(self, name: str | None) -> None:
-        """Show the current phase of a step, None between phases; a callback for `PhaseTimer`."""
+        """Set the phase that the live display shows, None between phases; pass this to `PhaseTimer` as `on_change`."""
         self._phase = name
 
     def step(self, metrics: StepMetrics) -> None:
@@ -134,7 +134,7 @@ class Console:
         self._start_live()
 
     def evaluation(self, task: str, version: int, mean: float) -> None:
-        """Show the mean reward on held-out prompts."""
+        """Show the mean reward of one evaluation set."""
         first = self._evaluations.get(task, (mean, mean))[0]
         self._evaluations = {**self._evaluations, task: (first, mean)}
         if self._mode == "plain":
@@ -150,7 +150,7 @@ class Console:
         self._start_live()
 
     def note(self, text: str) -> None:
-        """Print a line of information."""
+        """Print an informational line."""
         if self._mode == "plain":
             self._timed(text)
         else:
@@ -158,29 +158,29 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr, in every mode."""
-        # If stderr is the same terminal, rich must print the line above the live display, or they would overwrite each other.
+        # If stderr is a terminal, rich must print the warning above the live display, or one would overwrite the other.
         target = self._out if self._live is not None and self._err.is_terminal else self._err
         target.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     def done(self, lines: Iterable[str]) -> None:
-        """End the live display and print the last lines of the run."""
+        """Close the live display and print the closing lines of the run."""
         self.close()
         for line in lines:
             self._print(Text(line))
 
     def close(self) -> None:
-        """End the live display, leave its last state on the terminal and restore the cursor."""
+        """Stop the live display, leave its last state on the terminal, and restore the cursor."""
         self._end_activity()
         live, self._live = self._live, None
         if live is not None and live.is_started:
             live.stop()
 
     def __enter__(self) -> Self:
-        """Return the console itself; leaving the context restores the terminal."""
+        """Return the console itself; leaving the context calls `close`."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restore the terminal."""
+        """Close the console."""
         self.close()
 
     # Writing
@@ -190,7 +190,7 @@ class Console:
             self._out.print(text, soft_wrap=True)
 
     def _timed(self, text: str) -> None:
-        """Print a plain line behind the time since the start."""
+        """Print a line of plain mode, prefixed with the time elapsed since the start."""
         self._shown_at = self._clock()
         self._print(Text(f"{duration(self._shown_at - self._started):>9}  {text}".rstrip()))
 
@@ -204,7 +204,7 @@ class Console:
             self._live.refresh()
 
     def _end_activity(self) -> None:
-        """Print a line about the phase that ends; plain mode printed it when the phase began."""
+        """End the current phase; live mode prints its duration. Plain mode printed the phase when it started."""
         activity, self._activity = self._activity, None
         if activity is not None and self._live is not None:
             took = duration(self._clock() - activity.since)
@@ -224,7 +224,7 @@ class Console:
         self._timed("  ".join(f"{cell:>{len(name)}}" for name, cell in cells.items()))
 
     def _cells(self, metrics: StepMetrics) -> dict[str, str]:
-        """Return the cells of a row by column. The name of a column is as wide as its widest cell."""
+        """Return the cells of a row by column name. Each name is padded to the width of its widest cell."""
         values = metrics.values
         step = {"       step": f"{metrics.step}/{self._total_steps}"}
         if LOSS in values:
@@ -302,7 +302,7 @@ class Console:
         name, spec = ("loss", ".4f") if LOSS in values else ("reward", ".3f")
         rows = {
             name: number(values.get(LOSS, values.get("reward/mean")), spec),
-            "  mean of 10": number(self._recent_mean(), spec),
+            "  10-step mean": number(self._recent_mean(), spec),
             "": sparkline(self._curve, ascii_only=self._out.options.ascii_only),
         }
         for task, (first, last) in self._evaluations.items():
@@ -321,12 +321,12 @@ class Console:
         return {
             "entropy": number(values.get("policy/entropy"), ".3f"),
             "gradient norm": number(values.get("grad/norm"), ".3g"),
-            "mismatch": number(values.get("mismatch/logprob_abs_mean"), ".1e"),
-            "mismatch max": number(values.get("mismatch/logprob_abs_max"), ".1e"),
+            "logprob mismatch": number(values.get("mismatch/logprob_abs_mean"), ".1e"),
+            "  max": number(values.get("mismatch/logprob_abs_max"), ".1e"),
             **(
                 {"KL from teacher": number(values[KL_TEACHER], ".3f")}
                 if KL_TEACHER in values
-                else {"staleness max": _staleness(values)}
+                else {"max staleness": _staleness(values)}
             ),
         }
 
@@ -342,7 +342,7 @@ class Console:
             "generator": f"{_rate(values.get('perf/gen_tokens_per_s'))} tokens/s",
             "trainer": f"{_rate(values.get('perf/train_tokens_per_s'))} tokens/s",
             "step": f"{number(_step_seconds(values), '.2f')} s",
-            "sync": f"{number(_sync_seconds(values), '.3f')} s",
+            "weight sync": f"{number(_sync_seconds(values), '.3f')} s",
             "phases": phases,
         }
 
@@ -351,13 +351,13 @@ class Console:
         return sum(recent) / len(recent) if recent else None
 
     def _heldout(self) -> float | None:
-        """Return the latest held-out mean reward, averaged over tasks."""
+        """Return the latest held-out loss, or the latest mean reward averaged over the evaluation sets."""
         last = [last for _, last in self._evaluations.values()]
         return sum(last) / len(last) if last else None
 
 
 def resolve(mode: ConsoleMode) -> Literal["live", "plain", "off"]:
-    """Resolve `auto` to `live` if stdout is a terminal that can move its cursor, else to `plain`."""
+    """Resolve `auto` to `live` if stdout is a terminal with cursor control, else to `plain`."""
     if mode != "auto":
         return mode
     can_move = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
@@ -393,5 +393,5 @@ def _pairs(rows: Mapping[str, str]) -> Table:
 def _default_console(*, live: bool, stderr: bool) -> rich.console.Console:
     if live:
         return rich.console.Console(stderr=stderr)
-    # Without these, FORCE_COLOR or a notebook would add control codes to plain lines.
+    # Without these arguments, FORCE_COLOR or a notebook would add control codes to plain lines.
     return rich.console.Console(stderr=stderr, force_terminal=False, force_jupyter=False, color_system=None)

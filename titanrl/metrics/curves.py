@@ -1,6 +1,6 @@
-"""Charts of a run as plotly figures.
+"""Charts of the report, as plotly figures.
 
-Importing plotly takes a third of a second: import this module only to write a report.
+Importing plotly takes a third of a second, so import this module only when a report is written.
 """
 
 import json
@@ -15,9 +15,9 @@ from titanrl.metrics.series import Points, Rows, first_and_last_five, heldout_ta
 from titanrl.metrics.text import count
 
 MAX_POINTS = 400
-"""Points drawn per line. Longer series are drawn as means of neighbouring steps, so that the file stays small."""
+"""Maximum number of points per line. Longer series are drawn as means of neighboring steps, to keep the file small."""
 MAX_PHASES = 6
-"""Layers of the step-time chart. The shortest phases are summed."""
+"""Maximum number of layers in the step-time chart. The shortest phases are merged into "other"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class Chart:
     """One chart of the report."""
 
     title: str
-    """Quantity and unit."""
+    """Name of the quantity, with its unit."""
     headline: str
-    """The same in a few figures."""
+    """Key values of the chart, such as the first and last mean."""
     figure: str
-    """Traces and layout as JSON for plotly.js, without colours: the page adds those of its colour scheme."""
+    """Traces and layout as JSON for plotly.js, without colors: the page applies those of its light or dark scheme."""
 
 
 Drawing = tuple[str, go.Figure]
@@ -37,7 +37,7 @@ Drawing = tuple[str, go.Figure]
 
 
 def draw_curves(rows: Rows) -> list[Chart]:
-    """Return the charts that `rows` has data for."""
+    """Return a chart for each quantity that `rows` contains."""
     charts = []
     for title, draw in _CHARTS.items():
         drawing = draw(rows)
@@ -45,13 +45,13 @@ def draw_curves(rows: Rows) -> list[Chart]:
             headline, figure = drawing
             figure.update_layout(showlegend=len(figure.data) > 1)
             content = figure.to_plotly_json()
-            del content["layout"]["template"]  # its colours are made for a light page
+            del content["layout"]["template"]  # its colors suit only a light page
             charts.append(Chart(title=title, headline=headline, figure=json.dumps(content, separators=(",", ":"))))
     return charts
 
 
 def thin(points: Points) -> Points:
-    """Return at most `MAX_POINTS` points: means of runs of neighbours."""
+    """Reduce a series to at most `MAX_POINTS` points by averaging runs of neighboring points."""
     size = -(-len(points) // MAX_POINTS)
     runs = [points[start : start + size] for start in range(0, len(points), size)] if size > 1 else []
     return [(fmean(step for step, _ in run), fmean(value for _, value in run)) for run in runs] or points
@@ -63,7 +63,7 @@ def _line(points: Points, name: str, **style: Any) -> go.Scatter:
 
 
 def _short(value: float) -> float:
-    """Return `value` with the digits that a reader can use."""
+    """Round `value` to five significant digits."""
     return float(f"{value:.5g}")
 
 
@@ -79,12 +79,12 @@ def _reward(rows: Rows) -> Drawing | None:
     ends = go.Scatter(
         x=[points[:5][0][0], points[:5][-1][0], None, points[-5:][0][0], points[-5:][-1][0]],
         y=[first, first, None, last, last],
-        name="mean of five",
+        name="5-step mean",
         mode="lines",
         line={"width": 4},
     )
     figure = go.Figure([_line(thin(points), "reward"), ends])
-    return f"{first:.3f} to {last:.3f}, means of five steps", figure
+    return f"{first:.3f} to {last:.3f} (first and last five steps)", figure
 
 
 def _heldout(rows: Rows) -> Drawing | None:
@@ -95,7 +95,12 @@ def _heldout(rows: Rows) -> Drawing | None:
 
 
 def _lines(names: Mapping[str, str], headline: Callable[[Mapping[str, Points]], str]) -> Callable[[Rows], Drawing | None]:
-    """Return a chart of one line per metric, `{name: label}`; `headline` gets the points drawn, by label."""
+    """Return a function that draws one line per metric.
+
+    Args:
+        names: Labels of the lines, by metric name.
+        headline: Function from the points of each line, by label, to the headline of the chart.
+    """
 
     def draw(rows: Rows) -> Drawing | None:
         found = {label: points for name, label in names.items() if (points := series(rows, name))}
@@ -113,7 +118,7 @@ def _environment(rows: Rows) -> Drawing | None:
 
 
 def _first_to_last(spec: str) -> Callable[[Mapping[str, Points]], str]:
-    """Return a headline with the first and last value of each line under the format `spec`."""
+    """Return a headline function that shows the first and last value of each line, formatted with `spec`."""
     return lambda found: ", ".join(
         f"{label} {points[0][1]:{spec}} to {points[-1][1]:{spec}}" for label, points in found.items()
     )
@@ -121,11 +126,11 @@ def _first_to_last(spec: str) -> Callable[[Mapping[str, Points]], str]:
 
 def _medians(found: Mapping[str, Points]) -> str:
     rates = (f"{label} {count(median(value for _, value in points))}" for label, points in found.items())
-    return f"{', '.join(rates)}, medians"
+    return f"{', '.join(rates)} (median)"
 
 
 def _largest(found: Mapping[str, Points]) -> str:
-    return f"trainer against generator, at most {max(value for points in found.values() for _, value in points):.1e} nats"
+    return f"trainer vs. generator, at most {max(value for points in found.values() for _, value in points):.1e} nats"
 
 
 def _mismatch(rows: Rows) -> Drawing | None:
@@ -142,13 +147,13 @@ def _step_time(rows: Rows) -> Drawing | None:
     layers = _stack(by_step)
     figure = go.Figure([_line(points, name, stackgroup="phases", line={"width": 0.5}) for name, points in layers.items()])
     totals = sorted(sum(phases.values()) for phases in by_step.values())
-    # A slow first step, with compilation or cold caches, must not flatten the rest.
+    # Limit the axis, so that a slow first step (compilation, cold caches) does not flatten the others.
     figure.update_yaxes(range=[0.0, 1.3 * totals[int(0.95 * (len(totals) - 1))]])
     return f"median {median(totals):.2f} s, longest {totals[-1]:.2f} s", figure
 
 
 def _stack(by_step: Mapping[float, Mapping[str, float]]) -> dict[str, Points]:
-    """Return seconds by phase, the longest phase first, the shortest summed as "other"."""
+    """Return the seconds of each phase, the longest phase first; the shortest ones are summed as "other"."""
     names = {name for phases in by_step.values() for name in phases}
     ordered = sorted(names, key=lambda name: -sum(phases.get(name, 0.0) for phases in by_step.values()))
     layers = {name: [name] for name in ordered[: MAX_PHASES - 1]}
@@ -164,15 +169,17 @@ _CHARTS: dict[str, Callable[[Rows], Drawing | None]] = {
     "Mean reward": _reward,
     "Held-out mean reward": _heldout,
     "Loss, nats per token": _lines({"loss/train": "training", "loss/eval": "held-out"}, _first_to_last(".3f")),
-    "Divergence from the teacher, nats per token": _lines({"policy/kl_teacher": "divergence"}, _first_to_last(".3f")),
+    "KL divergence from the teacher, nats per token": _lines({"policy/kl_teacher": "divergence"}, _first_to_last(".3f")),
     "Response length, tokens": _lines(
         {"tokens/response_len_mean": "mean", "tokens/response_len_max": "max"}, _first_to_last(".1f")
     ),
-    "Numbers of the environment, means of episodes": _environment,
+    "Environment metrics, means over episodes": _environment,
     "Entropy, nats": _lines({"policy/entropy": "entropy"}, _first_to_last(".3f")),
     "Log-probability mismatch, nats": _mismatch,
     "Step time by phase, seconds": _step_time,
-    "Tokens per second of work": _lines({"perf/gen_tokens_per_s": "generator", "perf/train_tokens_per_s": "trainer"}, _medians),
+    "Throughput while busy, tokens per second": _lines(
+        {"perf/gen_tokens_per_s": "generator", "perf/train_tokens_per_s": "trainer"}, _medians
+    ),
     "Gradient norm": _lines({"grad/norm": "norm"}, _first_to_last(".3g")),
-    "Share of groups without signal": _lines({"group/zero_variance_frac": "share"}, _first_to_last(".2f")),
+    "Fraction of groups without gradient": _lines({"group/zero_variance_frac": "fraction"}, _first_to_last(".2f")),
 }

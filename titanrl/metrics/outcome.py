@@ -1,4 +1,4 @@
-"""Last lines of a run: what the policy learned, where the results are, and which commands come next."""
+"""Closing lines of a run: how the reward changed, where the results are, and the commands to run next."""
 
 import os
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from titanrl.metrics.run_directory import read_metrics
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, series
 
 INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes of a run that was ended by SIGINT and by SIGTERM."""
+"""Exit codes of a run that SIGINT or SIGTERM interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,29 +19,30 @@ class Outcome:
     """Result of a run."""
 
     sentence: str
-    """Held-out and training rewards, behind the step at which the run stopped if it stopped early."""
+    """Change of the held-out and training rewards; for a run that stopped early, preceded by its last step."""
     report: Path | None
-    """The report; None if the run took no step or the report could not be written."""
+    """Path of the report; None if the run completed no step or the report could not be written."""
     exported: bool
-    """True if the trained model was written."""
+    """True if the trained model was exported."""
     resumable: bool
-    """True if there is a checkpoint and training is not finished."""
+    """True if a checkpoint exists and training is not finished."""
     idle: str
-    """Idle fractions of trainer and generators, with advice."""
+    """Idle fractions of trainer and generators, with advice; empty if the run did not record them."""
     problems: tuple[str, ...]
-    """Sentences about the files that could not be read or written."""
+    """Files that could not be read or written, one message each."""
 
 
 def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcome:
-    """Write the report of a run, if it took a step, and return its result.
+    """Write the report of a run, if it recorded any metrics, and return its result.
 
-    Never raise: the cause of a failed run must be printed, even if the disk is full or a file is damaged.
+    This function does not raise, so that a full disk or a damaged file cannot hide why the run failed. Such problems are listed
+    in the result.
 
     Args:
-        run_dir: The run's own folder.
+        run_dir: Run directory.
         code: Exit code of the run.
-        cause: Why the run ended, if the code is not 0.
-        num_steps: Policy version at which training is finished.
+        cause: Reason for a nonzero exit code.
+        num_steps: Policy version at which training is complete.
     """
     rows: Rows = []
     sentence, idle, report = "", "", None
@@ -50,15 +51,15 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
         metrics = run_dir / "metrics.jsonl"
         rows = by_step(read_metrics(metrics)) if metrics.exists() else []
         sentence, idle = learned(rows), balance_line(rows)
-    except Exception as error:  # a damaged file must not hide how the run ended
+    except Exception as error:  # a damaged file must not hide why the run failed
         problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")
     if code != 0:
-        # Without an interrupt the cause is printed as the very last line.
+        # The cause of a failure is printed later, as the last line.
         reason = f": {cause}" if code in (INTERRUPTED, TERMINATED) else ""
-        sentence = f"stopped after step {rows[-1]['step'] if rows else 0}{reason}. {sentence}".strip()
+        sentence = f"Stopped after step {rows[-1]['step'] if rows else 0}{reason}. {sentence}".strip()
     try:
         report = write_report(run_dir, {"outcome": sentence}) if rows else None
-    except Exception as error:  # nor may a missing package or a full disk
+    except Exception as error:  # nor must a missing package or a full disk
         problems.append(f"the report cannot be written ({type(error).__name__}: {error})")
     is_finished = code == 0 and bool(rows) and rows[-1]["version"] >= num_steps
     return Outcome(
@@ -72,28 +73,30 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
 
 
 def learned(rows: Rows) -> str:
-    """Return the first and the last mean reward, or loss, on held-out prompts and in training."""
+    """Describe how the mean reward (or the loss, in supervised fine-tuning) changed on held-out data and in training."""
     if losses := series(rows, "loss/train"):
-        heldout = series(rows, "loss/eval")
-        changes = [f"on held-out examples {heldout[0][1]:.3f} -> {heldout[-1][1]:.3f}"] if heldout else []
-        changes.append("in training {:.3f} -> {:.3f} over {} steps".format(*first_and_last_five(losses), len(losses)))
-        return f"loss {', '.join(changes)}"
-    changes = [
-        f"on held-out {task} {points[0][1]:.3f} -> {points[-1][1]:.3f}"
-        for task in heldout_tasks(rows)
-        if (points := series(rows, f"eval/{task}/mean"))
-    ]
-    rewards = series(rows, "reward/mean")
-    if rewards:
-        changes.append("in training {:.3f} -> {:.3f} over {} steps".format(*first_and_last_five(rewards), len(rewards)))
-    return f"mean reward {', '.join(changes)}" if changes else ""
+        heldout = {"held-out": series(rows, "loss/eval")}
+        name, training = "Loss", losses
+    else:
+        heldout = {f"held-out {task}": series(rows, f"eval/{task}/mean") for task in heldout_tasks(rows)}
+        name, training = "Mean reward", series(rows, "reward/mean")
+    changes = [f"{label} {points[0][1]:.3f} -> {points[-1][1]:.3f}" for label, points in heldout.items() if points]
+    if training:
+        changes.append("training {:.3f} -> {:.3f} over {} steps".format(*first_and_last_five(training), len(training)))
+    return f"{name}: {', '.join(changes)}" if changes else ""
 
 
 def last_lines(run_dir: Path, outcome: Outcome, *, command: str = "titanrl train") -> list[str]:
-    """Return the lines that the console ends with; `command` continues the run."""
+    """Return the closing lines of a run for the console.
+
+    Args:
+        run_dir: Run directory.
+        outcome: Result of the run.
+        command: Command that resumes the run, without its arguments.
+    """
     where = relative(run_dir)
     lines = [outcome.sentence] if outcome.sentence else []
-    lines += [f"problem  {problem}" for problem in outcome.problems]
+    lines += [f"warning  {problem}" for problem in outcome.problems]
     if outcome.idle:
         lines.append(f"idle     {outcome.idle}")
     lines.append(f"run      {where}")
@@ -107,5 +110,5 @@ def last_lines(run_dir: Path, outcome: Outcome, *, command: str = "titanrl train
 
 
 def relative(path: Path) -> Path:
-    """Return a path as the user would type it: relative to the current directory, unless the absolute path is shorter."""
+    """Return the shorter of the absolute path and the path relative to the current directory."""
     return Path(min(os.path.relpath(path), str(path), key=len))

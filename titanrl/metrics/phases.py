@@ -1,4 +1,4 @@
-"""Wall time of a step by phase."""
+"""Wall-clock time of a step, by phase."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Stopwatch of named phases, for one task.
+    """Stopwatch for named phases. Use one timer per asyncio task.
 
-    A nested phase pauses the outer one. Each second therefore counts once, and the phases of a step add up to its wall time.
+    A nested phase pauses the enclosing one. Each second is therefore counted once, and the phases of a step never add up to
+    more than its wall-clock time.
 
     Example: `with timer.phase("train"): ...`, then `timer.take() == {"time/train_s": 0.11}`.
     """
@@ -16,7 +17,12 @@ class PhaseTimer:
     def __init__(
         self, on_change: Callable[[str | None], None] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Call `on_change` with each new phase, and with None between phases; `clock` returns seconds."""
+        """Start without a phase.
+
+        Args:
+            on_change: Called with the name of each new phase, and with None between phases.
+            clock: Function that returns the current time in seconds.
+        """
         self._on_change = on_change
         self._clock = clock
         self._open: list[str] = []
@@ -25,12 +31,12 @@ class PhaseTimer:
 
     @property
     def current(self) -> str | None:
-        """Innermost open phase, None between phases."""
+        """Name of the innermost open phase, None between phases."""
         return self._open[-1] if self._open else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of the body for `name`."""
+        """Add the time spent in the body of the `with` statement to the phase `name`."""
         self._charge()
         self._open.append(name)
         self._announce()
@@ -43,7 +49,7 @@ class PhaseTimer:
             self._announce()
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the previous call as metrics, `{"time/<phase>_s": ...}`; an open phase continues from 0."""
+        """Return the seconds of each phase since the previous call, `{"time/<phase>_s": ...}`, and reset them to 0."""
         self._charge()
         taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}

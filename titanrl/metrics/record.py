@@ -1,4 +1,4 @@
-"""The recorder, which sends metrics to the run directory, the trackers and the console."""
+"""The recorder: writes metrics to the run directory, the trackers and the console."""
 
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import RunDirectory
@@ -10,7 +10,7 @@ class Recorder:
     """Sends metrics to `metrics.jsonl`, the trackers and the console."""
 
     def __init__(self, directory: RunDirectory, trackers: Trackers, console: Console) -> None:
-        """Write to an open run directory and started trackers."""
+        """Record to an open run directory and to trackers that have been started."""
         self.directory, self.console = directory, console
         self._trackers = trackers
 
@@ -36,7 +36,8 @@ class Recorder:
         """Flush and close the trackers and the run directory; the console stays open.
 
         Args:
-            resumes: another recorder of the same run follows, which gets the user's finished trackers.
+            resumes: True if the run restarts and another recorder follows. Tracker objects that the user passed in stay open
+                for it.
         """
         self._trackers.close(keep_given=resumes)
         self.directory.close()

@@ -1,4 +1,4 @@
-"""The page that shows a run, `report.html`: one file that any browser opens without a server or a network."""
+"""The report of a run, `report.html`: a single file that opens in any browser, without a server or network access."""
 
 import base64
 import gzip
@@ -16,19 +16,19 @@ from titanrl.metrics.text import count
 
 TEMPLATE = Path(__file__).with_name("report_template.html.j2")
 FIRST_BYTES = 1_000_000
-"""Sampled groups shown from the start of the run, in bytes of the page."""
+"""Size limit for sampled groups from the start of the run, in bytes of JSON."""
 NEWEST_BYTES = 1_500_000
-"""Sampled groups shown from the end of the run, in bytes of the page."""
+"""Size limit for sampled groups from the end of the run, in bytes of JSON."""
 MAX_COMPLETIONS = 64
 """Completions shown per group."""
 MAX_TOKENS = 400
 """Tokens shown per completion."""
 MAX_CHARS = 4000
-"""Characters shown of a prompt or an error, and kept of a completion for the search."""
+"""Characters shown of a prompt or an error, and characters of a completion that the search covers."""
 
 
 class Figure(NamedTuple):
-    """One of the large numbers at the top."""
+    """A key figure at the top of the report."""
 
     label: str
     value: str
@@ -39,10 +39,10 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
     """Write `report.html` from the files in `run_dir`, and return its path.
 
     Args:
-        run_dir: A run directory. Any of `metrics.jsonl`, `rollouts.jsonl`, `advantages.jsonl` and `config.yaml` can be missing.
-        summary: `outcome`, one sentence about what the policy learned. Other entries are listed as label and text.
+        run_dir: Run directory. `metrics.jsonl`, `rollouts.jsonl`, `advantages.jsonl` and `config.yaml` are all optional.
+        summary: Text by label. The entry `outcome` is shown below the title, the others below the key figures.
     """
-    # Both are slow to import, and nothing else needs them.
+    # Imported here because both are slow to import and needed only for the report.
     import jinja2
 
     from titanrl.metrics.curves import draw_curves
@@ -63,7 +63,7 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
         plotly=_packed_plotly() if curves else "",
         samples=_for_script(samples) if samples else "",
         has_rollouts=not series(rows, "loss/train"),
-        samples_note=f"{'All' if len(samples) == total else 'The first and the newest of'} {total} recorded groups.",
+        samples_note=f"Showing {'all' if len(samples) == total else 'the first and the newest of'} {total} recorded groups.",
     )
     report = run_dir / "report.html"
     replace_text(report, page)
@@ -71,12 +71,12 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
 
 
 def _for_script(items: Sequence[str]) -> str:
-    """Return a JSON array of JSON texts. Without "<", no data can end the script element that holds it."""
+    """Join JSON texts to a JSON array. Escape "<", so that no data can close the script element that contains the array."""
     return f"[{','.join(items)}]".replace("<", "\\u003c")
 
 
 def _packed_plotly() -> str:
-    """Return plotly.js for the page to unpack: 2 MB instead of 5."""
+    """Return plotly.js, gzipped and base64-encoded: 2 MB instead of 5. The page decompresses it."""
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
@@ -91,35 +91,36 @@ def _figures(rows: Rows) -> list[Figure]:
         if points := series(rows, f"eval/{task}/mean"):
             (start, before), (end, after) = points[0], points[-1]
             figures.append(
-                Figure(f"Held-out {task}", f"{before:.3f} \u2192 {after:.3f}", f"mean reward, steps {start} and {end}")
+                Figure(f"Held-out {task}", f"{before:.3f} \u2192 {after:.3f}", f"mean reward at steps {start} and {end}")
             )
     if losses := series(rows, "loss/train"):
         first, last = first_and_last_five(losses)
         figures.append(Figure("Training loss", f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))
     if losses := series(rows, "loss/eval"):
         (start, before), (end, after) = losses[0], losses[-1]
-        figures.append(Figure("Held-out loss", f"{before:.3f} \u2192 {after:.3f}", f"nats per token, steps {start} and {end}"))
+        note = f"nats per token at steps {start} and {end}"
+        figures.append(Figure("Held-out loss", f"{before:.3f} \u2192 {after:.3f}", note))
     if rows:
         figures.append(Figure("Steps", f"{rows[-1]['step']}", f"policy version {rows[-1]['version']}"))
     if seconds := [sum(phases.values()) for row in rows if (phases := phase_seconds(row))]:
         figures.append(Figure("Step time", f"{median(seconds):.2f} s", "median over steps"))
     if rates := series(rows, "perf/gen_tokens_per_s"):
-        figures.append(Figure("Generator", count(median(rate for _, rate in rates)), "tokens per second of work, median"))
+        figures.append(Figure("Generation", count(median(rate for _, rate in rates)), "tokens per second while busy, median"))
     if mismatch := series(rows, "mismatch/logprob_abs_max"):
         largest = max(value for _, value in mismatch)
-        figures.append(Figure("Largest mismatch", f"{largest:.1e}", "nats on one token, trainer against generator"))
+        figures.append(Figure("Largest mismatch", f"{largest:.1e}", "nats on one token, trainer vs. generator"))
     return figures
 
 
 def _advantages_by_index(path: Path) -> dict[int, list[float]]:
-    """Return the advantages by group index. A resumed run can train on a group again; its newest line wins."""
+    """Return the advantages by group index. A resumed run can train on a group again; the last line of a group wins."""
     return {row["index"]: row["advantages"] for row in read_lines(path)} if path.exists() else {}
 
 
 def _sampled_groups(path: Path, advantages: Mapping[int, Sequence[float]]) -> tuple[list[str], int]:
-    """Return the first and the newest groups as JSON texts, and the number of groups.
+    """Return the first and the newest groups as JSON texts, and the total number of groups.
 
-    A resumed run can sample a group again; its newest line wins.
+    A resumed run can sample a group again; the last line of a group wins.
     """
     first: dict[int, str] = {}
     newest: deque[tuple[int, str]] = deque()
@@ -141,9 +142,9 @@ def _sampled_groups(path: Path, advantages: Mapping[int, Sequence[float]]) -> tu
 
 
 def _group(row: Mapping[str, Any], advantages: Sequence[float]) -> dict[str, Any]:
-    """Return what the page shows of a group. `advantages` skip the completions whose reward failed."""
+    """Return the data that the page shows for a group. `advantages` has no entries for completions whose reward failed."""
     rewards = [completion["reward"] for completion in row["completions"] if completion["reward"] is not None]
-    # If their number differs, rollouts were left out of training, and which ones is not recorded.
+    # If the counts differ, some rollouts were left out of training. Which ones is not recorded, so no advantage is shown.
     recorded = iter(advantages if len(advantages) == len(rewards) else ())
     completions = [
         _completion(completion, None if completion["reward"] is None else next(recorded, None))

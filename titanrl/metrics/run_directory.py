@@ -1,4 +1,4 @@
-"""Files of a run directory: writing them and reading them back."""
+"""The run directory: writes its files, trims them when a run resumes, and reads them back."""
 
 import errno
 import itertools
@@ -23,7 +23,7 @@ class RunDirectory:
     """The folder of one run, `runs/<name>/`.
 
     The controller writes `config.yaml`, `metrics.jsonl`, `advantages.jsonl` and `events.jsonl` through this class. Rollout
-    workers append to `rollouts.jsonl` (`append_line`). Every process writes to `logs/`, the trainer to `checkpoints/`.
+    workers append to `rollouts.jsonl` with `append_line`. Every process writes to `logs/`, and the trainer to `checkpoints/`.
     """
 
     def __init__(
@@ -37,30 +37,30 @@ class RunDirectory:
         resume_rates: int = 0,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """Create the folders and open `metrics.jsonl`.
+        """Create the folders and open `metrics.jsonl`. If the run resumes, drop the lines that it will write again.
 
         Args:
-            path: The run's own folder.
-            resume_step: Step the run resumes from; lines of later steps are dropped, so that curves do not double.
-                None starts a new run.
-            resume_index: First prompt of the resumed run; groups from there on are dropped, because they are sampled again.
-            resume_in_flight: Earlier prompts that are sampled again, too.
-            resume_published: Version that the resumed run publishes first; events of publications from there on are dropped.
-            resume_rates: Changes of the learning rate that the resumed run has; events of later ones are dropped.
-            warn: Called with a sentence about lines that cannot be read, which a resumed run drops, too.
+            path: Run directory.
+            resume_step: Step to resume from; lines of later steps are dropped, so that no step is recorded twice. None starts a
+                new run.
+            resume_index: Index of the first prompt that the resumed run samples; groups from this index on are dropped.
+            resume_in_flight: Earlier prompts that are also sampled again; their groups are dropped.
+            resume_published: First version that the resumed run publishes; publication events from this version on are dropped.
+            resume_rates: Number of learning-rate changes in the checkpoint; events of later changes are dropped.
+            warn: Called with a message about unreadable lines, which are also dropped.
 
         Raises:
-            ValueError: The folder of a new run holds another run, or the folder to resume does not exist.
+            ValueError: A new run would write to the folder of another run, or the folder to resume does not exist.
         """
         self.path = path
         if resume_step is None:
             _check_holds_no_run(path)
         elif not path.is_dir():
-            raise ValueError(f"--resume: {path} does not exist. Give the folder of an earlier run.")
+            raise ValueError(f"--resume: {path} does not exist. Pass the directory of an earlier run.")
         for folder in (self.logs, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            # A run that ended before its first step can leave these.
+            # An earlier run that ended before its first step can have left these.
             self.rollouts.unlink(missing_ok=True)
             self.events.unlink(missing_ok=True)
             self.advantages.unlink(missing_ok=True)
@@ -73,59 +73,59 @@ class RunDirectory:
             }
             for file, keeps in rules.items():
                 if num_odd := _keep_rows(file, keeps):
-                    warn(f"{file}: dropped {num_odd} lines that cannot be read")
+                    warn(f"{file}: dropped {num_odd} unreadable lines")
             self._keep_last_rollouts()
         self._has_replaced = False
         self._metrics_file = self.metrics.open("a", encoding="utf-8", buffering=1)
 
     @property
     def config(self) -> Path:
-        """The resolved configuration."""
+        """File with the resolved configuration."""
         return self.path / "config.yaml"
 
     @property
     def metrics(self) -> Path:
-        """Metrics, one JSON object per step and one per evaluation."""
+        """File with the metrics, one JSON object per step and one per evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
-        """Faults, drops, publications, checkpoints and other events, one JSON object each."""
+        """File with faults, drops, publications, checkpoints and other events, one JSON object per event."""
         return self.path / "events.jsonl"
 
     @property
     def rollouts(self) -> Path:
-        """Sampled groups, one JSON object each."""
+        """File with sampled groups, one JSON object per group."""
         return self.path / "rollouts.jsonl"
 
     @property
     def advantages(self) -> Path:
-        """Advantages of the groups trained on, one JSON object per group."""
+        """File with the advantages of the groups trained on, one JSON object per group."""
         return self.path / "advantages.jsonl"
 
     @property
     def logs(self) -> Path:
-        """Output of processes and libraries, `<role>_<rank>.log`."""
+        """Folder for the output of processes and libraries, `<role>_<rank>.log`."""
         return self.path / "logs"
 
     @property
     def checkpoints(self) -> Path:
-        """Checkpoints, and the exported model."""
+        """Folder for checkpoints and the exported model."""
         return self.path / "checkpoints"
 
     def has_event(self, kind: str, **fields: Any) -> bool:
-        """Return True if there is an event with these fields."""
+        """Return True if an event of this kind with these fields has been recorded."""
         wanted = {"kind": kind, **fields}
         rows = read_lines(self.events) if self.events.exists() else ()
         return any(all(row.get(key) == value for key, value in wanted.items()) for row in rows)
 
     def drop_rollouts(self, indices: Collection[int]) -> None:
-        """Drop the groups of some prompts from `rollouts.jsonl`, before the rollout workers write to it."""
+        """Drop the groups of these prompts from `rollouts.jsonl`. Call this before the rollout workers write to the file."""
         if indices:
             _keep_rows(self.rollouts, partial(_is_below, "index", sys.maxsize, frozenset(indices)))
 
     def flush_to_disk(self) -> None:
-        """Wait until all lines written so far are on disk, so that they outlast a power failure like the next checkpoint."""
+        """Flush all lines written so far to disk, so that they survive a power failure, as the next checkpoint does."""
         for file in (self.metrics, self.advantages, self.rollouts, self.events):
             sync_file(file)
 
@@ -134,7 +134,7 @@ class RunDirectory:
         replace_text(self.config, text, durable=True)
 
     def log(self, metrics: StepMetrics) -> None:
-        """Append one line to `metrics.jsonl`: `step`, `version`, `time` (unix seconds), then the values."""
+        """Append one line to `metrics.jsonl`: `step`, `version`, `time` (Unix seconds), then the values."""
         head = {"step": metrics.step, "version": metrics.version, "time": time.time()}
         with naming(self.metrics):
             self._metrics_file.write(_encode({**head, **metrics.values}) + "\n")
@@ -146,8 +146,8 @@ class RunDirectory:
 
         Args:
             step: Step that trained on the groups.
-            groups: Of each group, `index` and `version` as in its line in `rollouts.jsonl`, and the advantages of its
-                completions, without those whose reward failed.
+            groups: For each group, `index` and `version` as in its line in `rollouts.jsonl`, and the advantages of its
+                completions, without the completions whose reward failed.
         """
         lines = [
             _encode({"step": step, "index": index, "version": version, "advantages": advantages}) + "\n"
@@ -157,12 +157,12 @@ class RunDirectory:
             file.write("".join(lines))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append one line to `events.jsonl`: `time` (unix seconds), `kind`, then the fields."""
+        """Append one line to `events.jsonl`: `time` (Unix seconds), `kind`, then the fields."""
         append_line(self.events, {"time": time.time(), "kind": kind, **fields})
         self._has_replaced |= kind == "respawn"
 
     def _keep_last_rollouts(self) -> None:
-        """Drop the first lines of groups that were sampled again, because a process of the run has died."""
+        """Keep only the last line of each group. A group has several if it was sampled again after a process died."""
         if self.rollouts.exists():
             with self.rollouts.open("rb") as file:
                 heads = [head for head in map(_head, file) if head is not None]
@@ -171,18 +171,18 @@ class RunDirectory:
             _keep_rows(self.rollouts, lambda head: last[head.index] == next(numbers))
 
     def close(self) -> None:
-        """Close `metrics.jsonl`, after the rollout workers."""
+        """Close `metrics.jsonl`. Call this after the rollout workers have stopped."""
         if self._has_replaced:
             self._keep_last_rollouts()
         with naming(self.metrics):
             self._metrics_file.close()
 
     def __enter__(self) -> Self:
-        """Return the directory itself; leaving the context closes the files."""
+        """Return the directory itself; leaving the context calls `close`."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the files."""
+        """Close the directory."""
         self.close()
 
 
@@ -190,13 +190,13 @@ def append_line(path: Path, obj: Mapping[str, Any]) -> None:
     """Append `obj` as one JSON line. Several processes can append to the same file.
 
     Raises:
-        OSError: The line was not written, or only a part of it; the error names the file.
+        OSError: The line was not written, or only partly; the error names the file.
     """
     line = (_encode(obj) + "\n").encode()
     with naming(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            # One write to an O_APPEND file is atomic, so lines of several processes do not mix.
+            # A single write to an O_APPEND file is atomic, so lines from several processes do not interleave.
             written = os.write(file, line)
         finally:
             os.close(file)
@@ -205,7 +205,7 @@ def append_line(path: Path, obj: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of `metrics.jsonl`, without a last line that a killed process left unfinished.
+    """Return the objects of `metrics.jsonl`. Skip the last line if a killed process left it incomplete.
 
     Raises:
         ValueError: An earlier line is not a JSON object.
@@ -214,12 +214,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = [_decode(line) for line in lines]
     for number, row in enumerate(rows[:-1], start=1):
         if row is None:
-            raise ValueError(f"{path}, line {number}: not a JSON object. Remove the line to read the rest.")
+            raise ValueError(f"{path}, line {number}: not a JSON object. Remove this line to read the others.")
     return [row for row in rows if row is not None]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of `rollouts.jsonl` or `advantages.jsonl`, without lines that a killed process left unfinished."""
+    """Yield the objects of `rollouts.jsonl` or `advantages.jsonl`. Skip lines that a killed process left incomplete."""
     with path.open("rb") as file:
         for line in file:
             row = _decode(line)
@@ -231,13 +231,13 @@ def _check_holds_no_run(path: Path) -> None:
     metrics = path / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size > 0:
         raise ValueError(
-            f"name: {path} already holds a run (got {path.name}). "
+            f"name: {path} already contains a run (got {path.name}). "
             f"Choose another name, remove the folder, or continue the run with --resume {path}."
         )
 
 
 class _Head(BaseModel):
-    """The fields of a line that decide whether it is kept. The others, which are most of a line, are checked and skipped."""
+    """The fields of a line that decide whether it is kept. The other fields are parsed but not stored, to save memory."""
 
     index: Any = None
     kind: Any = None
@@ -247,7 +247,7 @@ class _Head(BaseModel):
 
 
 def _head(line: bytes) -> _Head | None:
-    """Decode the head of a line; return None for an incomplete line."""
+    """Decode the fields of `_Head`; return None for an incomplete line."""
     try:
         return _Head.model_validate_json(line)
     except ValidationError:
@@ -255,19 +255,19 @@ def _head(line: bytes) -> _Head | None:
 
 
 def _is_below(key: str, end: int, others: Collection[int], head: _Head) -> bool | None:
-    """Return True if the number under `key` is below `end` and none of the `others`, and None if there is no number."""
+    """Return True if the number under `key` is below `end` and not in `others`; None if there is no such number."""
     number = getattr(head, key)
     return number < end and number not in others if isinstance(number, int) else None
 
 
 def _is_event_before(resume_step: int, resume_published: int, resume_rates: int, head: _Head) -> bool | None:
-    """Return True for an event that a resume does not repeat, and None if it is none. Starts and faults are kept."""
+    """Return True for an event that the resumed run does not repeat, such as a start or a fault; None for anything else."""
     match head:
         case _Head(kind="start" | "resume" | "restart"):
             return True
         case _Head(kind="publication", version=int(version)):
             return version < resume_published
-        case _Head(kind="learning_rate", number=int(number)):  # can follow the checkpoint of its step
+        case _Head(kind="learning_rate", number=int(number)):  # may be newer than the checkpoint of its step
             return number <= resume_rates
         case _Head(kind=str(), step=int(step)):
             return step <= resume_step
@@ -277,9 +277,9 @@ def _is_event_before(resume_step: int, resume_published: int, resume_rates: int,
 
 
 def _keep_rows(path: Path, keeps: Callable[[_Head], bool | None]) -> int:
-    """Drop the lines of a file that are not to be kept, and those that cannot be read; count the latter.
+    """Drop the lines for which `keeps` returns False, and unreadable lines; return the number of unreadable ones.
 
-    The lines that stay are not changed, and without others the file is not written. It may be larger than memory.
+    Other lines stay unchanged. If all lines stay, the file is not rewritten. The file may be larger than memory.
     """
     if not path.exists():
         return 0
@@ -298,7 +298,7 @@ def _encode(obj: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON lacks, by None, and convert containers to dicts and lists."""
+    """Replace infinities and NaN, which JSON cannot express, with None; convert containers to dicts and lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

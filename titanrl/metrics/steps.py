@@ -1,4 +1,4 @@
-"""Metrics of a step, from the reports of trainer, generators and buffer. docs/metrics.md lists names and units."""
+"""Metrics of a step, computed from the reports of trainer, generators and buffer. docs/metrics.md lists names and units."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from titanrl.tables import RecordTable
 from titanrl.types import GenerationStats, LossSums, OptimUpdate
 
 LAG = "lag/"
-"""Prefix of the trainer's sums by lag, which `algorithms/lag_metrics.py` computes."""
+"""Prefix of the trainer's sums by policy lag, which `algorithms/lag_metrics.py` computes."""
 
 
 def rollout_metrics(
@@ -22,15 +22,15 @@ def rollout_metrics(
     num_errors: int,
     of_turns: bool = False,
 ) -> dict[str, float]:
-    """Return the metrics of the rollouts: rewards, lengths, groups without signal, failed rewards.
+    """Return the metrics of the rollouts in a batch: rewards, lengths, groups without signal, failed rewards.
 
     Args:
         records: Groups of the batch.
-        num_tried: Groups of the batch and groups discarded since the previous one.
-        num_without_signal: Tried groups whose rewards are all equal.
-        num_tried_rollouts: Rollouts of the tried groups, those without a reward included.
-        num_errors: Rollouts of the tried groups whose reward failed.
-        of_turns: True if an environment adds tokens between those that the policy samples.
+        num_tried: Number of groups in the batch and groups discarded since the previous batch.
+        num_without_signal: Number of tried groups that have rewards but no gradient, because all rewards are equal.
+        num_tried_rollouts: Number of rollouts in the tried groups, including rollouts without a reward.
+        num_errors: Number of rollouts in the tried groups whose reward failed.
+        of_turns: True if an environment inserts tokens between the policy's turns, so that lengths count sampled tokens only.
     """
     groups, num_rollouts = records.groups, len(records.rewards)
     after_prompt = records.lengths[records.segment_starts] - groups["prompt_len"][records.group_of]
@@ -54,7 +54,7 @@ def rollout_metrics(
 
 
 def rejection_metrics(drops: Mapping[Any, int], num_tried: int, rollout: RolloutConfig) -> dict[str, float]:
-    """Return the shares of the tried groups that were rejected by `group_filter` and `min_group_size`, if they are set."""
+    """Return the fractions of the tried groups that `group_filter` and `min_group_size` rejected, for each option in use."""
     values = {}
     if rollout.group_filter is not None:
         values["group/filtered_frac"] = drops.get("filtered", 0) / num_tried
@@ -64,7 +64,7 @@ def rejection_metrics(drops: Mapping[Any, int], num_tried: int, rollout: Rollout
 
 
 def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the metrics of episodes in an environment, from their counts; none without an environment."""
+    """Return the metrics of an environment's episodes; empty without an environment."""
     if not counts:
         return {}
     num_episodes = max(counts["episodes"], 1)
@@ -79,10 +79,10 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def environment_metrics(by_task: Mapping[str, Mapping[str, tuple[float, int]]], *, is_mixture: bool) -> dict[str, float]:
-    """Return the means of the numbers that environments reported, over all tasks and, in a mixture, of each.
+    """Return the means of the metrics that environments reported, over all tasks and, in a mixture, also by task.
 
     Args:
-        by_task: Sum and number of values, by task and name.
+        by_task: Sum and count of the values, by task and by metric name.
         is_mixture: True if the run has several tasks.
     """
     sums: dict[str, list[tuple[float, int]]] = {}
@@ -99,12 +99,15 @@ def environment_metrics(by_task: Mapping[str, Mapping[str, tuple[float, int]]], 
 
 
 def age_metrics(ages: Sequence[int]) -> dict[str, float]:
-    """Return the age of a batch from the ages of its groups, in published versions."""
+    """Return the mean and maximum age of a batch's groups, in published versions."""
     return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}
 
 
 def staleness_metrics(losses: LossSums) -> dict[str, float]:
-    """Return the mismatch of generator and trainer by lag: at lag 0 it is due to numerics alone, above it also to staleness."""
+    """Return the log-probability mismatch between generator and trainer, by policy lag.
+
+    At lag 0 the mismatch is due to numerics alone; at higher lags it is also due to staleness.
+    """
     counts = {int(name.removeprefix(LAG)): count for name, count in losses.sums.items() if name.removeprefix(LAG).isdigit()}
     sums = {lag: losses.sums[f"{LAG}{lag}/logprob_abs"] for lag in counts}
     num_tokens, num_stale = max(sum(counts.values()), 1.0), sum(counts.values()) - counts[0]
@@ -122,7 +125,7 @@ def staleness_metrics(losses: LossSums) -> dict[str, float]:
 def buffer_metrics(
     *, num_in_flight: int, num_ready: int, num_held: int, num_tried: int, num_bytes: int, num_spilled_bytes: int
 ) -> dict[str, float]:
-    """Return the state of the buffer when the batch was taken: groups, and bytes of their tokens in all storage shards."""
+    """Return the state of the buffer when the batch was taken: numbers of groups, and bytes stored in all shards."""
     return {
         "buffer/bytes": float(num_bytes),
         "buffer/spilled_bytes": float(num_spilled_bytes),
@@ -138,9 +141,9 @@ def replay_metrics(replayed: RecordTable, *, version: int, num_stored: int, num_
 
     Args:
         replayed: Records of the groups, with their importance weights.
-        version: Version of the weights that the batch trains.
-        num_stored: Groups that are kept for replay.
-        num_evicted: Groups that are not kept any more since the run began, because newer ones needed their place.
+        version: Policy version that the batch trains.
+        num_stored: Number of groups stored for replay.
+        num_evicted: Number of groups evicted for newer ones since the run began.
     """
     groups = replayed.groups
     values = {"replay/groups": len(groups), "replay/stored": num_stored, "replay/evicted": num_evicted}
@@ -154,9 +157,10 @@ def replay_metrics(replayed: RecordTable, *, version: int, num_stored: int, num_
 
 
 def loss_metrics(losses: LossSums, num_updates: int = 1) -> dict[str, float]:
-    """Turn sums over ranks and micro-batches into metrics.
+    """Convert sums over ranks and micro-batches to metrics.
 
-    Loss terms are complete for an optimizer step, and become means over `num_updates`; other sums become means over tokens.
+    Loss terms are already normalized per optimizer step, so they become means over `num_updates`. Other sums become means over
+    tokens.
     """
     sums = {name: value for name, value in losses.sums.items() if not name.startswith(LAG)}
     num_tokens = max(sums.pop("num_tokens"), 1.0)
@@ -168,13 +172,13 @@ def loss_metrics(losses: LossSums, num_updates: int = 1) -> dict[str, float]:
 
 
 def supervised_metrics(*, loss: float, trained_tokens: int, num_tokens: int, epoch: float) -> dict[str, float]:
-    """Return the metrics of a batch of examples.
+    """Return the metrics of a batch of supervised fine-tuning.
 
     Args:
-        loss: Mean cross-entropy of the tokens to train on.
-        trained_tokens: Tokens to train on.
-        num_tokens: Tokens of the examples.
-        epoch: Number of times that the examples have been trained on, this batch included.
+        loss: Mean cross-entropy of the tokens trained on.
+        trained_tokens: Number of tokens trained on.
+        num_tokens: Number of tokens in the examples.
+        epoch: Passes over the examples so far, including this batch.
     """
     values = {"tokens/trained": trained_tokens, "tokens/examples": num_tokens}
     return {"loss/train": loss, "data/epoch": epoch, **{name: float(value) for name, value in values.items()}}
@@ -191,13 +195,13 @@ def optimizer_metrics(updates: Sequence[OptimUpdate], learning_rate: float) -> d
 
 
 def speed_metrics(*, trained_tokens: int, generated: GenerationStats, trainer_busy_s: float, step_s: float) -> dict[str, float]:
-    """Return the throughput of each side while it worked, and the share of time it waited.
+    """Return the throughput of trainer and generators while busy, and the fraction of time each was idle.
 
     Args:
-        trained_tokens: Tokens the trainer computed: those of all packed rows.
+        trained_tokens: Number of tokens that the trainer processed, in all packed rows.
         generated: Work of the generators since the previous step.
-        trainer_busy_s: Seconds the trainer computed since the previous optimizer step.
-        step_s: Wall seconds of the step.
+        trainer_busy_s: Seconds that the trainer computed since the previous optimizer step.
+        step_s: Wall-clock seconds of the step.
     """
     values = {"perf/trainer_idle_frac": max(0.0, 1.0 - trainer_busy_s / step_s), "time/step_s": step_s}
     if trainer_busy_s > 0.0:
@@ -205,11 +209,11 @@ def speed_metrics(*, trained_tokens: int, generated: GenerationStats, trainer_bu
     if generated.busy_s > 0.0:
         values["perf/gen_tokens_per_s"] = generated.num_tokens * generated.num_replicas / generated.busy_s
     if generated.wall_s > 0.0:
-        # Decoding is booked when an engine step ends, so it may have begun before the interval.
+        # An engine step is counted when it ends, so it may have started before the interval.
         values["perf/generator_idle_frac"] = max(0.0, 1.0 - generated.busy_s / generated.wall_s)
     return values
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean, 0 without values. Adding from the left gives the same bits for the same values."""
+    """Return the arithmetic mean; 0 for an empty sequence. Summation from the left makes the result bitwise reproducible."""
     return sum(values) / len(values) if values else 0.0

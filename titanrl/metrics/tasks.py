@@ -1,4 +1,4 @@
-"""Metrics of the tasks of a mixture, and of curricula. docs/metrics.md lists names and units."""
+"""Per-task metrics of a mixture. docs/metrics.md lists names and units."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,14 @@ from titanrl.tables import RecordTable
 
 
 def task_metrics(records: RecordTable, tasks: Mapping[str, DataConfig], dropped: Mapping[str, int]) -> dict[str, float]:
-    """Return the metrics of each task of a batch; a task without groups in it has only their number, and a single task none.
+    """Return the metrics of each task in a batch.
+
+    A run with a single task has no per-task metrics. A task without groups in the batch has only its counts of groups.
 
     Args:
         records: Groups of the batch.
-        tasks: Tasks by name, in the order of their numbers.
-        dropped: Groups discarded since the previous batch, by task.
+        tasks: Tasks by name, in the order of their indices.
+        dropped: Number of groups discarded since the previous batch, by task.
     """
     values: dict[str, float] = {}
     for number, (name, task) in enumerate(tasks.items() if len(tasks) > 1 else ()):

@@ -1,4 +1,4 @@
-"""Short texts for numbers, with units."""
+"""Compact formatting of durations, counts and other numbers."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """Format a count with at most three digits and a unit: `950`, `2.1k`, `340k`, `1.2M`."""
+    """Format a count with at most three digits and a metric suffix: `950`, `2.1k`, `340k`, `1.2M`."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             scaled = number / limit
@@ -25,12 +25,12 @@ def count(number: float) -> str:
 
 
 def number(value: float | None, spec: str) -> str:
-    """Format `value` under `spec`; None becomes `-`."""
+    """Format `value` with the format specification `spec`; None becomes `-`."""
     return "-" if value is None else format(value, spec)
 
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
-    """Draw one character per value, scaled between the lowest and the highest value."""
+    """Return one block character per value, scaled between the lowest and the highest value."""
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
     low, high = min(values, default=0.0), max(values, default=0.0)
     scale = (len(blocks) - 1) / (high - low) if high > low else 0.0

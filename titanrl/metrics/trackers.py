@@ -1,7 +1,7 @@
-"""Experiment trackers that receive a copy of `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or the user's own.
+"""Experiment trackers that receive a copy of `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or a custom tracker.
 
-A tracker of the user is a class or function with the arguments of `TrackerFactory`, or a finished object. An entry in
-`titanrl.config.registry.TRACKERS` registers a built-in one.
+A custom tracker is a class or function with the signature of `TrackerFactory`, or an object with the methods of `Tracker`.
+Built-in trackers are registered in `titanrl.config.registry.TRACKERS`.
 """
 
 import importlib
@@ -17,9 +17,9 @@ from titanrl.loading import import_object
 from titanrl.plugins import Plugins, check_call
 
 PROJECT = "titanrl"
-"""Project that W&B and trackio file runs under."""
+"""Project name for runs in W&B and trackio."""
 FLUSH_S = 1.0
-"""Seconds after which a metric is on disk, so that a killed run loses little."""
+"""Interval in seconds at which metrics are flushed to disk, which limits what a killed run loses."""
 
 EXPECTED = "class MyTracker: def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None)"
 LOG_EXPECTED = "def log(self, step: int, values: Mapping[str, float]) -> None"
@@ -27,7 +27,7 @@ CLOSE_EXPECTED = "def close(self) -> None"
 
 
 class Tracker(Protocol):
-    """A destination for metrics, in the controller. If it raises, it is dropped with a warning and the run goes on.
+    """A destination for metrics. It runs in the controller; if it raises, it is dropped with a warning and the run continues.
 
     Example:
         class Lines:
@@ -42,33 +42,33 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, values: Mapping[str, float], /) -> None:
-        """Record metrics of one step. A step can be logged more than once, each time with other metrics."""
+        """Record metrics of one step. The same step can be logged several times, each time with different metrics."""
 
     def close(self) -> None:
         """Write buffered metrics and finish the run."""
 
 
 class TrackerFactory(Protocol):
-    """A class or function that starts a tracker."""
+    """A class or function that returns a started tracker."""
 
     def __call__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None, /) -> Tracker:
         """Start a tracker.
 
         Args:
-            run_dir: The run's own folder; its name is the run's name.
+            run_dir: Run directory; its name is the run's name.
             config: The configuration as plain values.
-            resume_step: Step that the run resumes from, None for a new run.
+            resume_step: Step that the run resumes from; None for a new run.
         """
         ...
 
 
 class TensorBoardTracker:
-    """Event files under `<run_dir>/tensorboard`."""
+    """Writes TensorBoard event files to `<run_dir>/tensorboard`."""
 
     module: ClassVar[str] = "torch.utils.tensorboard"
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        """Open an event file; hide what an earlier attempt logged after `resume_step`."""
+        """Open an event file, and hide the metrics that an earlier attempt logged after `resume_step`."""
         module = importlib.import_module(self.module)
         purge_step = None if resume_step is None else resume_step + 1
         folder = str(run_dir / "tensorboard")
@@ -86,17 +86,17 @@ class TensorBoardTracker:
 
 
 class RunTracker:
-    """A run of wandb or of trackio, whose interfaces are alike.
+    """Common code for wandb and trackio, whose interfaces are similar.
 
-    Neither can take a step back. A resumed run therefore continues the same run behind the last step it holds: steps between
-    the checkpoint and that step keep the values of the earlier attempt. `<run_dir>/<package>.json` holds the run's id and
-    that step.
+    Neither can rewind to an earlier step. A resumed run therefore logs nothing up to the last step that the tracker has
+    recorded: steps between the checkpoint and that step keep the values of the earlier attempt. `<run_dir>/<package>.json`
+    stores the tracker's run id and that step.
     """
 
     module: ClassVar[str]
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        """Start a run named after the run directory, or continue the one that this directory belongs to."""
+        """Start a run named after the run directory, or continue the run recorded in it."""
         module = importlib.import_module(self.module)
         self._state_file = run_dir / f"{self.module}.json"
         is_known = resume_step is not None and self._state_file.exists()
@@ -107,29 +107,29 @@ class RunTracker:
         self._is_wandb = self.module == "wandb"
         options: dict[str, Any] = {"project": PROJECT, "name": run_dir.name, "config": dict(config)}
         if self._is_wandb:
-            # wandb would otherwise capture the live display, which garbles both.
+            # Otherwise wandb would capture the live display, which garbles the output of both.
             settings = module.Settings(console="off", quiet=True, x_transaction_log_flush_interval=FLUSH_S)
             self._run = module.init(**options, id=state["id"], resume="allow", dir=str(run_dir), settings=settings)
         else:
             self._run = module.init(**options, resume="must" if is_known else "never", embed=False)
             if is_known and self._run.id != state["id"]:
                 self._run.finish()
-                raise ValueError(f"another run named {run_dir.name} was started later, and trackio resumes runs by name")
+                raise ValueError(f"trackio resumes runs by name, and a newer run is also named {run_dir.name}")
         self._save(self._step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record all metrics at once, unless the run holds this step from an earlier attempt."""
+        """Record the metrics of a step, unless an earlier attempt already recorded this step."""
         if step < self._first_step:
             return
         self._run.log(dict(values), step=step)
         if step > self._step:
-            # W&B writes a step once the next one begins, trackio at once.
+            # W&B writes a step when the next one begins; trackio writes it immediately.
             self._save(self._step if self._is_wandb else step)
             self._step = step
 
     def close(self) -> None:
-        """Upload or write buffered metrics."""
-        # The module's own finish() looks the run up in a context variable, which another task does not see.
+        """Upload or write the buffered metrics, and finish the run."""
+        # The finish() of the module looks up the run in a context variable, which is not set in other asyncio tasks.
         self._run.finish()
         self._save(self._step)
 
@@ -138,22 +138,28 @@ class RunTracker:
 
 
 class WandbTracker(RunTracker):
-    """A run of Weights & Biases."""
+    """Logs to Weights & Biases."""
 
     module = "wandb"
 
 
 class TrackioTracker(RunTracker):
-    """A run of trackio."""
+    """Logs to trackio."""
 
     module = "trackio"
 
 
 class Trackers:
-    """All trackers of a run. One that raises is dropped with a warning; the run goes on."""
+    """All trackers of a run. A tracker that raises is dropped with a warning, and the run continues."""
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], given: Collection[str] = ()) -> None:
-        """Forward to `trackers`, given by name; the user has made those in `given`."""
+        """Keep the trackers.
+
+        Args:
+            trackers: Started trackers by name.
+            warn: Called with a message when a tracker is dropped.
+            given: Names of the trackers that the user passed in as objects.
+        """
         self._trackers = dict(trackers)
         self._warn = warn
         self._given = frozenset(given)
@@ -163,7 +169,7 @@ class Trackers:
         self._each(lambda tracker: tracker.log(step, values))
 
     def close(self, *, keep_given: bool = False) -> None:
-        """Finish every tracker; `keep_given` leaves those alone that the user has made."""
+        """Close every tracker; with `keep_given`, leave the objects open that the user passed in."""
         if keep_given:
             self._trackers = {name: tracker for name, tracker in self._trackers.items() if name not in self._given}
         self._each(lambda tracker: tracker.close())
@@ -173,7 +179,7 @@ class Trackers:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
-            except Exception as error:  # of any kind: a tracker must not end the run
+            except Exception as error:  # whatever a tracker raises must not end the run
                 del self._trackers[name]
                 self._warn(_dropped(name, error))
 
@@ -190,15 +196,15 @@ def make_trackers(
     """Start the trackers of `logging.loggers`.
 
     Args:
-        names: Names of built-in trackers, and import paths.
-        run_dir: The run's own folder; its name is the run's name.
+        names: Names of built-in trackers, and import paths of custom ones.
+        run_dir: Run directory; its name is the run's name.
         config: The configuration as plain values, recorded with the run.
-        warn: Called with a sentence about a tracker that was dropped.
-        resume_step: Step the run resumes from, None for a new run.
-        plugins: The user's objects; those under `logging.loggers` take the place of their import paths.
+        warn: Called with a message when a tracker is dropped.
+        resume_step: Step that the run resumes from; None for a new run.
+        plugins: User-defined objects; those with keys under `logging.loggers` replace the entries of `names`.
 
     Raises:
-        ValueError: A tracker's package is not installed, or a tracker of the user lacks a method.
+        ValueError: A tracker's package is not installed, or a custom tracker lacks a method.
     """
     trackers: dict[str, Tracker] = {}
     given: set[str] = set()
@@ -210,7 +216,7 @@ def make_trackers(
         if _is_factory(made):
             try:
                 made = made(run_dir, config, resume_step)
-            except Exception as error:  # such as an account or a server that cannot be reached
+            except Exception as error:  # for example, no account is set up or the server is unreachable
                 warn(_dropped(name, error))
                 continue
         else:
@@ -222,10 +228,10 @@ def make_trackers(
 
 
 def check_tracker(candidate: Any, *, key: str, name: str) -> None:
-    """Check that an object is a tracker, or starts one.
+    """Check that an object is a tracker or a factory of trackers.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The object is neither, or a method has the wrong signature.
     """
     if _is_factory(candidate):
         check_call(candidate, TrackerFactory.__call__, key=key, name=name, expected=EXPECTED)
@@ -234,7 +240,7 @@ def check_tracker(candidate: Any, *, key: str, name: str) -> None:
 
 
 def _is_factory(candidate: Any) -> bool:
-    """Return True for a class, and for a callable that is not a tracker itself."""
+    """Return True for a class, and for a callable that is not itself a tracker."""
     return isinstance(candidate, type) or (callable(candidate) and not hasattr(candidate, "log"))
 
 
@@ -250,7 +256,7 @@ def _check_methods(tracker: Any, key: str, name: str) -> None:
 
 
 def _dropped(name: str, error: Exception) -> str:
-    return f"logging.loggers: {name} failed and receives no more metrics ({type(error).__name__}: {error})"
+    return f"logging.loggers: {name} failed and will receive no more metrics ({type(error).__name__}: {error})"
 
 
 def _built_in(name: str) -> Any:
@@ -259,7 +265,7 @@ def _built_in(name: str) -> Any:
         importlib.import_module(tracker.module)
     except ImportError as error:
         raise ValueError(
-            f"logging.loggers: the package of {name} cannot be imported ({error}). "
+            f"logging.loggers: the package for {name} cannot be imported ({error}). "
             f"Run `pip install {name}`, or remove {name} from the list."
         ) from error
     return tracker

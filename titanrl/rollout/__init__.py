@@ -1,1 +1,1 @@
-"""Rollout workers: they request completions from the generators, score them, and commit the groups to the buffer."""
+"""Rollout workers, which request completions from the generators, score them, and commit the groups to the buffer."""

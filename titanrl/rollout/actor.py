@@ -1,4 +1,4 @@
-"""The rollout worker: an actor that reserves slots of the buffer, rolls groups out, and commits them."""
+"""The rollout worker: an actor that reserves buffer slots, generates and scores groups, and commits them to the buffer."""
 
 import asyncio
 import traceback
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RUN = "roll out"
-"""Name of the task that rolls out until the worker closes."""
+"""Name of the asyncio task that generates groups until the worker closes."""
 ROUND, EVALUATION = "round", "evaluation"
-"""Names of the tasks that `abandon_round` cancels."""
+"""Names of the asyncio tasks that `abandon_round` cancels."""
 IN_BACKGROUND = "evaluation in the background"
-"""Name of the task that `abandon_evaluation` cancels."""
+"""Name of the asyncio task that `abandon_evaluation` cancels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,27 +50,27 @@ class WorkerSetup:
     """Arguments of a rollout worker."""
 
     number: int
-    """Number of the worker, and of its shard."""
+    """Index of the worker, and of its storage shard."""
     life: int
-    """Number of workers that had this number, this one included."""
+    """Number of workers that have had this index so far, including this one."""
     config: Config
     """Configuration of the run."""
     model_dir: Path
-    """Hugging Face directory with the tokenizer."""
+    """Hugging Face model directory with the tokenizer."""
     run_dir: Path
-    """Run directory; sampled rollouts are written to `rollouts.jsonl` in it."""
+    """Run directory; sampled rollouts are appended to its `rollouts.jsonl`."""
     buffer: Any
-    """Replay buffer, an actor."""
+    """Replay buffer actor."""
     shard: Any
-    """Storage shard, an actor in the worker's process."""
+    """Storage shard actor, which runs in the worker's process."""
     generators: tuple[Any | None, ...]
-    """Generator actors, one per replica; None for one that does not serve yet."""
+    """Generator actors, one per replica; None for a replica that is not serving yet."""
     plugins: Plugins = field(default_factory=dict)
-    """The user's objects in place of built-in ones."""
+    """User-defined objects that replace built-in ones."""
     save: Path | None = None
-    """Folder to write all rollouts to."""
+    """Folder to which all rollouts are written."""
     replay: Path | None = None
-    """Folder of rollouts to use in place of new ones."""
+    """Folder with saved rollouts to use instead of generating new ones."""
 
 
 class RolloutWorker(Actor):
@@ -82,20 +82,20 @@ class RolloutWorker(Actor):
         self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs)
         self._tasks: set[asyncio.Task[Any]] = set()
         config = setup.config
-        # Dynamic sampling and a filter free slots as soon as groups finish, so groups must not wait for older ones.
+        # With dynamic sampling or a filter, a finished group can free its slot immediately, so it must not wait for older ones.
         drops_groups = config.rollout.dynamic_sampling or config.rollout.group_filter is not None
         in_order = config.window_groups == 1 and not drops_groups
         dump = None if setup.save is None else DumpWriter(setup.save, setup.number).write
         self._outbox = Outbox(setup.shard, in_order=in_order or setup.replay is not None, dump=dump)
         self._recorded = None if setup.replay is None else DumpReader(setup.replay)
-        # In synchronous training, rollouts and evaluations never overlap. Otherwise they would change each other's decoding
-        # batches, and a run would not be reproducible. A round needs all workers, so it waits while this one evaluates.
+        # In synchronous training, rollouts and evaluations must not overlap, or they would change each other's decoding batches
+        # and the run would not be reproducible. A round needs all workers, so it waits while this one evaluates.
         self._turn = asyncio.Lock()
         self._tasks_of_run: list[OpenTask] = []
 
     @endpoint
     async def start(self) -> None:
-        """Load tokenizer, prompts and rewards, and start the scoring processes."""
+        """Load the tokenizer, prompts and rewards, and start the scoring processes."""
         with loading():
             from titanrl.data.tokenizer import load_tokenizer
             from titanrl.rollout.evaluating import EvaluationSets
@@ -109,27 +109,27 @@ class RolloutWorker(Actor):
         log = self._setup.run_dir / "logs" / f"environments_{self._setup.number}.log"
         tasks = await open_tasks(config, self._tokenizer, plugins, log)
         self._tasks_of_run = list(tasks.values())
-        # The groups of a round make the same number of calls, whatever their task.
+        # All groups of a round make the same number of calls, regardless of their task.
         self._num_calls = max(task.num_calls for task in self._tasks_of_run)
         self._sets = EvaluationSets(config, self._tokenizer, plugins, tasks)
 
     @endpoint
     async def run(self) -> None:
-        """Start to roll out in the background. A failure is reported to the buffer, which raises it in the controller.
+        """Start generating groups in the background. A failure is reported to the buffer, which raises it in the controller.
 
-        A second call has no effect: a worker that is replaced while the run begins is started by its replacement, too.
+        A second call has no effect. If a worker is replaced while the run starts, both the start and the replacement call this.
         """
         if not any(task.get_name() == RUN for task in self._tasks):
             self._start_task(self._run_and_report_failure(), RUN)
 
     @concurrent_endpoint
     async def use_generator(self, replica: int, actor: Any | None) -> None:
-        """Use the replacement of a generator replica, or none while there is none."""
+        """Replace a generator replica; None marks the replica as unavailable until its replacement serves."""
         self._pool.use(replica, actor)
 
     @concurrent_endpoint
     async def abandon_round(self) -> None:
-        """Cancel this worker's part of a round and an evaluation, because a worker or generator has ended."""
+        """Cancel this worker's groups of a round and its evaluation, because another worker or a generator died."""
         abandoned = [task for task in self._tasks if task.get_name() in (ROUND, EVALUATION)]
         for task in abandoned:
             task.cancel()
@@ -138,19 +138,19 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def probe(self) -> None:
-        """Return, which shows that the event loop runs."""
+        """Return immediately; a reply shows that the event loop is running."""
 
     @concurrent_endpoint
     async def evaluate(self, name: str, evaluator: Any | None = None) -> EvaluationResult:
-        """Sample completions of an evaluation set, and score them. `close` cancels the evaluation.
+        """Sample and score completions for the prompts of an evaluation set.
 
         Args:
-            name: Evaluation set.
-            evaluator: Generator to use instead of those of the rollouts.
+            name: Name of the evaluation set.
+            evaluator: Generator to use instead of the generators for rollouts. The evaluation then runs in the background.
 
         Raises:
-            ScorerError: The scorer failed on every completion.
-            StoppedError: It was abandoned or closed, or a generator has ended.
+            ScorerError: The reward failed on every completion.
+            StoppedError: The evaluation was abandoned, the worker was closed, or a generator died.
         """
         if evaluator is None:
             task = self._start_task(self._evaluate(name), EVALUATION)
@@ -159,26 +159,26 @@ class RolloutWorker(Actor):
             task = self._start_task(self._sets.evaluate(self._sets.named(name), pool.generate), IN_BACKGROUND)
         try:
             return await task
-        except asyncio.CancelledError:  # of the task, by another endpoint
+        except asyncio.CancelledError:  # another endpoint cancelled the task
             raise StoppedError("the evaluation was abandoned") from None
 
     @concurrent_endpoint
     async def abandon_evaluation(self) -> None:
-        """Cancel an evaluation in the background, because its generator has ended."""
+        """Cancel the evaluation in the background, because its generator died."""
         abandoned = [task for task in self._tasks if task.get_name() == IN_BACKGROUND]
         for task in abandoned:
             task.cancel()
         await asyncio.gather(*abandoned, return_exceptions=True)
 
     async def _evaluate(self, name: str) -> EvaluationResult:
-        # Other workers' groups of the last round may still be decoding.
+        # Groups of other workers may still be decoding the last round.
         generate = partial(self._pool.generate, when_drained=self._setup.config.max_staleness == 0)
-        async with self._turn:  # never held by rollouts in asynchronous training
+        async with self._turn:  # in asynchronous training, rollouts never hold this lock
             return await self._sets.evaluate(self._sets.named(name), generate)
 
     @endpoint
     async def close(self) -> None:
-        """Cancel the background tasks, and stop the scoring processes."""
+        """Cancel all background tasks, and stop the scoring processes."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -196,7 +196,7 @@ class RolloutWorker(Actor):
         return task
 
     async def _run(self) -> None:
-        """Reserve slots and roll groups out until cancelled; a group starts when a slot is free and a generator has room."""
+        """Reserve slots and generate groups until cancelled. A group starts when a slot is free and a generator has room."""
         config = self._setup.config
         share = -(-config.num_slots // config.rollout.num_workers)
         group_size = max((task.config.rollout.num_requests for task in self._tasks_of_run), default=0)
@@ -211,8 +211,9 @@ class RolloutWorker(Actor):
     async def _run_in_rounds(self) -> None:
         """Run rounds until cancelled, for synchronous training.
 
-        A round starts when every worker has finished its groups of the one before, and has all free slots. Its groups join the
-        generators' batches together, so the batches do not depend on the number of workers and on which of them is faster.
+        A round starts when all workers have finished their groups of the previous round, and fills all free slots. Its groups
+        join the generators' batches at the same decoding step, so the batches depend neither on the number of workers nor on
+        their speed.
         """
         setup = self._setup
         while True:
@@ -220,7 +221,7 @@ class RolloutWorker(Actor):
             try:
                 reservations, dropped = await call
             except ActorError as error:
-                if is_stop(error):  # a worker or generator has ended, and the rounds begin again
+                if is_stop(error):  # a worker or generator died, and the rounds start over
                     continue
                 raise
             self._outbox.drop(dropped)
@@ -237,9 +238,9 @@ class RolloutWorker(Actor):
                     groups.create_task(self._roll_out(reservation, InRound(reservation.index, indices)))
 
     async def _roll_out(self, reservation: Reservation, place: InRound | None = None) -> None:
-        """Generate and score one group, or read it from a dump, and commit it."""
+        """Generate and score one group, or read it from a dump, and commit it to the buffer."""
         if self._recorded is not None and reservation.index >= self._recorded.num_groups:
-            return  # no batch needs it
+            return  # the dump ends here, and no batch needs this group
         self._outbox.begin(reservation.index)
         if self._recorded is not None:
             group, rejection = await asyncio.to_thread(self._recorded.group, reservation.index), None
@@ -282,13 +283,13 @@ class RolloutWorker(Actor):
             num_generated=num_generated(group),
             whole=group,
         )
-        # Before the delivery: a checkpoint that has the group must not be newer than its line, which a kill could prevent.
+        # Write the line before the delivery, so that a checkpoint never contains a group whose line was lost in a crash.
         if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
             append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group, record))
         await self._outbox.deliver(record, trained.rollouts, group)
 
     def _rejection(self, group: Group, task: int) -> Rejection | None:
-        """Return the reason why a group with rewards must not be trained on, if there is one."""
+        """Return why a group must not be trained on; None if it may be, or if it has no rewards at all."""
         rollout = self._tasks_of_run[task].config.rollout
         if not group.rollouts:
             return None
@@ -301,7 +302,7 @@ class RolloutWorker(Actor):
     async def _run_and_report_failure(self) -> None:
         try:
             await (self._run() if self._setup.config.max_staleness else self._run_in_rounds())
-        except* Exception as errors:  # the edge of a background task: any failure must reach the controller
+        except* Exception as errors:  # top level of a background task: any failure must reach the controller
             first = located(cause_of(next(leaves(errors))))
             await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(first)).strip())
             raise
@@ -309,8 +310,8 @@ class RolloutWorker(Actor):
     def _readable(self, group: Group, record: GroupRecord) -> dict[str, Any]:
         """Convert a group to a line of `rollouts.jsonl`.
 
-        The completions with a reward come first, in the order of the group's record. Those whose reward failed come last. The
-        version is the record's, so that `index` and `version` identify the group's line in `advantages.jsonl`.
+        Completions with a reward come first, in the order of the group's record, followed by those whose reward failed. The
+        version is taken from the record, so that `index` and `version` identify the group's line in `advantages.jsonl`.
         """
         failed = [int(version) for failure in group.failures for version in failure.completion.versions]
         version = record.max_version if group.rollouts else max(failed, default=-1)
@@ -336,7 +337,7 @@ class RolloutWorker(Actor):
 
 
 def leaves(errors: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
-    """Yield the single exceptions of an exception group."""
+    """Yield the exceptions in an exception group, flattening nested groups."""
     for error in errors.exceptions:
         if isinstance(error, BaseExceptionGroup):
             yield from leaves(error)

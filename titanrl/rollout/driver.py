@@ -1,8 +1,8 @@
-"""The token driver: lets a policy that knows tokens talk to an environment that knows messages.
+"""The token driver: connects a policy, which processes tokens, to an environment, which exchanges messages.
 
-A conversation is rendered once. Every later turn extends its tokens, so the policy is trained on exactly the tokens that it
-sampled. Where the tokens cannot be extended, because the history was edited or the model's template strips the thinking of
-earlier turns, the conversation continues in a new segment, whose earlier turns are context only.
+A conversation is rendered once. Each later turn appends tokens, so the policy is trained on exactly the tokens that it sampled.
+Appending is impossible if the environment edits the history, or if the model's template strips the thinking of earlier turns.
+The conversation then continues in a new segment, in which the earlier turns are context only.
 
 Shape suffix: S tokens of a segment.
 """
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class EpisodeError(TitanRLError):
-    """An episode failed. It has no reward, and nothing of it is trained on."""
+    """Raised if an episode fails. The episode has no reward, and none of its tokens are trained on."""
 
     def __init__(self, outcome: Outcome, text: str) -> None:
-        """Keep the outcome."""
+        """Create the error with the kind of failure and a message."""
         super().__init__(text)
         self.outcome: Outcome = outcome
 
@@ -39,29 +39,29 @@ class Limits:
     """Limits of an episode."""
 
     max_turns: int
-    """Turns of the policy."""
+    """Maximum number of turns of the policy."""
     max_tokens: int
-    """Tokens of a segment: the conversation so far and the policy's next turn."""
+    """Maximum length of a segment in tokens: the conversation so far and the policy's next turn."""
     max_new_tokens: int
-    """Tokens of one turn of the policy."""
+    """Maximum length of one turn of the policy, in tokens."""
     step_timeout_s: float
-    """Longest call of the environment."""
+    """Time limit of one call of the environment, in seconds."""
     episode_timeout_s: float
-    """Longest time of all calls of the environment together."""
+    """Time limit of all calls of the environment together, in seconds."""
     may_queue: bool = False
-    """True if `reset` waits for a process of its own, which then has the time limit of a call itself."""
+    """True if `reset` may wait for a free process. It then has no time limit here, because the process enforces one."""
 
 
 @dataclass(slots=True)
-class _Growing:
-    """A segment that is being extended; the columns are those of `Segment`."""
+class _SegmentBuilder:
+    """A segment under construction, with the columns of `Segment`."""
 
     token_ids: list[int]
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     supports: list[tuple[int, Supports]] = field(default_factory=list)
-    """Supports of each turn of the policy, and the number of its first token."""
+    """Supports of each turn of the policy, with the index of the turn's first token."""
     turn_ends: list[int] = field(default_factory=list)
 
     def add_context(self, token_ids: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class _Growing:
         self._pad()
 
     def add(self, completion: Completion) -> None:
-        """Append what the policy sampled, as it was recorded."""
+        """Append the tokens that the policy sampled, as the generator recorded them."""
         self._pad()
         if completion.supports is not None:
             self.supports.append((len(self.token_ids), completion.supports))
@@ -81,7 +81,7 @@ class _Growing:
         self.turn_ends.append(len(self.token_ids))
 
     def segment(self) -> Segment:
-        """Return the segment without tokens after the last sampled one, which no loss needs."""
+        """Return the segment up to the last sampled token. Later tokens are not needed for any loss."""
         end = len(self.mask) - self.mask[::-1].index(True)
         return Segment(
             token_ids=np.array(self.token_ids[:end], np.int64),
@@ -92,7 +92,7 @@ class _Growing:
         )
 
     def _supports(self, end: int) -> Supports | None:
-        """Return the supports of the first `end` tokens, the whole vocabulary before and between the policy's turns."""
+        """Return the supports of the first `end` tokens. Tokens outside the policy's turns support the whole vocabulary."""
         parts: list[Supports] = []
         joined = 0
         for start, supports in self.supports:
@@ -124,35 +124,35 @@ class Conversation:
         limits: Limits,
         sampling: Callable[[int, int], SamplingParams],
     ) -> None:
-        """Start nothing yet.
+        """Prepare the episode; `start` creates the environment.
 
         Args:
-            make: Function that makes the environment of this episode.
-            episode: What the environment is started with.
+            make: Function that creates the environment.
+            episode: Task that the environment receives.
             renderer: Renderer of the policy's model.
             limits: Limits of the episode.
-            sampling: Function from the number of a turn, from 0, and its longest length in tokens to its sampling options.
+            sampling: Function from the index of a turn and its maximum length in tokens to its sampling options.
         """
         self.episode = episode
         self.messages: list[Message] = []
-        """Messages of the whole episode, also those that the environment has replaced."""
+        """Messages of the whole episode, including messages that the environment has replaced."""
         self.rewards: Mapping[str, float] = {}
-        """Rewards of the environment by name."""
+        """Rewards that the environment returned at the end, by name."""
         self.turn_rewards: list[float] = []
         """Reward of each turn of the policy."""
         self.metrics: Mapping[str, float] = {}
-        """Numbers of the episode that the environment reported last, by name."""
+        """Latest metrics that the environment reported, by name."""
         self.num_malformed = 0
-        """Tool calls that could not be parsed."""
+        """Number of tool calls that could not be parsed."""
         self.num_turns = 0
-        """Turns that the policy has taken."""
+        """Number of turns that the policy has taken."""
         self._make, self._renderer, self._limits, self._sampling = make, renderer, limits, sampling
         self._environment: Environment | None = None
         self._history: list[Message] = []
         self._tools: Sequence[Tool] = ()
-        self._segments: list[_Growing] = []
+        self._segments: list[_SegmentBuilder] = []
         self._finish_reason: FinishReason | None = None
-        self._left_s = limits.episode_timeout_s
+        self._remaining_s = limits.episode_timeout_s
 
     @property
     def is_done(self) -> bool:
@@ -161,8 +161,8 @@ class Conversation:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """`stop`: the environment ended the episode; `length`: a turn, the conversation or the number of turns was too long."""
-        assert self._finish_reason is not None, "the episode goes on"
+        """`stop`: the environment ended the episode; `length`: a limit on turns or tokens was reached."""
+        assert self._finish_reason is not None, "the episode has not ended"
         return self._finish_reason
 
     @property
@@ -174,53 +174,56 @@ class Conversation:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
-        return sum(sum(growing.mask) for growing in self._segments)
+        """Number of tokens that the policy sampled."""
+        return sum(sum(builder.mask) for builder in self._segments)
 
     @property
     def sampled_ids(self) -> list[int]:
-        """Tokens that the policy sampled, `num_sampled` of them."""
+        """Tokens that the policy sampled in all segments, `[num_sampled]`."""
         return [
             token
-            for growing in self._segments
-            for token, is_sampled in zip(growing.token_ids, growing.mask, strict=False)  # the mask ends with a turn
+            for builder in self._segments
+            for token, is_sampled in zip(builder.token_ids, builder.mask, strict=False)  # the mask may end earlier
             if is_sampled
         ]
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the segments with a sampled token."""
-        return tuple(growing.segment() for growing in self._segments if any(growing.mask))
+        """Return the segments that contain a sampled token."""
+        return tuple(builder.segment() for builder in self._segments if any(builder.mask))
 
     def turns(self, rewards: Sequence[float]) -> tuple[Turn, ...]:
-        """Return the turns of an episode that has ended, with these rewards; a turn without a token is in a segment before."""
+        """Return the turns of a finished episode with the given rewards.
+
+        A turn whose segment has no sampled token is assigned to the previous segment.
+        """
         turns: list[Turn] = []
         number = -1
-        for growing in self._segments:
-            number += any(growing.mask)
-            for end in growing.turn_ends:
-                has_segment = any(growing.mask) and number >= 0
+        for builder in self._segments:
+            number += any(builder.mask)
+            for end in builder.turn_ends:
+                has_segment = any(builder.mask) and number >= 0
                 turns.append(Turn(segment=max(number, 0), end=end if has_segment else 0, reward=rewards[len(turns)]))
         return tuple(turns)
 
     async def start(self) -> None:
-        """Reset the environment, and render its first messages.
+        """Create and reset the environment, and render its first messages.
 
         Raises:
             EpisodeError: The environment failed.
         """
         try:
             self._environment = self._make()
-        except Exception as error:  # of any kind: it is the user's code
-            raise EpisodeError("environment_error", f"making it raised {type(error).__name__}: {error}") from error
+        except Exception as error:  # user code may raise anything
+            raise EpisodeError("environment_error", f"creating it raised {type(error).__name__}: {error}") from error
         observation = await self._call("reset", self._environment.reset(self.episode), has_limit=not self._limits.may_queue)
         if not isinstance(observation, Observation):
             raise EpisodeError("environment_error", f"reset must return an Observation (got {observation!r})")
         self._tools = observation.tools
-        self._show(observation.messages)
-        self._begin_segment(observation.messages)
+        self.messages += observation.messages
+        self._start_segment(observation.messages)
 
     def request(self) -> GenerationRequest | None:
-        """Return the request of the policy's next turn; None at the end of the episode."""
+        """Return the generation request for the policy's next turn; None if the episode has ended."""
         if self.is_done:
             return None
         token_ids = self._segments[-1].token_ids
@@ -228,70 +231,71 @@ class Conversation:
         return GenerationRequest(token_ids=tuple(token_ids), sampling=self._sampling(self.num_turns, max_new_tokens))
 
     async def take(self, completion: Completion) -> None:
-        """Continue with the policy's turn.
+        """Continue the episode with the policy's turn.
 
-        A turn that was cut at its limit ends the episode; the environment does not see it.
+        A turn that was truncated at its limit ends the episode, and the environment does not see it.
 
         Raises:
             EpisodeError: The environment failed.
         """
-        assert self._environment is not None, "take follows start"
+        assert self._environment is not None, "call start first"
         segment = self._segments[-1]
         before = tuple(segment.token_ids)
         segment.add(completion)
         message = self._parse(completion)
         self._history.append(message)
-        self._show([message])
+        self.messages.append(message)
         self.num_turns += 1
         if completion.finish_reason != "stop":
             self._end(0.0, {}, "length")
             return
         observation = await self._call("step", self._environment.step(message))
         if isinstance(observation, Done | Observation):
-            self.metrics = _metrics(observation.metrics)
+            self.metrics = _checked_metrics(observation.metrics)
         if isinstance(observation, Done):
             self._end(observation.reward, observation.rewards, "stop")
         elif not isinstance(observation, Observation):
             raise EpisodeError("environment_error", f"step must return an Observation or Done (got {observation!r})")
         else:
             self.turn_rewards.append(_number("reward", observation.reward))
-            self._show(observation.messages)
+            self.messages += observation.messages
             self._continue(before, completion, observation)
             has_room = len(self._segments[-1].token_ids) < self._limits.max_tokens
             if self.num_turns == self._limits.max_turns or not has_room:
                 self._finish_reason = "length"
 
     async def close(self) -> None:
-        """Close the environment once; what it raises is ignored, because the episode has ended already."""
+        """Close the environment. Ignore exceptions, because the episode is already over; a second call has no effect."""
         environment, self._environment = self._environment, None
         if environment is None:
             return
         try:
             await asyncio.wait_for(environment.close(), self._limits.step_timeout_s)
-        except Exception:  # of any kind: it is the user's code
+        except Exception:  # user code may raise anything
             return
 
-    def _begin_segment(self, messages: Sequence[Message]) -> None:
+    def _start_segment(self, messages: Sequence[Message]) -> None:
         self._history = list(messages)
         token_ids = self._renderer.render(self._history, self._tools)
         if len(token_ids) >= self._limits.max_tokens:
             if not self._segments:
-                text = f"the first messages have {len(token_ids)} tokens, and data.environment.max_conversation_tokens is"
-                raise EpisodeError("environment_error", f"{text} {self._limits.max_tokens}")
+                problem = f"the first messages have {len(token_ids)} tokens, which leaves no room for a reply"
+                limit = f"data.environment.max_conversation_tokens={self._limits.max_tokens}"
+                raise EpisodeError("environment_error", f"{problem} ({limit})")
             self._finish_reason = "length"
             return
-        self._segments.append(_Growing(token_ids))
+        self._segments.append(_SegmentBuilder(token_ids))
         self._segments[-1].add_context(())
 
     def _continue(self, before: Sequence[int], completion: Completion, observation: Observation) -> None:
-        """Extend the segment by the environment's messages, or begin a new one where that is impossible."""
+        """Append the environment's messages to the segment, or start a new segment if that is impossible."""
         if observation.replaces:
-            self._begin_segment(observation.messages)
+            self._start_segment(observation.messages)
             return
         self._history += observation.messages
         added = self._renderer.extend(before, completion.token_ids.tolist(), observation.messages, self._tools)
         if added is None:
-            self._begin_segment(self._history)
+            self._start_segment(self._history)
         else:
             self._segments[-1].add_context(added)
 
@@ -301,19 +305,16 @@ class Conversation:
         self.num_malformed += sum(isinstance(call["function"]["arguments"], str) for call in calls)
         return message
 
-    def _show(self, messages: Sequence[Message]) -> None:
-        self.messages += messages
-
     def _end(self, reward: float, rewards: Mapping[str, float], reason: FinishReason) -> None:
         self.turn_rewards.append(_number("reward", reward))
         self.rewards = {name: _number(f"rewards[{name!r}]", value) for name, value in rewards.items()}
         self._finish_reason = reason
 
     async def _call(self, name: str, call: Awaitable[T], *, has_limit: bool = True) -> T:
-        """Await a method of the environment, within the limits of the call and of the episode."""
+        """Await a method of the environment, within the time limits of a call and of the episode."""
         if not has_limit:
             return await self._checked(name, call)
-        limit_s = min(self._limits.step_timeout_s, self._left_s)
+        limit_s = min(self._limits.step_timeout_s, self._remaining_s)
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s) as limit:
@@ -322,21 +323,21 @@ class Conversation:
             assert limit.expired()
             raise EpisodeError("timeout", f"{name} of the environment took longer than {limit_s:g} s") from None
         finally:
-            self._left_s -= asyncio.get_running_loop().time() - started
+            self._remaining_s -= asyncio.get_running_loop().time() - started
 
     async def _checked(self, name: str, call: Awaitable[T]) -> T:
         try:
             return await call
         except EnvironmentTimeout as error:
             raise EpisodeError("timeout", f"{name} of the environment: {error}") from error
-        except Exception as error:  # of any kind: it is the user's code
+        except Exception as error:  # user code may raise anything
             raise EpisodeError("environment_error", f"{name} raised {type(error).__name__}: {error}") from error
 
 
-def _metrics(values: object) -> Mapping[str, float]:
+def _checked_metrics(values: object) -> Mapping[str, float]:
     is_valid = isinstance(values, Mapping) and len(values) <= MAX_PARTS
     if not isinstance(values, Mapping) or not is_valid or not all(PART_NAME.fullmatch(str(name)) for name in values):
-        rule = f"metrics must be at most {MAX_PARTS} numbers under names of letters and digits"
+        rule = f"metrics must map names of letters and digits to numbers, {MAX_PARTS} at most"
         raise EpisodeError("environment_error", f"{rule} (got {values!r:.200})")
     return {str(name): _number(f"metrics[{name!r}]", value, "environment_error") for name, value in values.items()}
 

@@ -1,4 +1,4 @@
-"""Groups of episodes: the rollouts of one prompt in an environment, retried where the environment fails, and their rewards."""
+"""Groups of episodes: plays the episodes of a prompt in an environment, retries failed ones, and scores them."""
 
 import asyncio
 import time
@@ -26,45 +26,45 @@ NO_TOKENS = Completion(
     token_ids=np.zeros(0, np.int64), logprobs=np.zeros(0, np.float32), versions=np.zeros(0, np.int64), finish_reason="abort"
 )
 TURNS = "turns"
-"""Part of the reward with the sum of the rewards of the turns."""
+"""Name of the reward part with the sum of the turn rewards."""
 COUNTS = ("episodes", "turns", "malformed_calls", "environment_error", "timeout", "reward_error")
-"""Counts of a group, over all attempts: episodes, turns of the policy, malformed tool calls, and failures by outcome."""
+"""Names of a group's counts over all attempts: episodes, turns of the policy, malformed tool calls, and failures by outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes:
-    """Everything that the episodes of a worker have in common."""
+    """Plays groups of episodes, with the objects that all episodes of a task in a worker share."""
 
     config: Config
-    """Configuration of the run; it has an environment."""
+    """Configuration with an environment."""
     renderer: Renderer
     """Renderer of the policy's model."""
     environments: Environments
-    """Makes the environment of each episode."""
+    """Creates the environment for each episode."""
     score: ScoreAnswers
-    """Function that scores the last messages of the policy with the configured rewards."""
-    answering: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while held-out episodes are played. Two evaluations, each with some of the processes, would wait for each other."""
+    """Function that scores the policy's last messages with the configured rewards."""
+    evaluation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while held-out episodes are played. Two evaluations that each held some of the processes would deadlock."""
 
     @property
     def environment(self) -> EnvironmentConfig:
-        """Section of the configuration."""
+        """Configuration section of the environment."""
         assert self.config.data.environment is not None
         return self.config.data.environment
 
     @property
     def num_rounds(self) -> int:
-        """Largest number of turns of a place in a group, those of failed attempts included."""
+        """Maximum number of turns that one episode can take, including its failed attempts."""
         return self.environment.max_turns * (self.environment.retries + 1)
 
     async def roll_out(self, prompt: Prompt, generate: Generate, *, in_round: bool) -> Group:
         """Generate a training group.
 
         Args:
-            prompt: Task of all episodes.
+            prompt: Prompt that all episodes share.
             generate: Function from requests to their completions.
-            in_round: True if the turns of all groups join the generators' batches together, as in synchronous training. The
-                same number of calls is then made for every group.
+            in_round: True in synchronous training, where the turns of all groups join the generators' batches together. All
+                groups then make the same number of calls.
         """
         rollout = self.config.rollout
         sampling = SamplingParams(
@@ -77,16 +77,16 @@ class Episodes:
             supports=rollout.is_truncated,
             stop_ids=self.renderer.stop_ids,
         )
-        places = [_Place(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]
-        started, num_needed = time.perf_counter(), len(places) - rollout.num_spare_completions
+        slots = [_Slot(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]
+        started, num_needed = time.perf_counter(), len(slots) - rollout.num_spare_completions
         try:
             if in_round:
-                await _run_together(places, generate, self.num_rounds)
+                await _run_in_lockstep(slots, generate, self.num_rounds)
             else:
-                await _run_apart(places, generate, num_needed)
+                await _run_independently(slots, generate, num_needed)
         finally:
-            await asyncio.gather(*(place.close() for place in places))
-        return await self._graded(prompt, places, num_needed, time.perf_counter() - started)
+            await asyncio.gather(*(slot.close() for slot in slots))
+        return await self._graded(prompt, slots, num_needed, time.perf_counter() - started)
 
     async def answer(
         self,
@@ -98,15 +98,16 @@ class Episodes:
         temperature: float,
         seed: int,
     ) -> list[Group]:
-        """Play episodes of held-out prompts, turn by turn, so that the engine's batches repeat.
+        """Play episodes of held-out prompts, in lockstep by turn, so that the engine's batches are reproducible.
 
-        At most `num_processes` episodes are played at once, if they run in processes: each needs one until it ends.
+        If environments run in processes, at most `num_processes` episodes are played at the same time, because an episode
+        occupies its process until it ends.
 
         Args:
-            prompts: Tasks of the episodes.
+            prompts: Held-out prompts.
             generate: Function from requests to their completions.
-            num_samples: Number of episodes of each task.
-            max_new_tokens: Longest turn, in tokens.
+            num_samples: Number of episodes per prompt.
+            max_new_tokens: Maximum length of a turn, in tokens.
             temperature: Sampling temperature; 0 is greedy.
             seed: Seed of the completions.
         """
@@ -117,44 +118,44 @@ class Episodes:
             stop_ids=self.renderer.stop_ids,
         )
 
-        groups = [[_Place(self, prompt, number, sampling, "heldout") for number in range(num_samples)] for prompt in prompts]
-        places, started = [place for group in groups for place in group], time.perf_counter()
-        at_once = self.environment.num_processes or len(places)
-        for start in range(0, len(places), at_once):
-            async with self.answering:
-                await _play_together(places[start : start + at_once], generate, self.num_rounds)
+        groups = [[_Slot(self, prompt, number, sampling, "heldout") for number in range(num_samples)] for prompt in prompts]
+        slots, started = [slot for group in groups for slot in group], time.perf_counter()
+        num_concurrent = self.environment.num_processes or len(slots)
+        for start in range(0, len(slots), num_concurrent):
+            async with self.evaluation_lock:
+                await _play_in_lockstep(slots[start : start + num_concurrent], generate, self.num_rounds)
         generate_s = time.perf_counter() - started
         grading = (self._graded(prompt, group, num_samples, generate_s) for prompt, group in zip(prompts, groups, strict=True))
         return list(await asyncio.gather(*grading))
 
-    async def _graded(self, prompt: Prompt, places: "Sequence[_Place]", num_needed: int, generate_s: float) -> Group:
-        """Score the first `num_needed` episodes that have ended without an error, and count the attempts of all."""
-        started, ended = time.perf_counter(), [place for place in places if place.has_ended][:num_needed]
-        scores = await self._scores(prompt, [place.conversation for place in ended])
-        pairs = [(place, score) for place, (score, _) in zip(ended, scores, strict=True)]
-        scored = [(place, *score) for place, score in zip(ended, scores, strict=True) if score[0].reward is not None]
-        errors: list[tuple[_Place, str, Outcome]]
-        counts = sum((place.counts for place in places), Counter[str]())
+    async def _graded(self, prompt: Prompt, slots: "Sequence[_Slot]", num_needed: int, generate_s: float) -> Group:
+        """Score the first `num_needed` episodes that succeeded, and sum the counts of all attempts."""
+        started, succeeded = time.perf_counter(), [slot for slot in slots if slot.has_succeeded][:num_needed]
+        scores = await self._scores(prompt, [slot.conversation for slot in succeeded])
+        pairs = [(slot, score) for slot, (score, _) in zip(succeeded, scores, strict=True)]
+        scored = [(slot, *score) for slot, score in zip(succeeded, scores, strict=True) if score[0].reward is not None]
+        errors: list[tuple[_Slot, str, Outcome]]
+        counts = sum((slot.counts for slot in slots), Counter[str]())
         counts["reward_error"] += len(pairs) - len(scored)
-        errors = [(place, score.error, "reward_error") for place, score in pairs if score.reward is None]
-        errors += [
-            (place, f"data.environment: {place.error}", place.error.outcome) for place in places if place.error is not None
-        ]
+        errors = [(slot, score.error, "reward_error") for slot, score in pairs if score.reward is None]
+        errors += [(slot, f"data.environment: {slot.error}", slot.error.outcome) for slot in slots if slot.error is not None]
         return Group(
             prompt=replace(prompt, token_ids=()),
-            rollouts=tuple(self._rollout(place.conversation, score, final) for place, score, final in scored),
+            rollouts=tuple(self._rollout(slot.conversation, score, final) for slot, score, final in scored),
             generate_s=generate_s,
             score_s=time.perf_counter() - started,
             failures=tuple(
-                ScorerFailure(completion=place.sampled, error=text, outcome=outcome) for place, text, outcome in errors
+                ScorerFailure(completion=slot.sampled, error=text, outcome=outcome) for slot, text, outcome in errors
             ),
-            conversations=tuple(tuple(place.conversation.messages) for place, _, _ in scored),
+            conversations=tuple(tuple(slot.conversation.messages) for slot, _, _ in scored),
             counts={name: counts[name] for name in COUNTS},
         )
 
     async def _scores(self, prompt: Prompt, conversations: Sequence[Conversation]) -> list[tuple[Scored, float]]:
-        """Return the weighted sum of the rewards of the environment, of the turns and of the configuration, by conversation,
-        and that sum without what turns and tokens earned.
+        """Return two weighted sums of rewards for each conversation.
+
+        The first, as `Scored`, covers the rewards of the environment, of the turns and of the configuration. The second leaves
+        out the rewards of turns and tokens, so that they can be assigned to the turns separately.
         """
         own = [conversation.rewards for conversation in conversations]
         data = self.config.data
@@ -202,27 +203,27 @@ class Episodes:
         )
 
 
-class _Place:
-    """One place of a group: an episode, and the attempts before it that failed."""
+class _Slot:
+    """One slot of a group: an episode, which is attempted again if it fails."""
 
     def __init__(self, episodes: Episodes, prompt: Prompt, number: int, sampling: SamplingParams, split: str) -> None:
         self._episodes, self.prompt, self._number, self._common, self._split = episodes, prompt, number, sampling, split
         self._attempt = 0
         self._failed = Counter[str]()
         self.error: EpisodeError | None = None
-        """Error of the last attempt, if all of them have failed."""
+        """Error of the last attempt, if all attempts failed."""
         self.conversation = self._new()
-        """The episode; that of the last attempt, if earlier ones have failed."""
+        """The current attempt."""
 
     @property
-    def has_ended(self) -> bool:
-        """True if the episode has ended without an error."""
+    def has_succeeded(self) -> bool:
+        """True if the episode ended without an error."""
         return self.error is None and self.conversation.is_done
 
     @property
     def counts(self) -> Counter[str]:
-        """Numbers of all attempts, by the names of `COUNTS`."""
-        return self._failed + self._numbers()
+        """Counts over all attempts, by the names in `COUNTS`."""
+        return self._failed + self._counts_of_attempt()
 
     @property
     def sampled(self) -> Completion:
@@ -233,14 +234,14 @@ class _Place:
         return Rollout(segments=segments, reward=0.0, reward_parts={}, finish_reason="abort").sampled
 
     async def start(self) -> None:
-        """Start the episode; if that fails, the next attempt."""
+        """Start the episode; if that fails, start the next attempt."""
         try:
             await self.conversation.start()
         except EpisodeError as error:
             await self._fail(error)
 
     async def take(self, completion: Completion) -> None:
-        """Continue with the policy's turn. At the end the environment is closed, because others may wait for its process."""
+        """Continue with the policy's turn. Close the environment at the end, so that other episodes can use its process."""
         try:
             await self.conversation.take(completion)
         except EpisodeError as error:
@@ -249,11 +250,11 @@ class _Place:
             await self.close()
 
     def request(self) -> GenerationRequest | None:
-        """Return the request of the next turn; None if there is none."""
+        """Return the generation request for the next turn; None if the episode has ended or failed."""
         return None if self.error is not None else self.conversation.request()
 
     async def run(self, generate: Generate) -> None:
-        """Play the episode to its end, or until its last attempt has failed."""
+        """Play the episode until it ends or its last attempt fails."""
         await self.start()
         while (request := self.request()) is not None:
             (completion,) = await generate([request])
@@ -270,17 +271,16 @@ class _Place:
             self.error = error
         else:
             self._attempt += 1
-            self._failed += self._numbers()
+            self._failed += self._counts_of_attempt()
             self.conversation = self._new()
             await self.start()
 
-    def _numbers(self) -> Counter[str]:
-        """Return the numbers of the present attempt."""
-        talk = self.conversation
-        return Counter(episodes=1, turns=talk.num_turns, malformed_calls=talk.num_malformed)
+    def _counts_of_attempt(self) -> Counter[str]:
+        conversation = self.conversation
+        return Counter(episodes=1, turns=conversation.num_turns, malformed_calls=conversation.num_malformed)
 
     def _new(self) -> Conversation:
-        """Return an episode that has not begun. All episodes of a group have the same seed, so that they can be compared."""
+        """Return a new attempt. All episodes of a group share the environment's seed, so that their rewards are comparable."""
         config, environment = self._episodes.config, self._episodes.environment
         limits = Limits(
             max_turns=environment.max_turns,
@@ -299,7 +299,7 @@ class _Place:
         return Conversation(self._episodes.environments.make, episode, self._episodes.renderer, limits, self._sampling)
 
     def _sampling(self, turn: int, max_new_tokens: int) -> SamplingParams:
-        """Return the options of a turn, with a seed of its own."""
+        """Return the sampling options of a turn, with a seed that is unique to the slot, the attempt and the turn."""
         seed = self._common.seed
         if seed is not None:
             seed = derive_seed(seed, self.prompt.index, self._number, self._attempt, turn)
@@ -309,18 +309,18 @@ class _Place:
 async def start_episodes(
     config: Config, tokenizer: Tokenizer, score: ScoreAnswers, plugins: Plugins, log: Path | None = None
 ) -> Episodes:
-    """Load the environment and the renderer of a configuration, and start the processes of the environment.
+    """Load the environment and the renderer, and start the first environment process if environments run in processes.
 
     Args:
         config: Configuration with an environment.
         tokenizer: Tokenizer of the policy.
-        score: Function that scores the last messages of the policy with the configured rewards.
-        plugins: The user's objects.
-        log: File for the output of the processes; None is the standard error stream.
+        score: Function that scores the policy's last messages with the configured rewards.
+        plugins: User-defined objects.
+        log: File for the output of the processes; None for the standard error stream.
 
     Raises:
         ValueError: The environment or the renderer cannot be used.
-        EnvironmentFailure: The environment cannot be loaded in a process of its own.
+        EnvironmentFailure: The environment cannot be loaded in a separate process.
     """
     environment = config.data.environment
     assert environment is not None
@@ -340,35 +340,35 @@ async def start_episodes(
     return Episodes(config=config, renderer=renderer, environments=environments, score=score)
 
 
-async def _run_together(places: Sequence[_Place], generate: Generate, num_rounds: int) -> None:
-    """Play the episodes turn by turn, with one call for all of them per turn, and calls without requests at the end."""
-    await asyncio.gather(*(place.start() for place in places))
+async def _run_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_rounds: int) -> None:
+    """Play the episodes in lockstep, with one `generate` call per turn; after the last turn, calls have no requests."""
+    await asyncio.gather(*(slot.start() for slot in slots))
     for _ in range(num_rounds):
-        waiting = [(place, request) for place in places if (request := place.request()) is not None]
+        waiting = [(slot, request) for slot in slots if (request := slot.request()) is not None]
         completions = await generate([request for _, request in waiting])
-        taking = (place.take(completion) for (place, _), completion in zip(waiting, completions, strict=True))
+        taking = (slot.take(completion) for (slot, _), completion in zip(waiting, completions, strict=True))
         await asyncio.gather(*taking)
 
 
-async def _play_together(places: Sequence[_Place], generate: Generate, num_rounds: int) -> None:
-    """Play episodes of several prompts turn by turn, with one call per turn for those of each prompt, and close them."""
+async def _play_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_rounds: int) -> None:
+    """Play episodes of several prompts in lockstep, with one `generate` call per turn and prompt, and close them."""
     try:
-        await asyncio.gather(*(place.start() for place in places))
+        await asyncio.gather(*(slot.start() for slot in slots))
         for _ in range(num_rounds):
-            waiting = [(place, request) for place in places if (request := place.request()) is not None]
+            waiting = [(slot, request) for slot in slots if (request := slot.request()) is not None]
             by_prompt = [list(group) for _, group in groupby(waiting, lambda pair: pair[0].prompt.index)]
             turns = await asyncio.gather(*(generate([request for _, request in group]) for group in by_prompt))
             completions = (completion for turn in turns for completion in turn)
-            await asyncio.gather(*(place.take(completion) for (place, _), completion in zip(waiting, completions, strict=True)))
+            await asyncio.gather(*(slot.take(completion) for (slot, _), completion in zip(waiting, completions, strict=True)))
     finally:
-        await asyncio.gather(*(place.close() for place in places))
+        await asyncio.gather(*(slot.close() for slot in slots))
 
 
-async def _run_apart(places: Sequence[_Place], generate: Generate, num_needed: int) -> None:
-    """Play the episodes side by side until so many have ended without an error, or all have ended."""
-    running = {asyncio.create_task(place.run(generate)): place for place in places}
+async def _run_independently(slots: Sequence[_Slot], generate: Generate, num_needed: int) -> None:
+    """Play the episodes concurrently until `num_needed` have succeeded or all have ended, and cancel the others."""
+    running = {asyncio.create_task(slot.run(generate)): slot for slot in slots}
     try:
-        while running and sum(place.has_ended for place in places if place not in running.values()) < num_needed:
+        while running and sum(slot.has_succeeded for slot in slots if slot not in running.values()) < num_needed:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 del running[task]

@@ -1,4 +1,4 @@
-"""Evaluation of a policy: the prompts and rewards of the evaluation sets, and the statistics of what was sampled for them."""
+"""Evaluation of a policy: loads the evaluation sets, samples and scores completions, and computes the statistics."""
 
 import asyncio
 import zlib
@@ -22,11 +22,11 @@ from titanrl.rollout.tasks import OpenTask
 from titanrl.types import EvaluationResult, GenerationRequest, Group, Prompt, SamplingParams
 
 IN_FLIGHT = 128
-"""Completions in flight at once, at least those of one prompt."""
+"""Maximum number of concurrent completions, but at least those of one prompt."""
 
 
 class EvaluationSets:
-    """The evaluation sets of a run. Each opens its prompts and starts its rewards when it is first used."""
+    """The evaluation sets of a run. The prompts and rewards of a set are loaded on its first use."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class EvaluationSets:
         plugins: Plugins,
         tasks: Mapping[str, OpenTask],
     ) -> None:
-        """Open nothing yet.
+        """Keep the arguments without loading anything.
 
         Args:
             config: Configuration of the run.
             tokenizer: Tokenizer of the policy.
-            plugins: The user's objects.
-            tasks: Tasks of the run, for sets without data of their own.
+            plugins: User-defined objects.
+            tasks: Tasks of the run, used by sets that do not define their own data.
         """
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
         self._of_run = {name: _Opened(task.prompts.stream, task.scoring, task.episodes) for name, task in tasks.items()}
@@ -50,7 +50,7 @@ class EvaluationSets:
         self._opening = asyncio.Lock()
 
     def named(self, name: str | None) -> EvaluationSet:
-        """Return a set; None means the first, which is the default set unless it was left out.
+        """Return a set by name. None means the first set, which is the default set unless `num_prompts` is 0.
 
         Raises:
             ValueError: There is no such set.
@@ -58,11 +58,11 @@ class EvaluationSets:
         return evaluation_set(self._config, name)
 
     async def evaluate(self, subset: EvaluationSet, generate: Generate) -> EvaluationResult:
-        """Sample completions of a set's prompts, and score them.
+        """Sample and score completions for the prompts of a set.
 
         Raises:
             ScorerError: The reward failed on every completion.
-            ValueError: The data of the set or its rewards cannot be used.
+            ValueError: The data or rewards of the set cannot be used.
         """
         opened = await self._open(subset)
         prompts = await self._prompts_of(subset, opened.stream)
@@ -87,7 +87,7 @@ class EvaluationSets:
         return await evaluate_prompts(subset, prompts, answer)
 
     async def close(self) -> None:
-        """Stop the processes of the sets' own rewards."""
+        """Stop the processes of sets that have their own data."""
         for opened in self._own.values():
             await opened.scoring.close()
             if opened.episodes is not None:
@@ -95,7 +95,7 @@ class EvaluationSets:
         self._own.clear()
 
     async def _prompts_of(self, subset: EvaluationSet, stream: PromptStream) -> list[Prompt]:
-        """Return the prompts of a set. Some tasks take seconds to generate theirs, so a thread does it, and only once."""
+        """Return the prompts of a set. Generating them can take seconds, so it runs in a thread and the result is cached."""
         key = subset.name, subset.num_prompts
         if key not in self._prompts:
             try:
@@ -128,7 +128,7 @@ class EvaluationSets:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Prompts of a set, its rewards, and its episodes if it has an environment."""
+    """Prompts and rewards of an evaluation set, and its episodes if it has an environment."""
 
     stream: PromptStream
     scoring: Scoring
@@ -136,7 +136,7 @@ class _Opened:
 
 
 def evaluation_set(config: Config, name: str | None = None) -> EvaluationSet:
-    """Return an evaluation set; None means the first.
+    """Return an evaluation set by name; None means the first set.
 
     Raises:
         ValueError: There is no such set.
@@ -144,7 +144,8 @@ def evaluation_set(config: Config, name: str | None = None) -> EvaluationSet:
     sets = config.evaluation_sets
     if not sets:
         raise ValueError(
-            "evaluation: no set (got num_prompts=0). Raise evaluation.num_prompts, or add a set to evaluation.sets."
+            "evaluation: no set is configured (got num_prompts=0). "
+            "Raise evaluation.num_prompts, or add a set to evaluation.sets."
         )
     if name is None:
         return next(iter(sets.values()))
@@ -156,23 +157,23 @@ def evaluation_set(config: Config, name: str | None = None) -> EvaluationSet:
 async def evaluate_prompts(
     subset: EvaluationSet, prompts: Sequence[Prompt], answer: Callable[[Sequence[Prompt]], Awaitable[Sequence[Group]]]
 ) -> EvaluationResult:
-    """Answer the prompts of a set, some of them at the same time.
+    """Answer the prompts of a set, at most `IN_FLIGHT` completions at the same time, and return the result.
 
     Args:
         subset: Evaluation set.
-        prompts: Its prompts.
-        answer: Function from prompts to the scored completions of each.
+        prompts: Prompts of the set.
+        answer: Function from prompts to their groups of scored completions.
 
     Raises:
         ScorerError: The reward failed on every completion.
     """
-    at_once = max(1, IN_FLIGHT // subset.num_samples)
-    groups = [group for start in range(0, len(prompts), at_once) for group in await answer(prompts[start : start + at_once])]
+    size = max(1, IN_FLIGHT // subset.num_samples)
+    groups = [group for start in range(0, len(prompts), size) for group in await answer(prompts[start : start + size])]
     return evaluation_result(subset, groups)
 
 
 def evaluation_requests(prompt: Prompt, subset: EvaluationSet, seed: int) -> list[GenerationRequest]:
-    """Return the requests of one prompt of an evaluation, which are the same in every evaluation of the set."""
+    """Return the requests for one prompt of a set. They are the same in every evaluation of the set."""
     if subset.temperature == 0:
         return [greedy_request(prompt, subset.max_new_tokens)]
     return [
@@ -189,7 +190,7 @@ def evaluation_requests(prompt: Prompt, subset: EvaluationSet, seed: int) -> lis
 
 
 def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> EvaluationResult:
-    """Return the result of an evaluation from the scored completions of each prompt.
+    """Compute the result of an evaluation from the scored completions of each prompt.
 
     Raises:
         ScorerError: The reward failed on every completion.

@@ -1,4 +1,4 @@
-"""The user's filter of groups: which groups are trained on."""
+"""Group filters: user-defined functions that decide which groups are trained on."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ EXPECTED = "def keep(group: ScoredGroup) -> bool"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """The completions of one prompt with their rewards. Sequences have one value per completion, `[G]`.
+    """The completions of one prompt and their rewards. Sequences have one value per completion, `[G]`.
 
     Completions whose reward failed are left out.
 
@@ -22,29 +22,30 @@ class ScoredGroup:
     """
 
     index: int
-    """Position of the prompt in the stream."""
+    """Index of the prompt in the stream."""
     task: str
     """Name of the task."""
     entry: Mapping[str, Any]
     """Data of the prompt: `question`, `answer`, `metadata`."""
     completions: Sequence[str]
-    """Texts."""
+    """Texts of the completions."""
     rewards: Sequence[float]
-    """Summed rewards."""
+    """Total rewards of the completions."""
     parts: Mapping[str, Sequence[float]]
-    """Values of each part of the reward; NaN where a completion does not have the part."""
+    """Values of each reward part; NaN if a completion does not have the part."""
     num_tokens: Sequence[int]
-    """Number of sampled tokens."""
+    """Numbers of sampled tokens."""
     finish_reasons: Sequence[str]
-    """Reason why each completion ended: `stop` or `length`."""
+    """Reasons why the completions ended: `stop` or `length`."""
     num_errors: int
     """Number of completions whose reward failed."""
 
 
 class GroupFilter(Protocol):
-    """A filter of groups. It runs in the rollout workers, after scoring, so it should return within milliseconds.
+    """A function that decides whether a group is trained on.
 
-    A group for which it returns False is not trained on, and another prompt replaces it.
+    If it returns False, the group is dropped and another prompt replaces it. The function runs in the event loop of the rollout
+    workers, after scoring, so it should return within milliseconds.
 
     Example:
         def not_solved(group: ScoredGroup) -> bool:
@@ -57,11 +58,11 @@ class GroupFilter(Protocol):
 
 
 def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: Callable[[list[int]], str], name: str) -> bool:
-    """Return True if a filter keeps a group, which must have at least one reward.
+    """Return True if a filter keeps a group.
 
     Args:
-        group_filter: Filter of the user.
-        group: Group with its rewards.
+        group_filter: User-defined filter.
+        group: Group with at least one reward.
         decode: Function from token ids to their text.
         name: Import path or name of the filter, for error messages.
 
@@ -71,7 +72,7 @@ def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: C
     scored = scored_group(group, decode)
     try:
         kept = group_filter(scored)
-    except Exception as error:  # the filter is the user's and may raise anything
+    except Exception as error:  # user code may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"rollout.group_filter: {name} raised {cause} (got group {scored.index}). Correct it.") from error
     if kept not in (True, False):
@@ -80,7 +81,7 @@ def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: C
 
 
 def scored_group(group: Group, decode: Callable[[list[int]], str]) -> ScoredGroup:
-    """Return a group as a filter gets it."""
+    """Convert a group to the argument of a filter."""
     rollouts, prompt = group.rollouts, group.prompt
     sampled = [rollout.sampled.token_ids.tolist() for rollout in rollouts]
     return ScoredGroup(

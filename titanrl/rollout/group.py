@@ -1,4 +1,7 @@
-"""One group: a prompt, its completions and their rewards. This module knows no actors, only a `generate` and a `score` call."""
+"""Groups: samples and scores the completions of a prompt, and summarizes them for the controller.
+
+This module does not depend on actors; it receives `generate` and `score` as callables.
+"""
 
 import hashlib
 import math
@@ -36,7 +39,7 @@ from titanrl.types import (
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 """Function from requests to their completions, in the same order."""
 ScoreAnswers = Callable[[Answers], Awaitable[list[Scored]]]
-"""Function from the answers to a prompt to their rewards, in the same order."""
+"""Function from the answers to one prompt to their rewards, in the same order."""
 Decode = Callable[[Sequence[int]], str]
 """Function from token ids to their text."""
 
@@ -44,7 +47,7 @@ Decode = Callable[[Sequence[int]], str]
 async def roll_out(
     prompt: Prompt, requests: Sequence[GenerationRequest], generate: Generate, score: ScoreAnswers, decode: Decode
 ) -> Group:
-    """Sample completions of a prompt and score them. Completions whose reward failed become `failures`, not rollouts."""
+    """Sample and score completions of a prompt. Completions whose reward failed become `failures` instead of rollouts."""
     started = time.perf_counter()
     completions = await generate(requests)
     generated = time.perf_counter()
@@ -70,7 +73,7 @@ async def roll_out(
 
 
 def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[GenerationRequest]:
-    """Return the requests of one training group. The seed of each depends only on the run's seed, the prompt and its place."""
+    """Return the requests of a training group. Their seeds depend only on the run's seed, the prompt and the position."""
     return [
         GenerationRequest(
             token_ids=prompt.token_ids,
@@ -89,20 +92,23 @@ def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[
 
 
 def greedy_request(prompt: Prompt, max_new_tokens: int) -> GenerationRequest:
-    """Return the request of an evaluation."""
+    """Return a request with temperature 0, for evaluation."""
     return GenerationRequest(
         token_ids=prompt.token_ids, sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, seed=None)
     )
 
 
 def derive_seed(*parts: int) -> int:
-    """Hash the parts to a 63-bit seed."""
+    """Hash the parts into a 63-bit seed."""
     text = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Sequence[Scored]) -> tuple[Rollout, ...]:
-    """Join the prompt and each completion to a rollout of one segment. The segments are slices of arrays of the whole group."""
+    """Combine the prompt and each completion into a rollout with one segment.
+
+    For speed, the arrays of all segments are slices of arrays that cover the group.
+    """
     if not completions:
         return ()
     num_prompt = len(prompt.token_ids)
@@ -144,9 +150,9 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
 
 
 def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
-    """Apply `trainer.overlong` to segments that are longer than a row; return the group and the number of rollouts with one.
+    """Apply `trainer.overlong` to segments longer than a row; return the group and the number of affected rollouts.
 
-    `truncate` cuts the end of the segment off. `skip` also masks every token of it. `error` changes nothing, so packing fails.
+    `truncate` drops the end of the segment. `skip` also masks its remaining tokens. `error` changes nothing, so packing fails.
     """
     limit = config.row_tokens
     is_overlong = [any(len(segment.token_ids) > limit for segment in rollout.segments) for rollout in group.rollouts]
@@ -169,7 +175,7 @@ def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
 
 
 def without_truncated(group: Group) -> Group:
-    """Mask all tokens of rollouts that were cut at the length limit (`algorithm.mask_truncated`); they keep their rewards."""
+    """Mask all tokens of rollouts truncated at the length limit (`algorithm.mask_truncated`). Their rewards are kept."""
 
     def masked(rollout: Rollout) -> Rollout:
         segments = tuple(replace(segment, mask=np.zeros_like(segment.mask)) for segment in rollout.segments)
@@ -180,7 +186,7 @@ def without_truncated(group: Group) -> Group:
 
 
 def parts_differ(group: Group, data: DataConfig) -> bool:
-    """Return True if a part of the reward with a weight other than 0 has different values in a group."""
+    """Return True if a reward part with a nonzero weight has different values within the group."""
     values: dict[str, set[float]] = {}
     for rollout in group.rollouts:
         for part, value in rollout.reward_parts.items():
@@ -199,17 +205,17 @@ def record_of(
     num_generated: int = 0,
     whole: Group | None = None,
 ) -> GroupRecord:
-    """Summarize a group for the controller: numbers only, no tokens.
+    """Summarize a group for the controller, without its tokens.
 
     Args:
         group: Group with the tokens to train on.
-        handle: Location of its slot.
-        has_payload: True if its tokens are stored.
-        num_overlong: Rollouts that were longer than a row.
-        rejection: Reason why it must not be trained on.
-        parts_differ: True if the advantage compares other numbers than rewards, and they differ.
-        num_generated: Tokens that were sampled for it.
-        whole: Group as it was sampled, if some of its tokens are not trained on.
+        handle: Location of the group's slot.
+        has_payload: True if the tokens are stored for training.
+        num_overlong: Number of rollouts longer than a row.
+        rejection: Reason why the group must not be trained on.
+        parts_differ: True if the advantage compares other values than the rewards, and these differ within the group.
+        num_generated: Number of tokens sampled for the group.
+        whole: Group as sampled, if some of its tokens are not trained on.
     """
     rollouts = group.rollouts
     segments = [segment for rollout in rollouts for segment in rollout.segments]
@@ -248,7 +254,7 @@ def record_of(
 
 
 def summed_metrics(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
-    """Return the sum of the numbers that environments reported, and of how many rollouts, by name."""
+    """Return the sum of each metric that environments reported, and the number of rollouts that have it."""
     values: dict[str, list[float]] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         for name, value in rollout.metrics.items():
@@ -257,7 +263,7 @@ def summed_metrics(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
 
 
 def _group_turns(rollouts: Sequence[Rollout]) -> GroupTurns | None:
-    """Return the numbers of the turns of a group; None if each segment is one turn."""
+    """Return the turns of a group; None if each segment is a single turn."""
     if not any(rollout.turns for rollout in rollouts):
         return None
     num_turns, num_sampled = [], []
@@ -265,7 +271,7 @@ def _group_turns(rollouts: Sequence[Rollout]) -> GroupTurns | None:
         for number, segment in enumerate(rollout.segments):
             ends = [turn.end for turn in rollout.turns if turn.segment == number]
             counted_until = np.concatenate([[0], np.cumsum(segment.mask & np.isfinite(segment.logprobs))])
-            # A segment can have been cut before the end of a turn.
+            # The segment may have been truncated before the end of a turn.
             num_sampled += np.diff(counted_until[np.minimum(ends, len(segment.mask)).astype(int)], prepend=0).tolist()
             num_turns.append(len(ends))
     rewards = tuple(turn.reward for rollout in rollouts for turn in rollout.turns)
@@ -273,9 +279,9 @@ def _group_turns(rollouts: Sequence[Rollout]) -> GroupTurns | None:
 
 
 def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> GroupTokens | None:
-    """Return the rewards of the tokens of a group; None if it has none.
+    """Return the token rewards of a group; None if it has none.
 
-    A token that does not count in the loss passes its reward on to the last one before it that does, if there is one.
+    The reward of a token that does not count in the loss is assigned to the last earlier token that does, if there is one.
     """
     if all(rollout.token_rewards is None for rollout in sampled):
         return None
@@ -295,7 +301,7 @@ def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> Gro
 
 
 def _counted(kept: Segment, whole: Segment) -> BoolArray:
-    """Return True for each sampled token of a segment that counts in the loss; the end of the segment may have been cut off."""
+    """Return for each sampled token of a segment whether it counts in the loss. `kept` is the possibly truncated segment."""
     counts = np.zeros(len(whole.mask), np.bool_)
     counts[: len(kept.mask)] = kept.mask & np.isfinite(kept.logprobs)
     counted: BoolArray = counts[whole.mask]
@@ -303,7 +309,7 @@ def _counted(kept: Segment, whole: Segment) -> BoolArray:
 
 
 def _at_turn_ends(counted_until: IntArray, whole: Rollout) -> tuple[IntArray, Values]:
-    """Return the number of counted tokens up to the end of each turn, and the rewards of the turns."""
+    """Return the number of loss tokens up to the end of each turn, and the rewards of the turns."""
     if not whole.turns:
         return counted_until[-1:], np.array([whole.reward])
     before = np.cumsum([0, *(int(np.count_nonzero(segment.mask)) for segment in whole.segments)])
@@ -313,19 +319,25 @@ def _at_turn_ends(counted_until: IntArray, whole: Rollout) -> tuple[IntArray, Va
 
 
 def tokens_differ(trained: Group, whole: Group, discount: float) -> bool:
-    """Return True if the discounted returns of a token differ in a group, of which some tokens may not be trained on."""
+    """Return True if the discounted returns of tokens differ within a group.
+
+    Args:
+        trained: Group with the tokens to train on.
+        whole: Group as sampled.
+        discount: Discount per token.
+    """
     nowhere = GroupHandle(shard=0, slot=0, serial=0)
     record = record_of(trained, nowhere, has_payload=False, num_overlong=0, whole=whole)
     return token_returns_differ(RecordTable.of([record]), discount)
 
 
 def turns_differ(group: Group, discount: float) -> bool:
-    """Return True if the discounted returns of a turn differ in a group."""
+    """Return True if the discounted returns of turns differ within a group."""
     return returns_differ([[turn.reward for turn in rollout.turns] or [rollout.reward] for rollout in group.rollouts], discount)
 
 
 def prompt_len(group: Group) -> int:
-    """Return the number of tokens with which the first segment of every rollout begins, none of them sampled."""
+    """Return the length of the prompt; in an environment, of the unsampled prefix that all first segments share."""
     if group.prompt.token_ids:
         return len(group.prompt.token_ids)
     firsts = [rollout.segments[0] for rollout in group.rollouts]
@@ -337,13 +349,18 @@ def prompt_len(group: Group) -> int:
 
 
 def num_generated(group: Group) -> int:
-    """Return the number of tokens that the generators sampled for a group, also for completions without a reward."""
+    """Return the number of tokens that the generators sampled for a group, including completions without a reward."""
     sampled = sum(int(np.count_nonzero(segment.mask)) for rollout in group.rollouts for segment in rollout.segments)
     return sampled + sum(len(failure.completion.token_ids) for failure in group.failures)
 
 
 def _token_counts(segments: Sequence[Segment]) -> tuple[tuple[int, ...], int, int, int]:
-    """Return the tokens of each segment that count in the loss, the nonfinite ones of all, and the first and last version."""
+    """Count the tokens of segments.
+
+    Returns:
+        Number of tokens of each segment that count in the loss, total number of sampled tokens with a nonfinite
+        log-probability, and the lowest and highest policy version.
+    """
     if not segments:
         return (), 0, -1, -1
     ends = np.cumsum([len(segment.token_ids) for segment in segments])

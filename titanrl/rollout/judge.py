@@ -1,7 +1,7 @@
 """The judge: a model behind an OpenAI-compatible endpoint that grades each completion.
 
-It runs in the event loop of the rollout worker. Every problem is an error, never a grade: the completion then has no
-reward and is counted in `reward/error_frac`.
+The judge is called from the event loop of the rollout worker. A problem is always an error, never a grade: the completion then
+has no reward and is counted in `reward/error_frac`.
 """
 
 import asyncio
@@ -15,24 +15,24 @@ import httpx
 from titanrl.config.rewards import JudgeOptions
 
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})
-"""Codes of replies after which another attempt can succeed."""
+"""HTTP status codes for which the request is retried."""
 MAX_PAUSE_S = 30.0
-"""Longest pause before another attempt, also if the server asks for more."""
+"""Maximum pause before a retry in seconds, even if the server requests a longer one."""
 _MAX_CHARS = 80
 
 
 class JudgeError(Exception):
-    """Raised if the judge gave no grade; the completion then has no reward."""
+    """Raised if the judge returned no valid grade. The completion then has no reward."""
 
 
 class Judge:
-    """An async reward that asks a model for a grade and scales it to 0 to 1.
+    """An async reward that requests a grade from a model and scales it to the range 0 to 1.
 
     Example: `await Judge(options, key="data.rewards.judge")("4", {"question": "2 + 2 =", "answer": "4", "metadata": {}})`
     """
 
     def __init__(self, options: JudgeOptions, *, key: str) -> None:
-        """Read the API key from the environment; no request is made yet.
+        """Read the API key from the environment, without making a request.
 
         Args:
             options: Options of the judge.
@@ -51,12 +51,12 @@ class Judge:
             headers["Authorization"] = f"Bearer {secret}"
         self._options = options
         self._url = f"{options.url.rstrip('/')}/chat/completions"
-        # The limit of a whole request is set around each call; those of httpx hold for single reads.
+        # Each call sets a limit for the complete request. The timeouts of httpx apply to single reads.
         self._client = httpx.AsyncClient(headers=headers, timeout=None)
 
     @property
     def limit_s(self) -> float:
-        """Time after which a call has ended in any case: all attempts and the pauses between them."""
+        """Upper bound on the duration of a call in seconds, with all attempts and the pauses between them."""
         options = self._options
         return (1 + options.num_retries) * options.timeout_s + options.num_retries * MAX_PAUSE_S + 1.0
 
@@ -64,19 +64,19 @@ class Judge:
         """Return the grade of a completion, from 0 to 1.
 
         Raises:
-            JudgeError: The judge did not reply, or its reply has no grade.
+            JudgeError: The judge did not reply, or its reply contains no valid grade.
         """
         prompt = self._options.prompt.format(
             question=entry["question"], answer=entry["answer"], metadata=entry["metadata"], completion=completion
         )
-        return grade_of(await self._ask(prompt), self._options)
+        return grade_of(await self._complete(prompt), self._options)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _ask(self, prompt: str) -> str:
-        """Return the judge's reply to a prompt, from one of several attempts."""
+    async def _complete(self, prompt: str) -> str:
+        """Return the judge's reply to a prompt; retry temporary failures."""
         system = self._options.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": prompt})
@@ -85,30 +85,30 @@ class Judge:
         while True:
             try:
                 return await self._attempt(body)
-            except _Temporary as failure:
+            except _TemporaryError as failure:
                 if attempt == self._options.num_retries:
                     raise JudgeError(f"{failure} (attempts: {attempt + 1})") from None
-                # Without a pause, a server that refuses because of load would only get more of it.
+                # Without a pause, retries would add to the load of an overloaded server.
                 asked = failure.retry_after_s
                 await asyncio.sleep(min(2.0**attempt / 2 if asked is None else asked, MAX_PAUSE_S))
             attempt += 1
 
     async def _attempt(self, body: Mapping[str, Any]) -> str:
-        """Return the text of the reply to one request.
+        """Make one request and return the text of the reply.
 
         Raises:
-            _Temporary: Another attempt can succeed.
-            JudgeError: It cannot.
+            _TemporaryError: The request failed, and a retry can succeed.
+            JudgeError: The request failed, and a retry would fail as well.
         """
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 reply = await self._client.post(self._url, json=body)
         except TimeoutError:
-            raise _Temporary(f"the judge did not reply within timeout_s={self._options.timeout_s:g}") from None
+            raise _TemporaryError(f"the judge did not reply within timeout_s={self._options.timeout_s:g}") from None
         except httpx.HTTPError as error:
-            raise _Temporary(f"the judge cannot be reached: {type(error).__name__}: {error}") from None
+            raise _TemporaryError(f"the judge cannot be reached: {type(error).__name__}: {error}") from None
         if reply.status_code in RETRIED:
-            raise _Temporary(_refusal(reply), _seconds(reply.headers.get("Retry-After", "")))
+            raise _TemporaryError(_refusal(reply), _seconds(reply.headers.get("Retry-After", "")))
         if reply.status_code != httpx.codes.OK:
             raise JudgeError(_refusal(reply))
         try:
@@ -120,20 +120,20 @@ class Judge:
         return text
 
 
-class _Temporary(Exception):
-    """Raised after a request that can succeed if it is repeated."""
+class _TemporaryError(Exception):
+    """Raised for a failed request that can succeed if it is retried."""
 
     def __init__(self, text: str, retry_after_s: float | None = None) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
-        """Pause that the server asks for."""
+        """Pause in seconds that the server requests; None if it requests none."""
 
 
 def grade_of(text: str, options: JudgeOptions) -> float:
-    """Return the grade in the judge's reply, scaled to 0 to 1.
+    """Extract the grade from the judge's reply, and scale it to the range 0 to 1.
 
     Raises:
-        JudgeError: There is no grade, or it is out of bounds.
+        JudgeError: The reply contains no grade, or the grade is out of bounds.
     """
     matches = list(re.finditer(options.score_pattern, text))
     if not matches:
@@ -141,17 +141,17 @@ def grade_of(text: str, options: JudgeOptions) -> float:
     written = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
     try:
         grade = float(written)
-    except (TypeError, ValueError):  # None if the group did not take part in the match
-        raise JudgeError(f"score_pattern matched something that is no number (got {written!a:.60})") from None
+    except (TypeError, ValueError):  # the value is None if the pattern matched without its group
+        raise JudgeError(f"score_pattern matched text that is not a number (got {written!a:.60})") from None
     if not options.min_score <= grade <= options.max_score:
         raise JudgeError(f"the grade must be from {options.min_score:g} to {options.max_score:g} (got {grade:g})")
     return (grade - options.min_score) / (options.max_score - options.min_score)
 
 
 def _refusal(reply: httpx.Response) -> str:
-    return f"the judge refused with status {reply.status_code} ({reply.text[:_MAX_CHARS]!a})"
+    return f"the judge replied with HTTP status {reply.status_code} ({reply.text[:_MAX_CHARS]!a})"
 
 
 def _seconds(text: str) -> float | None:
-    """Return the number of seconds in a Retry-After header; None if it has none, or a date."""
+    """Parse a Retry-After header; return None if it is empty, or a date instead of seconds."""
     return float(text) if re.fullmatch(r"\d{1,6}", text) else None

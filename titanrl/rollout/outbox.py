@@ -1,4 +1,4 @@
-"""Batched delivery of finished groups from a rollout worker to its storage shard, which commits them to the buffer."""
+"""Sends finished groups in batches from a rollout worker to its storage shard, which commits them to the buffer."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ from titanrl.replay.actors import packed
 from titanrl.types import Group, GroupHandle, GroupRecord, Rollout
 
 MAX_HELD = 8
-"""Limit of finished groups that wait for an older one, so that a message does not grow with the batch."""
+"""Number of queued groups at which they are sent without waiting for an older one. This bounds the size of a message."""
 
 
 _Finished = tuple[GroupRecord, tuple[Rollout, ...], Group | None]
@@ -18,7 +18,7 @@ Dump = Callable[[Sequence[tuple[Group, str]]], object]
 
 
 def status_of(record: GroupRecord) -> str:
-    """Return what becomes of a group, for a dump."""
+    """Return the status of a group for a dump: `kept`, or the reason why it is not trained on."""
     if not record.rewards:
         return "no reward"
     return record.rejection or ("kept" if record.has_payload else "no signal")
@@ -27,18 +27,18 @@ def status_of(record: GroupRecord) -> str:
 class Outbox:
     """Queue of finished groups for the worker's storage shard.
 
-    One delivery runs at a time. Groups that finish during it, or in the same tick of the event loop, share the next message,
-    because a message costs about as much as many groups in it. Where batches keep the order of prompts, a group also waits for
-    older groups of this worker, because no batch can contain it before them.
+    One delivery runs at a time. Groups that finish during a delivery, or in the same tick of the event loop, share the next
+    message, because a message has a high fixed cost. If batches keep the order of prompts, a group also waits for older groups
+    of this worker, because no batch can contain it before them.
     """
 
     def __init__(self, shard: Any, *, in_order: bool, dump: Dump | None = None) -> None:
-        """Start empty.
+        """Start with an empty queue.
 
         Args:
-            shard: Actor of the worker's storage shard.
+            shard: Storage shard actor of the worker.
             in_order: True if batches keep the order of prompts.
-            dump: Function that writes groups, with their status, to disk before they are delivered.
+            dump: Function that writes groups and their statuses to disk before they are delivered.
         """
         self._shard, self._in_order, self._dump = shard, in_order, dump
         self._dropped: list[GroupHandle] = []
@@ -49,7 +49,7 @@ class Outbox:
         self._next: asyncio.Task[None]
 
     def begin(self, index: int) -> None:
-        """Register a group by the index of its prompt, before it is generated. Call this in the order of prompts."""
+        """Register a group by its prompt index, before it is generated. Call this in the order of prompts."""
         self._unfinished[index] = None
 
     def drop(self, handles: Sequence[GroupHandle]) -> None:
@@ -57,10 +57,10 @@ class Outbox:
         self._dropped += handles
 
     def reset(self) -> None:
-        """Forget the groups that were begun, because their round was abandoned."""
+        """Discard all unfinished and pending groups, because their round was abandoned."""
         self._unfinished.clear()
         if self._pending:
-            self._next.cancel()  # it waits to deliver them
+            self._next.cancel()
             self._pending = []
         self._due.clear()
 
@@ -68,9 +68,9 @@ class Outbox:
         """Queue a finished group and wait until the buffer has its record.
 
         Args:
-            record: Numbers of the group.
+            record: Summary of the group.
             rollouts: Rollouts to train on.
-            whole: The group as it was sampled, for a dump.
+            whole: The group as sampled, for a dump.
         """
         self._unfinished.pop(record.index, None)
         if not self._pending:
@@ -88,7 +88,7 @@ class Outbox:
             await self._send(groups)
 
     def _is_due(self) -> bool:
-        """Return whether a batch can use one of the queued groups, or many groups are queued."""
+        """Return True if a batch can use one of the queued groups, or if many groups are queued."""
         oldest_unfinished = next(iter(self._unfinished), math.inf)
         oldest = min(record.index for record, _, _ in self._pending)
         return not self._in_order or oldest < oldest_unfinished or len(self._pending) >= MAX_HELD

@@ -1,4 +1,4 @@
-"""Groups and completions as `rollouts.jsonl` shows them."""
+"""Human-readable groups and completions for `rollouts.jsonl`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +12,8 @@ def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[s
 
     Args:
         prompt: Prompt of the group.
-        version: Newest policy version that sampled it.
-        completions: `readable_completion` of each, with its reward; those with a reward first.
+        version: Newest policy version that sampled the group.
+        completions: Results of `readable_completion`, extended by the rewards; completions with a reward come first.
     """
     return {
         "version": version,
@@ -28,7 +28,7 @@ def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[s
 def readable_completion(
     tokenizer: Tokenizer, token_ids: IntArray, logprobs: FloatArray, finish_reason: FinishReason
 ) -> dict[str, Any]:
-    """Return the text, the tokens as text and the log-probabilities of a completion."""
+    """Return the text of a completion, the text of each token, and the log-probabilities rounded to four decimals."""
     ids = token_ids.tolist()
     return {
         "text": tokenizer.decode(ids),

@@ -1,4 +1,7 @@
-"""Renderers: chat messages to tokens and back. A conversation is rendered once, and then extended token by token."""
+"""Renderers: convert chat messages to tokens and completions to messages.
+
+A conversation is rendered once. Later turns append tokens instead of rendering it again.
+"""
 
 import json
 import re
@@ -16,13 +19,13 @@ _LIBRARY = "renderers"
 
 
 class Renderer(Protocol):
-    """Converts a conversation to tokens, and a completion to a message."""
+    """Converts conversations to tokens, and completions to messages."""
 
     stop_ids: tuple[int, ...]
     """Tokens that end a turn of the policy."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of a conversation, up to the start of the policy's reply."""
+        """Return the tokens of a conversation, including the prefix of the policy's reply."""
 
     def extend(
         self, token_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
@@ -32,24 +35,25 @@ class Renderer(Protocol):
         Args:
             token_ids: Tokens before the completion.
             completion_ids: Tokens that the policy sampled.
-            messages: Messages after the policy's.
+            messages: Messages that follow the policy's message.
             tools: Functions that the policy may call.
 
         Returns:
-            New tokens; None if the conversation must be rendered again, for example because the model's template strips the
-            thinking of earlier turns.
+            Tokens to append; None if the conversation must be rendered again, for example because the model's template strips
+            the thinking of earlier turns.
         """
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
-        """Return the message of a completion. A malformed tool call has its text as `arguments`, instead of a mapping."""
+        """Parse a completion into a message. The `arguments` of a malformed tool call are its text instead of a mapping."""
 
 
 class PlainRenderer:
-    """Renderer for models without a chat template. Messages are their texts, and only the policy's turns end with a token.
+    """Renderer for models without a chat template.
 
-    A tool call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If there is one tool with one parameter, the
-    argument alone may be between the tags. A result is `<tool_response>...</tool_response>`. Tools are not described to the
-    policy, which must know them.
+    Messages are concatenated as plain text; only the policy's turns end with a token. A tool call is
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If the only tool has a single parameter, the tags may contain
+    just its value. A tool result is `<tool_response>...</tool_response>`. The tools are not described to the policy, which must
+    already know them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -58,18 +62,18 @@ class PlainRenderer:
         self.stop_ids: tuple[int, ...] = tokenizer.eos_ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of a conversation; a turn of the policy ends with the end-of-sequence token."""
+        """Return the tokens of a conversation. Each turn of the policy ends with the end-of-sequence token."""
         return [token for message in messages for token in self._message(message)]
 
     def extend(
         self, token_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the tokens of the messages, after the end-of-sequence token if the completion does not end with one."""
+        """Return the tokens of the messages, preceded by an end-of-sequence token if the completion lacks one."""
         has_ended = len(completion_ids) > 0 and completion_ids[-1] in self.stop_ids
         return [*(() if has_ended else self.stop_ids[:1]), *self.render(messages, tools)]
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
-        """Return the message of a completion: the text outside of tool calls, and the calls."""
+        """Parse a completion into the text outside of tool calls, and the calls."""
         text = self._tokenizer.decode(list(completion_ids))
         message: dict[str, Any] = {"role": "assistant", "content": _CALL.sub("", text)}
         calls = [self._call(match.group(1).strip(), number, tools) for number, match in enumerate(_CALL.finditer(text))]
@@ -101,7 +105,7 @@ class PlainRenderer:
 
 
 class LibraryRenderer:
-    """Renderer of the package `renderers`, which knows the templates of many model families."""
+    """Renderer from the package `renderers`, which supports the chat templates of many model families."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> None:
         """Load the renderer.
@@ -112,11 +116,12 @@ class LibraryRenderer:
             options: Options of the renderer, such as `enable_thinking`.
 
         Raises:
-            ValueError: The package is missing, has no such renderer or option, or the tokenizer lacks a token.
+            ValueError: The package is missing or has no such renderer or option, or the tokenizer lacks a required token.
         """
         if installed_version(_LIBRARY) is None:
             raise ValueError(
-                f"data.environment.renderer: the package {_LIBRARY} is not installed (got {name}). pip install 'titanrl[chat]'"
+                f"data.environment.renderer: the package {_LIBRARY} is not installed (got {name}). "
+                "Run `pip install 'titanrl[chat]'`."
             )
         import pydantic
         import renderers
@@ -133,12 +138,12 @@ class LibraryRenderer:
                 details = error.errors(include_url=False)[0]
                 cause = ": ".join([".".join(map(str, details["loc"][1:])), details["msg"]]).removeprefix(": ")
             raise ValueError(
-                f"data.environment.renderer: {name} cannot be used with {tokenizer.path}: {cause}. Name another renderer."
+                f"data.environment.renderer: {name} cannot be used with {tokenizer.path}: {cause}. Choose another renderer."
             ) from error
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of a conversation as the model's template has them."""
+        """Return the tokens of a conversation in the model's chat template."""
         ids: list[int] = self._renderer.render_ids(
             [dict(message) for message in messages], tools=_specs(tools), add_generation_prompt=True
         )
@@ -147,7 +152,7 @@ class LibraryRenderer:
     def extend(
         self, token_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the tokens of the messages in the model's template; None where the template does not only append."""
+        """Return the tokens of the messages in the model's chat template; None if the template changes earlier tokens."""
         before, completion = list(token_ids), list(completion_ids)
         bridged = self._renderer.bridge_to_next_turn(
             before, completion, [dict(message) for message in messages], tools=_specs(tools)
@@ -159,7 +164,7 @@ class LibraryRenderer:
         return ids[known:] if ids[:known] == before + completion else None
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
-        """Return the message of a completion in the model's format."""
+        """Parse a completion in the model's format."""
         parsed = self._renderer.parse_response(list(completion_ids), tools=_specs(tools))
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content is not None:
@@ -180,10 +185,10 @@ class LibraryRenderer:
 
 
 def make_renderer(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> Renderer:
-    """Return the renderer that the configuration names; `auto` is the one of the model's family, or the plain one.
+    """Create a renderer by name. `auto` selects the renderer of the model's family, or `plain` without a chat template.
 
     Raises:
-        ValueError: It cannot be used with the model.
+        ValueError: The renderer cannot be used with the model.
     """
     if name == "auto":
         name = _automatic(tokenizer)
@@ -193,10 +198,10 @@ def make_renderer(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -
 
 
 def _automatic(tokenizer: Tokenizer) -> str:
-    """Return the renderer's name for a model, by the type in its `config.json`.
+    """Return the name of the renderer for a model, based on the `model_type` in its `config.json`.
 
     Raises:
-        ValueError: The model has a chat template, but no renderer is known for it.
+        ValueError: The model has a chat template, but no known renderer.
     """
     if not tokenizer.chat_template:
         return "plain"
@@ -205,7 +210,7 @@ def _automatic(tokenizer: Tokenizer) -> str:
     if family is None or family.renderer is None:
         raise ValueError(
             f"data.environment.renderer: no renderer is known for models of type {model_type} (got auto). "
-            "Name one of the package renderers, or plain."
+            "Name a renderer of the package renderers, or plain."
         )
     return family.renderer
 

@@ -1,94 +1,98 @@
-"""Choice of the replica for a group: the least loaded one, or the one of the group's session. Numbers only, no actors."""
+"""Routing of groups to generator replicas: the replica of the group's session, or else the least loaded one.
+
+The router only counts requests; it does not depend on actors.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class ReplicaState:
     """The router's state of one replica."""
 
-    place: int
-    """Number of the replica."""
+    index: int
+    """Index of the replica."""
     num_running: int = 0
-    """Requests sent to the replica and not finished."""
+    """Number of unfinished requests sent to the replica."""
     num_sessions: int = 0
-    """Open sessions whose next turn goes to the replica."""
+    """Number of open sessions whose next turn goes to the replica."""
     admits: bool = True
-    """True if the replica admits new requests at once, according to its last reply."""
+    """True if the replica admits new requests immediately, according to its last reply."""
     failed: bool = False
     """True if the last call to the replica failed."""
     is_up: bool = True
-    """False while the replica has ended and its replacement does not serve."""
+    """False after the replica died, until its replacement serves."""
 
 
 @dataclass(eq=False, slots=True)
 class SessionKey:
-    """One conversation with the policy, of any number of turns."""
+    """Identity of a session: one conversation with the policy, of any number of turns."""
 
-    seat: Seat | None = field(default=None, repr=False)
-    """Replica of the last turn, which has the session's tokens in its cache; None before the first turn."""
+    replica: ReplicaState | None = field(default=None, repr=False)
+    """Replica of the last turn, whose KV cache holds the session's tokens; None before the first turn."""
 
 
 class Router:
     """Least-loaded routing that keeps a session on its replica.
 
-    A replica that failed, or that waits for weights and admits no requests, gets work only if all others are in the same state.
-    Its cache is lost in both cases. A replica counts as waiting until all requests of this worker have finished there, since it
-    pulls the weights then at the latest.
+    A replica that failed, or that waits for weights and admits no requests, is chosen only if all others are in the same state.
+    In both cases its KV cache is lost. A replica is considered waiting at most until all requests of this worker have finished
+    there, because it pulls the weights then at the latest.
     """
 
     def __init__(self, num_replicas: int) -> None:
         """Start with idle replicas."""
-        self._seats = [Seat(place) for place in range(num_replicas)]
+        self._replicas = [ReplicaState(index) for index in range(num_replicas)]
 
-    def __iter__(self) -> Iterator[Seat]:
+    def __iter__(self) -> Iterator[ReplicaState]:
         """Iterate over all replicas, in order."""
-        return iter(self._seats)
+        return iter(self._replicas)
 
-    def assign(self, num_requests: int, session: SessionKey, fixed: int | None = None) -> Seat:
-        """Choose a replica that is up for a group, the next turn of a session. A call of `finished` or `failed` must follow.
+    def assign(self, num_requests: int, session: SessionKey, fixed: int | None = None) -> ReplicaState:
+        """Assign the next turn of a session to a replica that is up. The caller must call `finished` or `failed` afterwards.
 
         Args:
-            num_requests: requests of the group.
-            session: the session.
-            fixed: number of the replica, if the caller has chosen it; None chooses the least loaded one.
+            num_requests: Number of requests in the turn.
+            session: Session of the turn.
+            fixed: Index of the replica, if the caller has chosen it; None keeps the replica of the session, or chooses the
+                least loaded one.
         """
-        usable = self.usable() if fixed is None else [self._seats[fixed]]
-        if session.seat not in usable:
-            self.leave(session)
-            session.seat = min(usable, key=lambda seat: (seat.num_running, seat.num_sessions, seat.place))
-            session.seat.num_sessions += 1
-        session.seat.num_running += num_requests
-        return session.seat
+        usable = self.usable() if fixed is None else [self._replicas[fixed]]
+        if session.replica not in usable:
+            self.end_session(session)
+            session.replica = min(usable, key=lambda replica: (replica.num_running, replica.num_sessions, replica.index))
+            session.replica.num_sessions += 1
+        session.replica.num_running += num_requests
+        return session.replica
 
-    def usable(self) -> list[Seat]:
-        """Return the healthiest replicas; none if none is up."""
-        up = [seat for seat in self._seats if seat.is_up]
-        least = min(map(_trouble, up), default=0)
-        return [seat for seat in up if _trouble(seat) == least]
+    def usable(self) -> list[ReplicaState]:
+        """Return the healthiest replicas; empty if no replica is up."""
+        up = [replica for replica in self._replicas if replica.is_up]
+        least = min(map(_penalty, up), default=0)
+        return [replica for replica in up if _penalty(replica) == least]
 
-    def set_up(self, seat: Seat, *, is_up: bool) -> None:
-        """Record that a replica has ended, or that its replacement serves. `failed` is called for every request it had."""
-        seat.is_up, seat.failed, seat.admits = is_up, False, True
+    def mark(self, replica: ReplicaState, *, is_up: bool) -> None:
+        """Record that a replica died, or that its replacement serves. The caller calls `failed` for each request it had."""
+        replica.is_up, replica.failed, replica.admits = is_up, False, True
 
-    def finished(self, seat: Seat, num_requests: int, *, admits: bool) -> None:
-        """Record that a replica finished a group, and whether it admits new requests."""
-        seat.num_running -= num_requests
-        seat.failed = False
-        seat.admits = admits or seat.num_running == 0
+    def finished(self, replica: ReplicaState, num_requests: int, *, admits: bool) -> None:
+        """Record that a replica finished the requests of a group, and whether it admits new ones."""
+        replica.num_running -= num_requests
+        replica.failed = False
+        replica.admits = admits or replica.num_running == 0
 
-    def failed(self, seat: Seat, num_requests: int) -> None:
-        """Record that a call for a group failed."""
-        seat.num_running -= num_requests
-        seat.failed = True
+    def failed(self, replica: ReplicaState, num_requests: int) -> None:
+        """Record that the requests of a group failed."""
+        replica.num_running -= num_requests
+        replica.failed = True
 
-    def leave(self, session: SessionKey) -> None:
-        """End a session. Calling this again has no effect."""
-        if session.seat is not None:
-            session.seat.num_sessions -= 1
-            session.seat = None
+    def end_session(self, session: SessionKey) -> None:
+        """End a session. A second call has no effect."""
+        if session.replica is not None:
+            session.replica.num_sessions -= 1
+            session.replica = None
 
 
-def _trouble(seat: Seat) -> int:
-    return 2 * seat.failed + (not seat.admits)
+def _penalty(replica: ReplicaState) -> int:
+    return 2 * replica.failed + (not replica.admits)

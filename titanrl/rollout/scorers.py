@@ -1,7 +1,7 @@
-"""The built-in rewards, and the factory of those that run in the sandbox.
+"""Factories of the built-in rewards, and of custom rewards that run in the sandbox.
 
-Each factory here returns a function from a completion's text and its prompt's entry to a reward. If it raises, its rollout has
-no reward: it is left out of its group and counted in `reward/error_frac`.
+Each factory returns a function that takes the text of a completion and the entry of its prompt, and returns a reward. If the
+function raises, the rollout has no reward: it is left out of its group and counted in `reward/error_frac`.
 """
 
 import logging
@@ -22,12 +22,16 @@ _TAG = re.compile("</?answer>")
 
 
 def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
-    """Return the task's own reward, applied to the text in the last `<answer>` tags; the score is 0 without tags.
+    """Return the reward that a reasoning-gym task defines, applied to the text in the last `<answer>` tags.
 
-    `config` holds the task's options.
+    Without tags, the reward is 0.
+
+    Args:
+        task: Name of the reasoning-gym task.
+        config: Options of the task.
 
     Raises:
-        ValueError: The task is unknown, or its options are wrong.
+        ValueError: The task is unknown, or its options are invalid.
     """
     from titanrl.data.streams import make_gym_dataset
 
@@ -39,8 +43,8 @@ def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
             return 0.0
         try:
             reward = float(dataset.score_answer(answer, entry))
-        except Exception:  # several tasks raise on a malformed answer, which is a wrong answer
-            dataset.score_answer(entry["answer"], entry)  # raises as well if the task's scorer itself is at fault
+        except Exception:  # several tasks raise on a malformed answer, which counts as a wrong one
+            dataset.score_answer(entry["answer"], entry)  # raises if the task's scorer itself is broken
             reward = 0.0
         return min(max(reward, 0.0), 1.0)
 
@@ -50,8 +54,8 @@ def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
 def exact() -> Scorer:
     """Return a reward that is 1 if the answer equals `entry["answer"]`, else 0.
 
-    The answer is the text in the last `<answer>` tags, or the whole text without tags. White space counts as one space.
-    Numbers compare by value: 1.50 equals 1.5.
+    The answer is the text in the last `<answer>` tags, or the whole text if there are none. Runs of white space are treated as
+    one space. Numbers are compared by value: 1.50 equals 1.5.
     """
 
     def score(text: str, entry: Mapping[str, Any]) -> float:
@@ -64,10 +68,10 @@ def exact() -> Scorer:
 def math_verify(timeout_s: int) -> Scorer:
     """Return a reward that is 1 if the answer equals `entry["answer"]` as a mathematical expression, else 0.
 
-    The answer is the text in the last `<answer>` tags, or else what the package math-verify finds in the whole text: `\\boxed`
-    first, then other LaTeX, then numbers. A text without an expression has the reward 0. If an expression cannot be compared
-    in `timeout_s`, or the expected answer cannot be read, there is no reward. The package sets its time limits by SIGALRM, so
-    this works only in the main thread of a process.
+    The answer is the text in the last `<answer>` tags. Without tags, it is what the package math-verify finds in the text:
+    `\\boxed` first, then other LaTeX, then numbers. A text without an expression gets the reward 0. The reward raises if an
+    expression cannot be compared within `timeout_s`, or if the expected answer cannot be parsed. math-verify implements its
+    time limits with SIGALRM, so the reward works only in the main thread of a process.
 
     Raises:
         ImportError: The package is not installed.
@@ -81,12 +85,12 @@ def math_verify(timeout_s: int) -> Scorer:
         try:
             return list(parse(text, parsing_timeout=timeout_s, raise_on_error=True))
         except TimeoutException:
-            raise TimeoutError(f"an expression was not read in {timeout_s} s") from None
+            raise TimeoutError(f"parsing an expression took longer than {timeout_s} s") from None
 
     @lru_cache(maxsize=16)
     def expected(answer: str) -> list[Any]:
         if not (expressions := read(_boxed(answer))):
-            raise ValueError(f"the expected answer has no mathematical expression (got {answer!a:.60})")
+            raise ValueError(f"the expected answer contains no mathematical expression (got {answer!a:.60})")
         return expressions
 
     def score(text: str, entry: Mapping[str, Any]) -> float:
@@ -95,7 +99,7 @@ def math_verify(timeout_s: int) -> Scorer:
             found = read(text if tagged is None else _boxed(tagged))
         except (TimeoutError, MemoryError):
             raise
-        except Exception:  # of any kind: the package fails on some malformed expressions, which are wrong answers
+        except Exception:  # the package raises on some malformed expressions, which count as wrong answers
             found = []
         failures: list[BaseException] = []
         for one, other in product(right, found):
@@ -103,28 +107,28 @@ def math_verify(timeout_s: int) -> Scorer:
                 if verify([one], [other], timeout_seconds=timeout_s, raise_on_error=True):
                     return 1.0
             except TimeoutException:
-                failures.append(TimeoutError(f"two expressions were not compared in {timeout_s} s"))
-            except Exception as error:  # unknown, unless another pair is equal
+                failures.append(TimeoutError(f"comparing two expressions took longer than {timeout_s} s"))
+            except Exception as error:  # undecided, unless another pair is equal
                 failures.append(error)
         if failures:
             raise failures[0]
         return 0.0
 
-    score(r"\boxed{\frac{1}{2}}, $x = 1,000.5$ or 3%", {"answer": "0.5"})  # loads what every forked process needs
+    score(r"\boxed{\frac{1}{2}}, $x = 1,000.5$ or 3%", {"answer": "0.5"})  # load lazy imports before the zygote forks
     return score
 
 
 def regex(pattern: str, match: Literal["full", "anywhere"]) -> Scorer:
-    """Return a reward that is 1 if a regular expression matches the completion, else 0."""
+    """Return a reward that is 1 if a regular expression matches the whole completion or any part of it, else 0."""
     compiled = re.compile(pattern)
     matches = compiled.fullmatch if match == "full" else compiled.search
     return lambda text, entry: float(matches(text) is not None)
 
 
 def overlong(cache_tokens: int, max_tokens: int) -> Callable[..., float]:
-    """Return DAPO's soft penalty for long completions (arXiv:2503.14476, formula 13).
+    """Return DAPO's soft penalty for overlong completions (arXiv:2503.14476, equation 13).
 
-    0 up to `max_tokens - cache_tokens` tokens, -1 beyond `max_tokens`, and linear between them.
+    The penalty is 0 up to `max_tokens - cache_tokens` tokens, -1 from `max_tokens` on, and linear in between.
     """
     free_tokens = max_tokens - cache_tokens
 
@@ -135,9 +139,10 @@ def overlong(cache_tokens: int, max_tokens: int) -> Callable[..., float]:
 
 
 def repetition(ngram_size: int, unit: Literal["word", "character"]) -> Scorer:
-    """Return minus the share of n-grams that occurred before; 0 for a text of at most one n-gram.
+    """Return a penalty for repetition: minus the fraction of n-grams that occurred before.
 
-    The penalty is that of TRL and open-r1 with `max_penalty: -1`, after arXiv:2502.03373.
+    A text of at most one n-gram has the penalty 0. This is the penalty of TRL and open-r1 with `max_penalty: -1`, after
+    arXiv:2502.03373.
     """
 
     def score(text: str, entry: Mapping[str, Any]) -> float:
@@ -152,11 +157,11 @@ def repetition(ngram_size: int, unit: Literal["word", "character"]) -> Scorer:
     return score
 
 
-def own(plugin: Plugin) -> Callable[..., Any]:
-    """Return the reward function of the user.
+def custom(plugin: Plugin) -> Callable[..., Any]:
+    """Return a user-defined reward function.
 
     Raises:
-        ValueError: It cannot be imported, or called as a reward.
+        ValueError: The function cannot be imported, or does not have the signature of a reward.
     """
     function = plugin.load()
     check_reward(function, key=plugin.key, name=plugin.name)
@@ -165,9 +170,10 @@ def own(plugin: Plugin) -> Callable[..., Any]:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the text between the last pair of `<answer>` and `</answer>`, stripped; None if there is no pair.
+    """Return the stripped text between the last pair of `<answer>` and `</answer>`; None if there is no pair.
 
-    The result equals that of `reasoning_gym.utils.extract_answer`, but takes linear time also for a text full of unclosed tags.
+    The result equals that of `reasoning_gym.utils.extract_answer`, but this function takes linear time even for a text with
+    many unclosed tags.
     """
     answer, start = None, None
     for tag in _TAG.finditer(text):
@@ -179,7 +185,7 @@ def last_answer(text: str) -> str | None:
 
 
 def _boxed(answer: str) -> str:
-    """Return an answer as LaTeX that math-verify reads as one expression."""
+    """Wrap an answer in `\\boxed`, unless it is LaTeX already, so that math-verify parses it as one expression."""
     return answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
 
 

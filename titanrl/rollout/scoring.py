@@ -1,4 +1,4 @@
-"""The reward of a group: all its parts, from the sandbox or from this process, and their weighted sum."""
+"""Scoring of groups: computes all rewards, in the sandbox or in this process, and their weighted sum."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -15,21 +15,21 @@ from titanrl.config.schema import Config
 from titanrl.plugins import Plugin, Plugins
 from titanrl.rewards import Answers, BoundReward, Scored
 from titanrl.rollout.judge import Judge
-from titanrl.rollout.scorers import own
+from titanrl.rollout.scorers import custom
 from titanrl.rollout.token_rewards import TokenCredit
 from titanrl.rollout.trusted import TrustedReward
 from titanrl.sandbox.pool import ScoringPool
 from titanrl.sandbox.scores import RewardSpec, Score
 
 SCORERS = "titanrl.rollout.scorers"
-"""Module with a function of the same name for each built-in reward that runs in the sandbox."""
+"""Module with a factory function, of the same name, for each built-in reward that runs in the sandbox."""
 
 ScorePart = Callable[[Answers], Awaitable[list[Score]]]
-"""Function from the answers to a prompt to their scores by one reward, in the same order."""
+"""Function from the answers to one prompt to their scores by one reward, in the same order."""
 
 
 class Scoring:
-    """Scores groups of completions with every part of the reward."""
+    """Scores groups of completions with all configured rewards."""
 
     def __init__(self, config: Config, plugins: Plugins) -> None:
         """Keep the settings; `start` loads the rewards."""
@@ -47,7 +47,7 @@ class Scoring:
         self._judges: list[Judge] = []
 
     async def start(self) -> None:
-        """Load the rewards, and start the scoring processes if one of the rewards is confined.
+        """Load the rewards, and start the scoring processes if any reward runs in the sandbox.
 
         Raises:
             SandboxUnavailable: This machine cannot confine a process.
@@ -66,7 +66,7 @@ class Scoring:
         else:
             scores = await asyncio.gather(*(score(answers) for score in self._parts.values()))
         by_completion = [dict(zip(self._parts, by_part, strict=True)) for by_part in zip(*scores, strict=True)]
-        return [weighted(own, self._rewards, answers, index) for index, own in enumerate(by_completion)]
+        return [weighted(by_reward, self._rewards, answers, index) for index, by_reward in enumerate(by_completion)]
 
     async def close(self) -> None:
         """Stop the scoring processes, and close the connections to judges."""
@@ -78,7 +78,7 @@ class Scoring:
 
     def _part(self, name: str) -> ScorePart:
         if name in self._trusted:
-            return TrustedReward(BoundReward(name, own(self._trusted[name])), self._timeout_s).score
+            return TrustedReward(BoundReward(name, custom(self._trusted[name])), self._timeout_s).score
         if self._rewards[name].function == "judge":
             judge = Judge(JudgeOptions.model_validate(self._rewards[name].options), key=f"data.rewards.{name}")
             self._judges.append(judge)
@@ -114,18 +114,18 @@ def _spec(name: str, reward: RewardConfig, config: Config, plugins: Plugins) -> 
             kwargs, bounds = RepetitionOptions.model_validate(reward.options).model_dump(), (-1.0, 0.0)
         case _:
             plugin = plugins.get(key) or Plugin(key=key, name=function)
-            return RewardSpec(name=name, factory=f"{SCORERS}:own", kwargs={"plugin": plugin}, is_own=True)
+            return RewardSpec(name=name, factory=f"{SCORERS}:custom", kwargs={"plugin": plugin}, is_custom=True)
     return RewardSpec(name=name, factory=f"{SCORERS}:{function}", kwargs=kwargs, bounds=bounds)
 
 
 def weighted(scores: Mapping[str, Score], rewards: Mapping[str, RewardConfig], answers: Answers, index: int) -> Scored:
-    """Return the weighted sum of the scores of one completion, by reward; a failure if one of them failed.
+    """Return the weighted sum of the scores of one completion, or a failure if any reward failed.
 
     Args:
-        scores: Scores by reward.
-        rewards: Their weights.
+        scores: Score of the completion by each reward.
+        rewards: Configuration of each reward, with its weights.
         answers: Completions of the prompt.
-        index: Number of the completion.
+        index: Index of the completion.
     """
     total, parts, errors = 0.0, {}, []
     credited = TokenCredit(answers, index)
@@ -147,7 +147,7 @@ def weighted(scores: Mapping[str, Score], rewards: Mapping[str, RewardConfig], a
 
 
 def _error(name: str, score: Score, config: RewardConfig) -> str:
-    """Return the reason why a score does not count; empty if it does."""
+    """Return the reason why a score is invalid; "" if it is valid."""
     if score.status != "ok":
         return score.detail
     if not config.weights:

@@ -1,4 +1,4 @@
-"""The tasks of a run, opened: prompts, rewards and environment of each."""
+"""Opens the tasks of a run: loads the prompts, and starts the rewards and environments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,28 +19,28 @@ from titanrl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTask:
-    """A task whose rewards and environment are started."""
+    """A task with its prompts loaded and its rewards and environment started."""
 
     config: Config
-    """Configuration of its groups."""
+    """Configuration that applies to the groups of the task."""
     prompts: LeveledPrompts
-    """Prompts by level, and held-out prompts."""
+    """Training prompts by level, and held-out prompts."""
     scoring: Scoring
-    """Rewards."""
+    """Rewards of the task."""
     episodes: Episodes | None
-    """Episodes, if it has an environment."""
+    """Plays the episodes; None without an environment."""
 
     def prompt(self, index: int, draw: Draw) -> Prompt:
-        """Return the prompt of a group at a position of the run."""
+        """Return the prompt of the group at a position of the run."""
         return self.prompts.prompt(index, draw.level, draw.place)
 
     @property
     def num_calls(self) -> int:
-        """Number of calls of the generators that each of its groups makes in a round."""
+        """Number of generator calls that each group of the task makes in a round."""
         return 1 if self.episodes is None else self.episodes.num_rounds
 
     async def close(self) -> None:
-        """Stop its processes."""
+        """Stop the processes of the task."""
         await self.scoring.close()
         if self.episodes is not None:
             await self.episodes.environments.close()
@@ -58,9 +58,9 @@ async def open_tasks(
     Args:
         config: Configuration of the run.
         tokenizer: Tokenizer of the policy.
-        plugins: The user's objects.
-        log: File for the output of environment processes; None is the standard error stream.
-        prompts: Prompts by task, if they are open.
+        plugins: User-defined objects.
+        log: File for the output of environment processes; None for the standard error stream.
+        prompts: Prompts by task name, for tasks whose prompts are already open.
 
     Raises:
         SandboxUnavailable: This machine cannot confine a process.

@@ -1,4 +1,7 @@
-"""Rewards that run in this process, where network and devices work: only for functions that execute no model output."""
+"""Trusted rewards, which run in this process with access to the network and to devices.
+
+Use them only for functions that do not execute model output.
+"""
 
 import asyncio
 import concurrent.futures
@@ -11,12 +14,12 @@ from titanrl.rewards import Answers, BoundReward
 from titanrl.sandbox.scores import Score
 
 MAX_CALLS = 64
-"""Largest number of running calls of one reward. Further calls wait, and their time limit has not begun."""
+"""Maximum number of concurrent calls of one reward. The time limit of a waiting call starts when the call starts."""
 _MAX_DETAIL_CHARS = 200
 
 
 class TrustedReward:
-    """A reward of the user. An async function is awaited; a plain one is called in a thread.
+    """A user-defined reward. An async function is awaited in the event loop; a synchronous one is called in a thread.
 
     Example: `TrustedReward(BoundReward("judge", ask_the_judge), timeout_s=5.0)`
     """
@@ -35,7 +38,7 @@ class TrustedReward:
         try:
             returned = await self._call(partial(self._reward.call_group, answers), "the whole group")
             values = self._reward.values(returned, num)
-        except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             return [_failed(error)] * num
         return [self._checked(value) for value in values]
 
@@ -53,10 +56,14 @@ class TrustedReward:
             return _failed(error)
 
     async def _call(self, call: Callable[[], Any], what: str) -> Any:
-        """Return what a call returns.
+        """Return the result of a call.
+
+        Args:
+            call: Function to call.
+            what: Description of what it scores, for the error message.
 
         Raises:
-            _TimeLimit: It took too long.
+            _TimeLimit: The call took too long.
         """
         async with self._running:
             try:
@@ -64,7 +71,7 @@ class TrustedReward:
                     value = call() if self._reward.is_async else await _in_thread(call)
                     return await value if isinstance(value, Awaitable) else value
             except TimeoutError:
-                if not limit.expired():  # the function raised it
+                if not limit.expired():  # the function itself raised TimeoutError
                     raise
                 raise _TimeLimit(
                     f"the reward did not return in time (sandbox.timeout_s={self._timeout_s:g}, for {what})"
@@ -72,7 +79,7 @@ class TrustedReward:
 
 
 class _TimeLimit(Exception):
-    """Raised if a reward takes longer than its limit."""
+    """Raised if a reward exceeds its time limit."""
 
 
 def _failed(error: BaseException) -> Score:
@@ -83,14 +90,14 @@ def _failed(error: BaseException) -> Score:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own. A thread cannot be stopped, so a cancelled call continues, unnoticed."""
+    """Call a function in a new thread. A thread cannot be stopped, so if the wait is cancelled, its result is dropped."""
     done: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # from here on a cancelled wait does not cancel it, so that the thread can set it
+    done.set_running_or_notify_cancel()  # now cancelling the wait cannot cancel the future, so the thread can always set it
 
     def run() -> None:
         try:
             result = call()
-        except BaseException as error:  # Futures refuse StopIteration, and SystemExit would end the worker
+        except BaseException as error:  # futures reject StopIteration, and SystemExit would end the worker
             is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
             done.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
         else:

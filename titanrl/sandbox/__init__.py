@@ -1,1 +1,1 @@
-"""Confined, killable processes for code written by a model."""
+"""Confined processes with time limits, for running code that a model wrote."""

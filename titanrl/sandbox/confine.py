@@ -1,8 +1,8 @@
 """Confinement of a process by the Linux kernel: resource limits, Landlock for files, seccomp for system calls.
 
-Confinement needs no privileges and cannot be undone. The seccomp filter allows only the calls listed here, which Python needs
-to compute and to read files. Any other call fails with EPERM. A deny list would have to name everything that kernels offer:
-sockets, processes and signals, but also chmod, io_uring, F_SETOWN, and the calls that the next release adds.
+Confinement needs no privileges and cannot be undone. The seccomp filter is an allow list of the system calls that Python needs
+to compute and to read files; any other call fails with EPERM. A deny list would have to name everything that kernels offer:
+sockets, processes and signals, but also chmod, io_uring, F_SETOWN, and whatever the next release adds.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ _LANDLOCK_RULE_PATH_BENEATH = 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _FILE_RIGHTS = (13, 14, 15, 15, 16)
-"""Number of file rights in the Landlock ABIs 1, 2, ...; later ABIs have as many as the last."""
+"""Number of file-access rights in the Landlock ABIs 1, 2, ...; later ABIs have as many as the last entry."""
 
 _MAX_OPEN_FILES = 64
 
@@ -49,11 +49,11 @@ _MAX_OPEN_FILES = 64
 @dataclass(frozen=True, slots=True)
 class _Machine:
     audit_arch: int
-    """AUDIT_ARCH_* of linux/audit.h: the calling convention of the call numbers."""
+    """AUDIT_ARCH_* constant of linux/audit.h, which identifies the system-call ABI."""
     column: int
-    """Column in the tables below."""
+    """Column of this machine in the tables below."""
     seccomp: int
-    """Number of the seccomp call."""
+    """System-call number of seccomp."""
 
 
 _MACHINES = {"x86_64": _Machine(0xC000003E, 0, 317), "aarch64": _Machine(0xC00000B7, 1, 277)}
@@ -61,7 +61,7 @@ _MACHINES = {"x86_64": _Machine(0xC000003E, 0, 317), "aarch64": _Machine(0xC0000
 _OPENAT = (257, 56)
 _FCNTL = (72, 25)
 _ALLOWED: dict[str, tuple[int, int | None]] = {
-    # Open descriptors, and names of files. Landlock decides about opening.
+    # Open descriptors and file names. Landlock decides which files can be opened.
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "lseek": (8, 62), "dup": (32, 23), "getdents64": (217, 61), "getcwd": (79, 17), "readlink": (89, None),
     "readlinkat": (267, 78), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "stat": (4, None),
@@ -82,18 +82,18 @@ _ALLOWED: dict[str, tuple[int, int | None]] = {
     "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "uname": (63, 160), "sysinfo": (99, 179),
     "getcpu": (309, 168), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-"""System calls that are allowed with any arguments, with their numbers on x86_64 and aarch64."""
+"""System calls that are allowed with any arguments, and their numbers on x86_64 and aarch64."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
 class SandboxUnavailable(TitanRLError):
-    """This machine cannot confine a process; the message names the missing feature. There is no unconfined mode."""
+    """Raised if this machine cannot confine a process. The message names the missing feature. There is no unconfined mode."""
 
 
 def missing_features() -> list[str]:
-    """Return the features that confinement needs and this machine lacks; empty if it has all of them."""
+    """Return the features required for confinement that this machine lacks; empty if confinement is possible."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return [f"Linux on {' or '.join(_MACHINES)} (this is {sys.platform} on {platform.machine()})"]
     missing = []
@@ -106,24 +106,24 @@ def missing_features() -> list[str]:
 
 
 def landlock_abi() -> int:
-    """Return the version of the kernel's Landlock interface; 0 if the kernel has none, or it is switched off."""
+    """Return the version of the kernel's Landlock ABI; 0 if Landlock is missing or disabled."""
     return max(0, _syscall(_SYS_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_VERSION))
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends (more exactly, the thread that started it)."""
+    """Make the kernel kill this process when the parent thread that started it exits."""
     _check(_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:  # the parent ended before the call
+    if os.getppid() != parent_pid:  # the parent exited before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def allow_tracing(pid: int) -> None:
-    """Let a process and its children read the stacks of this one where Yama allows it to parents only (`ptrace_scope` 1)."""
-    _prctl(_PR_SET_PTRACER, pid)  # fails on kernels without Yama, which need no permission
+    """Let a process and its children trace this one, even if Yama restricts tracing to parents (`ptrace_scope` 1)."""
+    _prctl(_PR_SET_PTRACER, pid)  # fails on kernels without Yama, where no permission is needed
 
 
 def python_paths() -> list[Path]:
-    """Return the paths that this interpreter reads: libraries, and the packages that are loaded."""
+    """Return the paths that this interpreter must be able to read: its libraries and the packages it has loaded."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache"]
     paths: list[Path] = []
@@ -148,15 +148,15 @@ def _loaded_packages() -> Iterable[str]:
 
 
 class Confinement:
-    """Rules of a confined process, prepared once and applied in many forked processes."""
+    """Confinement rules, prepared once and applied in many forked processes."""
 
     def __init__(self, readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
-        """Prepare the rules; `apply` confines.
+        """Prepare the rules; `apply` enforces them.
 
         Args:
             readable: Files and folders that the process may read.
-            memory_bytes: Limit of its address space.
-            cpu_s: Limit of its CPU time.
+            memory_bytes: Limit of the address space.
+            cpu_s: Limit of the CPU time, in seconds.
         """
         machine = _MACHINES[platform.machine()]
         self._limits = {
@@ -176,7 +176,7 @@ class Confinement:
         """Confine the calling process permanently, and close its descriptors except the standard ones and `keep`.
 
         Raises:
-            OSError: The kernel refuses a rule. The process may then be partly confined.
+            OSError: The kernel rejected a rule. The process may be partly confined.
         """
         for limit, value in self._limits.items():
             _, hard = resource.getrlimit(limit)
@@ -191,7 +191,7 @@ class Confinement:
 
 
 def leaks() -> list[str]:
-    """Try what the confinement of this process must stop; return the attempts that succeed."""
+    """Try the actions that confinement must prevent; return the names of those that succeed."""
     attempts: dict[str, Callable[[], object]] = {
         "reading files": lambda: os.open("/", os.O_RDONLY),
         "making sockets": socket.socket,
@@ -208,10 +208,10 @@ def leaks() -> list[str]:
 
 
 def _make_ruleset(readable: Iterable[Path]) -> int:
-    """Create a Landlock ruleset and return its descriptor.
+    """Create a Landlock ruleset and return its file descriptor.
 
-    It allows reading below `readable` and denies every other access to files. Newer kernels also deny TCP (ABI 4) and signals
-    to other processes (ABI 6).
+    The ruleset allows reading `readable` and everything below, and denies all other file access. On newer kernels it also
+    denies TCP (ABI 4) and signals to other processes (ABI 6).
     """
     abi = landlock_abi()
     files = (1 << _FILE_RIGHTS[min(abi, len(_FILE_RIGHTS)) - 1]) - 1
@@ -227,15 +227,15 @@ def _make_ruleset(readable: Iterable[Path]) -> int:
 
 
 def _make_filter(machine: _Machine) -> bytes:
-    """Compile the seccomp filter to classic BPF, 8 bytes an instruction: code, jump if true, jump if false, operand."""
+    """Compile the seccomp filter to classic BPF. An instruction has 8 bytes: code, jump if true, jump if false, operand."""
     load, equal, greater, any_bit, result = 0x20, 0x15, 0x25, 0x45, 0x06
     number, arch, args = 0, 4, 16  # offsets in struct seccomp_data; arguments are 8 bytes, low half first
-    # O_RDONLY with O_TRUNC would empty a readable file. Landlock denies that from ABI 3 on only.
+    # O_RDONLY with O_TRUNC would truncate a readable file. Landlock denies that only from ABI 3 on.
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
     f_getfl = 3  # allows F_DUPFD, F_GETFD, F_SETFD and F_GETFL; a higher command, F_SETOWN, sends signals
     allowed = [numbers[machine.column] for numbers in _ALLOWED.values()]
     program = [
-        # Another calling convention (32-bit code) has other numbers. The numbers of x32 are not on the list.
+        # 32-bit code uses another ABI with other numbers. The x32 ABI has the same AUDIT_ARCH, but its numbers are not allowed.
         (load, 0, 0, arch), (equal, 1, 0, machine.audit_arch), (result, 0, 0, _RET_KILL_PROCESS),
         (load, 0, 0, number),
         *chain.from_iterable([(equal, 0, 1, call), (result, 0, 0, _RET_ALLOW)] for call in allowed if call is not None),
@@ -262,7 +262,7 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
 
 
 def _words(*arguments: int | bytes | None) -> list[ctypes.c_long | bytes | None]:
-    """Widen arguments to machine words, since the upper half of a C int is undefined. Bytes are passed by address."""
+    """Widen integers to machine words, because the upper half of a C int is undefined. Bytes are passed by address."""
     return [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
 
 

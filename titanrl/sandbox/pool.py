@@ -1,8 +1,8 @@
-"""A pool of confined, killable processes that score completions. `docs/sandbox.md` describes the threat model.
+"""A pool of confined processes that score completions. `docs/sandbox.md` describes the threat model.
 
-The pool starts one zygote (`titanrl.sandbox.zygote`), which loads the rewards and forks the scoring processes ahead of time. By
-default each process scores one group by one reward and is then killed, so a completion that tampers with Python reaches only
-that reward of its own group. The pool never unpickles bytes from a scoring process.
+The pool starts one zygote (`titanrl.sandbox.zygote`), which loads the rewards and forks scoring processes in advance. By
+default each process scores one group with one reward and is then killed. A completion that tampers with Python can therefore
+affect only this reward of its own group. The pool never unpickles bytes from a scoring process.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from titanrl.sandbox.scores import ProcessFailure, RewardSpec, Score, parse_scor
 from titanrl.sandbox.zygote import END, STARTED, Request
 
 MAX_TEXT_CHARS = 1 << 20
-"""Longest text that a reward gets. The front of a longer one is cut, since the answer is at the end."""
+"""Maximum length of the text that a reward receives. Longer texts lose their start, because the answer is at the end."""
 
 _MAX_SHARES = 4
-"""Largest divisor of the group's time limit when its answers are scored one by one."""
+"""Maximum divisor of the group's time limit when its answers are scored separately."""
 
 
 class ScoringPool:
-    """Scores groups of answers, several groups at once.
+    """Scores groups of answers, several groups at the same time.
 
-    The pool belongs to the event loop that starts it, in any thread. Its processes end at the latest with that thread.
+    The pool belongs to the event loop that starts it, in any thread. Its processes are killed when that thread exits.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig) -> None:
@@ -38,16 +38,17 @@ class ScoringPool:
         self._are_groups: tuple[bool, ...] = ()
 
     async def start(self) -> None:
-        """Load the rewards, and verify with one process that the confinement works.
+        """Load the rewards, and check with one process that the confinement works.
 
         Raises:
             SandboxUnavailable: This machine cannot confine a process.
-            ValueError: A reward does not load.
+            SandboxDied: The first scoring process could not reply.
+            ValueError: A reward cannot be loaded.
         """
-        assert self._zygote is None, "the pool is started"
+        assert self._zygote is None, "the pool has already been started"
         if missing := missing_features():
             raise SandboxUnavailable(
-                "rewards may eval() what a model wrote, so they run in confined processes only, and this machine lacks "
+                "rewards may eval() model output, so they run only in confined processes, and this machine lacks "
                 f"{'; and '.join(missing)}. Use a machine that has it: there is no unconfined mode."
             )
         async with AsyncExitStack() as stack:
@@ -61,14 +62,17 @@ class ScoringPool:
             stack.pop_all()
 
     async def score(self, answers: Answers, *, reward: int = 0) -> list[Score]:
-        """Score the answers to one prompt, in order. Wait while `num_processes` groups are being scored.
+        """Score the answers to one prompt. Wait while `num_processes` groups are being scored.
 
-        If the group times out or crashes its process, score each answer in a process of its own, so that only the answer at
-        fault fails. A reward of the whole group cannot do that: all of its answers fail.
+        If the group times out or crashes its process, each answer is scored again in a separate process, so that only the
+        answer at fault fails. A reward that scores the whole group in one call cannot be split: all of its answers fail.
 
         Args:
             answers: Completions of one prompt.
             reward: Index of the reward.
+
+        Returns:
+            One score per answer, in order.
 
         Raises:
             SandboxDied: The scoring processes died.
@@ -86,7 +90,7 @@ class ScoringPool:
         return [self._failed(scores) if isinstance(scores, str) else scores[0] for scores in alone]
 
     async def close(self) -> None:
-        """Kill every process and wait until they have exited. Pending calls of `score` raise `SandboxDied`.
+        """Kill all processes and wait until they have exited. Pending calls of `score` raise `SandboxDied`.
 
         The pool can be started again.
         """
@@ -95,33 +99,26 @@ class ScoringPool:
             await zygote.stop()
 
     async def _attempt(self, reward: int, answers: Answers, timeout_s: float) -> list[Score] | ProcessFailure:
-        """Score the answers in one process, and kill that process unless it may serve another group."""
+        """Score the answers in one process. Kill the process afterwards, unless it may score another group."""
         texts = tuple([text[-MAX_TEXT_CHARS:] for text in answers.completions])
         zygote = self._zygote
         if zygote is None:
-            raise SandboxDied("the scoring pool is closed, or was never started")
+            raise SandboxDied("the scoring pool is closed or was never started")
         token_ids = answers.token_ids if zygote.take_token_ids[reward] else ()
         request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids)
-        pickled = pickle.dumps(request)
-        async with zygote.slots:
-            reply: bytes | None = b""
-            while reply == b"":  # something else killed the process before it read the answers: retry
-                process = await zygote.take()
-                try:
-                    reply = await process.ask(pickled, timeout_s)
-                finally:
-                    zygote.give_back(process)
-            if reply is None:
-                return "timeout"
-            scores = parse_scores(reply.removeprefix(STARTED).removesuffix(END), self._specs[reward], len(answers.completions))
-            if scores is None:
-                await zygote.check()
-                return "crash"
-            nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
-            return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
+        reply = await zygote.request(pickle.dumps(request), timeout_s)
+        if reply is None:
+            return "timeout"
+        scores = parse_scores(reply.removeprefix(STARTED).removesuffix(END), self._specs[reward], len(answers.completions))
+        if scores is None:
+            await zygote.check()
+            return "crash"
+        nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
+        return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
 
     def _failed(self, status: ProcessFailure) -> Score:
-        limit = f"sandbox.timeout_s={self._config.timeout_s:g}, for a whole group"
-        timeout = f"timeout: the reward did not return in time ({limit})"
+        timeout = (
+            f"timeout: the reward did not return in time (sandbox.timeout_s={self._config.timeout_s:g}, for a whole group)"
+        )
         crash = "crash: the scoring process exited, was killed by a signal, or sent an invalid reply"
         return Score(parts={}, status=status, detail=timeout if status == "timeout" else crash)

@@ -1,4 +1,7 @@
-"""Execution of a snippet of code inside a confined process. This module loads no library, since every snippet needs a fork."""
+"""Execution of a code snippet inside a confined process.
+
+This module imports only the standard library, because each snippet runs in a fork of the process that loads it.
+"""
 
 import ast
 import importlib
@@ -14,7 +17,7 @@ _MAX_TRACEBACK_LINES = 12
 
 
 def runner(modules: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, str]]:
-    """Return the function that runs a snippet in a confined process."""
+    """Import `modules` and some standard ones, and return the function that runs a snippet in a confined process."""
     for module in ("collections", "datetime", "decimal", "fractions", "functools", "itertools", "math", "random", "re",
                    "statistics", "string", *modules):  # fmt: skip
         importlib.import_module(module)
@@ -35,7 +38,7 @@ def runner(modules: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[st
 
 
 def _execute(code: str) -> None:
-    """Execute code, and print the value of a last statement that is an expression."""
+    """Execute code. If the last statement is an expression, print its value, as the interactive interpreter does."""
     linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
     tree = ast.parse(code, _FILE)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -48,16 +51,16 @@ def _execute(code: str) -> None:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the end of a traceback, without the frames outside the code."""
-    place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename != _FILE:
-        place = place.tb_next
-    lines = "".join(traceback.format_exception(type(error), error, place)).splitlines()
+    """Return the end of a traceback, without the frames of this module."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename != _FILE:
+        frame = frame.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, frame)).splitlines()
     return "\n".join(lines[-_MAX_TRACEBACK_LINES:])
 
 
 class _Bounded(io.TextIOBase):
-    """A stream that keeps the first characters."""
+    """A text stream that keeps at most `max_chars` characters and counts the rest."""
 
     def __init__(self, max_chars: int) -> None:
         self._parts: list[str] = []

@@ -1,4 +1,4 @@
-"""The rewards to load, and the scores that come back from the scoring processes."""
+"""Data types of the sandbox: the rewards to load, and the scores that the scoring processes return."""
 
 import json
 import math
@@ -23,18 +23,18 @@ class RewardSpec:
     name: str
     """Name of the reward."""
     factory: str
-    """`module:function`, called once. It returns the reward function."""
+    """Import path `module:function` of a function that returns the reward function. It is called once, with `kwargs`."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the factory."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """Smallest and largest value. A completion that forges its score stays within them."""
-    is_own: bool = False
-    """True for a function of the user. Attempts of it to use the network are failures that name the remedy."""
+    """Smallest and largest valid value. They also limit the score that a malicious completion can forge."""
+    is_custom: bool = False
+    """True for a user-defined function. If it tries to use the network, scoring fails with an error that names the remedy."""
     returns_text: bool = False
-    """True for the function that runs a snippet of code and returns its output, instead of a reward (`snippets`)."""
+    """True for a function that returns text instead of a reward, such as the one that runs code snippets."""
 
     def allows(self, parts: Mapping[Any, object]) -> bool:
-        """Return True if these are finite numbers within the bounds, under names of this reward."""
+        """Return True if all parts are finite numbers within the bounds and have valid names for this reward."""
         low, high = self.bounds
         return 0 < len(parts) <= MAX_PARTS and all(
             self._is_name(name) and isinstance(value, float) and math.isfinite(value) and low <= value <= high
@@ -42,13 +42,13 @@ class RewardSpec:
         )
 
     def allows_tokens(self, rewards: Mapping[object, object]) -> bool:
-        """Return True if these are rewards of tokens as `encoded_score` writes them, and this reward is the user's."""
-        return not rewards or (self.is_own and all(map(self._is_name, rewards)) and all(map(_are_tokens, rewards.values())))
+        """Return True if this reward may return token rewards, and these are in the format of `encoded_score`."""
+        return not rewards or (self.is_custom and all(map(self._is_name, rewards)) and all(map(_are_tokens, rewards.values())))
 
     def _is_name(self, name: object) -> bool:
         if not isinstance(name, str) or not name.startswith(f"{self.name}/"):
             return name == self.name
-        return self.is_own and PART_NAME.fullmatch(name.removeprefix(f"{self.name}/")) is not None
+        return self.is_custom and PART_NAME.fullmatch(name.removeprefix(f"{self.name}/")) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,32 +59,32 @@ class Score:
     """
 
     parts: Mapping[str, float]
-    """Unweighted reward by part; empty unless the status is `ok`."""
+    """Unweighted rewards by part; empty unless the status is `ok`."""
     status: Status
-    """`error`: a reward raised, or returned no valid score; `timeout`: it took too long; `crash`: its process died."""
+    """`ok`; `error`: the reward raised or returned no valid score; `timeout`: it took too long; `crash`: its process died."""
     detail: str = ""
-    """Error text in printable ASCII; empty if the status is `ok`. A completion may have written it."""
+    """Error message in printable ASCII; empty if the status is `ok`. Do not trust it: a completion can forge it."""
     token_rewards: Mapping[str, TokenRewards] = field(default_factory=dict)
-    """Rewards of tokens by part; the reward of the part is their sum."""
+    """Token rewards by part. Their sum is the reward of the part."""
 
     @classmethod
     def of(cls, parts: Mapping[str, float | TokenRewards]) -> "Score":
-        """Return the score that a reward returned."""
+        """Create a score from the values that a reward function returned."""
         token_rewards = {part: value for part, value in parts.items() if isinstance(value, TokenRewards)}
         if not token_rewards:
-            return cls(parts=parts, status="ok")  # type: ignore[arg-type]  # all are numbers
+            return cls(parts=parts, status="ok")  # type: ignore[arg-type]  # all values are numbers
         numbers = {part: value.total if isinstance(value, TokenRewards) else value for part, value in parts.items()}
         return cls(parts=numbers, status="ok", token_rewards=token_rewards)
 
     def moved(self, num_chars: int) -> "Score":
-        """Return the score of a text with so many more characters at its start."""
+        """Return the score for the text with `num_chars` additional characters at its start."""
         if not num_chars or not self.token_rewards:
             return self
         return replace(self, token_rewards={part: own.moved(num_chars) for part, own in self.token_rewards.items()})
 
 
 def encoded_score(parts: Mapping[str, float | TokenRewards]) -> dict[str, Any]:
-    """Return the parts of a reward as JSON values."""
+    """Convert the parts of a reward to JSON values."""
     score = Score.of(parts)
     if not score.token_rewards:
         return {"parts": score.parts}
@@ -93,7 +93,7 @@ def encoded_score(parts: Mapping[str, float | TokenRewards]) -> dict[str, Any]:
 
 
 def parse_scores(reply: bytes, spec: RewardSpec, num_answers: int) -> list[Score] | None:
-    """Parse the reply of a scoring process, which may hold any bytes; return None if it is no list of results."""
+    """Parse the untrusted reply of a scoring process; return None unless it is a list with one result per answer."""
     try:
         results = json.loads(reply)
     except (ValueError, RecursionError):
@@ -107,7 +107,7 @@ def _parse_result(result: object, spec: RewardSpec) -> Score:
     match result:
         case {"parts": dict(parts), "tokens": dict(tokens)} if spec.allows_tokens(tokens):
             score = Score.of(parts | {part: _token_rewards(*rewards) for part, rewards in tokens.items()})
-            if spec.allows(score.parts):  # the sums of what was sent, not the sums that were sent
+            if spec.allows(score.parts):  # sums recomputed here, because those in the reply cannot be trusted
                 return score
         case {"parts": dict(parts), **others} if "tokens" not in others and spec.allows(parts):
             return Score(parts=parts, status="ok")
@@ -123,7 +123,7 @@ def _token_rewards(whole: float, tokens: list[float], steps: list[list[Any]]) ->
 
 
 def _are_tokens(rewards: object) -> bool:
-    """Return True for finite rewards: of the whole, of tokens, and of steps with the places of their ends."""
+    """Return True for a valid encoding of `TokenRewards`: `[whole, tokens, steps]` with finite rewards and positive ends."""
     match rewards:
         case [whole, list(tokens), list(steps)]:
             pairs = [step for step in steps if isinstance(step, list) and len(step) == 2]

@@ -1,9 +1,9 @@
-"""The zygote: a small process without secrets that loads the rewards once and forks the scoring processes.
+"""The zygote: a process without secrets that loads the rewards once and forks the scoring processes.
 
-`titanrl.sandbox.client` starts it as a new Python process that calls `main`, connected by a socket. The zygote reads an
-`Order`, loads the rewards and sends READY. Each later message requests a number of processes. For each one the zygote sends a
-message with two descriptors: the socket to the process, and a pidfd to kill it. When the socket closes, the zygote kills and
-reaps its processes.
+`titanrl.sandbox.client` starts it as a new Python process that calls `main` and is connected by a socket. The zygote reads a
+`ZygoteConfig`, loads the rewards and sends READY. Each message that it then receives requests a number of processes. For each
+process, the zygote sends a message with two file descriptors: a socket to the process, and a pidfd to kill it. When its own
+socket is closed, the zygote kills and reaps its processes.
 
 A scoring process confines itself and sends READY. For each group it reads a pickled `Request`, sends STARTED, and writes one
 line with a JSON list of results. It exits after `groups_per_process` groups.
@@ -32,11 +32,12 @@ from titanrl.sandbox.confine import Confinement, end_with_parent, leaks, python_
 from titanrl.sandbox.scores import RewardSpec, encoded_score
 
 READY = b"+"
-"""First byte from a confined scoring process, and from a zygote that has loaded its rewards. The zygote's message continues
-with one byte per reward: `GROUP` if it scores all completions of a prompt in one call, plus `TOKENS` if it takes token ids."""
+"""First byte that a scoring process sends after confining itself, and a zygote after loading its rewards. The zygote's message
+continues with one byte per reward: `GROUP` if the reward scores all completions of a prompt in one call, plus `TOKENS` if it
+takes token ids."""
 GROUP, TOKENS = 1, 2
 STARTED = b"!"
-"""First byte of the reply, sent when the answers arrive. A process that dies before was not killed by them."""
+"""First byte of a reply, sent when a request arrives. If a process dies without sending it, the answers were not the cause."""
 END = b"\n"
 """Last byte of the reply."""
 COUNT = struct.Struct("I")
@@ -47,49 +48,49 @@ _MIN_HEADROOM_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ZygoteConfig:
     """The rewards to load, and the limits of the scoring processes."""
 
     rewards: tuple[RewardSpec, ...]
-    """Rewards."""
+    """Rewards to load."""
     memory_bytes: int
-    """Address-space limit."""
+    """Limit of a process's address space."""
     cpu_s: int
-    """Limit of CPU time."""
+    """Limit of a process's CPU time, in seconds."""
     groups_per_process: int
-    """Groups that a process scores before it exits."""
+    """Number of groups that a process scores before it exits."""
 
 
 Request = tuple[int, Mapping[str, Any], tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[Sequence[int], ...]]
-"""Index of a reward in the order, then the fields of `Answers`; a tuple is pickled faster than a dataclass."""
+"""Index of a reward in `ZygoteConfig.rewards`, then the fields of `Answers`. Pickling a tuple is faster than a dataclass."""
 
 
-def main(control_fd: int, parent_pid: int, order_fd: int) -> None:
+def main(control_fd: int, parent_pid: int, config_fd: int) -> None:
     """Load the rewards, then fork on request until the socket `control_fd` closes or the process `parent_pid` exits."""
     end_with_parent(parent_pid)
     control = socket.socket(fileno=control_fd)
-    with open(order_fd, "rb") as stream:
-        order: Order = pickle.load(stream)
-    rewards = [_load(spec) for spec in order.rewards]
-    if any(spec.is_own for spec in order.rewards):
+    with open(config_fd, "rb") as stream:
+        config: ZygoteConfig = pickle.load(stream)
+    rewards = [_load(spec) for spec in config.rewards]
+    if any(spec.is_custom for spec in config.rewards):
         _network.watch()
-    _check_memory(order.memory_bytes)
-    confinement = Confinement(python_paths(), order.memory_bytes, order.cpu_s)
+    _check_memory(config.memory_bytes)
+    confinement = Confinement(python_paths(), config.memory_bytes, config.cpu_s)
     gc.collect()
-    gc.freeze()  # otherwise the collector of a forked process would touch, and so copy, every page
+    gc.freeze()  # otherwise garbage collection in a forked process would touch, and thus copy, every memory page
     control.send(READY + bytes(GROUP * own.reward.is_group + TOKENS * own.reward.takes_token_ids for own in rewards))
-    _Forker(control, rewards, confinement, order.groups_per_process).run()
+    _Forker(control, rewards, confinement, config.groups_per_process).run()
 
 
 def _load(spec: RewardSpec) -> "_Loaded":
     function = import_object(spec.factory, key=f"data.rewards.{spec.name}")(**spec.kwargs)
-    return _Loaded(reward=BoundReward(spec.name, function), is_own=spec.is_own, returns_text=spec.returns_text)
+    return _Loaded(reward=BoundReward(spec.name, function), is_custom=spec.is_custom, returns_text=spec.returns_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
     reward: BoundReward
-    is_own: bool
+    is_custom: bool
     returns_text: bool
 
 
@@ -147,11 +148,11 @@ class _Forker:
 
 
 def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, num_groups: int) -> None:
-    """Confine this process, then score groups. After `apply`, code that a model wrote may control the process."""
+    """Confine this process, then score groups. Once it scores, model-written code may control the process."""
     try:
         os.setsid()
-        os.dup2(1, 2)  # both are /dev/null from here on
-        with suppress(PermissionError):  # optional: when memory runs out, the kernel should kill a reward, not the trainer
+        os.dup2(1, 2)  # stdout is already /dev/null
+        with suppress(PermissionError):  # optional: if memory runs out, the kernel should kill a reward, not the trainer
             Path("/proc/self/oom_score_adj").write_text("1000")
         confinement.apply(keep=channel)
         failure = ", ".join(leaks())
@@ -180,7 +181,7 @@ def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, n
 
 
 def _score(loaded: _Loaded, answers: Answers, index: int) -> dict[str, Any]:
-    """Score one answer; return the exception's type and message if the reward raises."""
+    """Score one answer; if the reward raises, return the type and message of the exception."""
     reward = loaded.reward
     if loaded.returns_text:
         return _attempt(loaded, lambda: {"text": reward.call_one(answers, index)})
@@ -188,7 +189,7 @@ def _score(loaded: _Loaded, answers: Answers, index: int) -> dict[str, Any]:
 
 
 def _score_group(loaded: _Loaded, answers: Answers) -> list[dict[str, Any]]:
-    """Score all answers in one call. If it raises, all of them fail; if one of its values is invalid, that one."""
+    """Score all answers in one call. If the call raises, all answers fail; an invalid value fails only its answer."""
     reward, num = loaded.reward, len(answers.completions)
     if num == 0:
         return []
@@ -199,21 +200,21 @@ def _score_group(loaded: _Loaded, answers: Answers) -> list[dict[str, Any]]:
 
 
 def _attempt(loaded: _Loaded, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of a call, or the text of its exception."""
+    """Return the result of a call, or the message of its exception."""
     _network.forget()
     try:
         result = call()
-    except BaseException as error:  # also SystemExit: an answer may contain exit(), and a reward may eval it
+    except BaseException as error:  # includes SystemExit: a reward may eval an answer that calls exit()
         text = f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]
-        needs = _needs(loaded.reward, error) if loaded.is_own else ""
+        needs = _needs(loaded.reward, error) if loaded.is_custom else ""
         return {"error": f"{text} ({needs})" if needs else text}
-    if _network.was_tried and loaded.is_own:  # a reward that catches the exception would return a wrong number
+    if _network.was_tried and loaded.is_custom:  # the reward caught the exception, so its value would be wrong
         return {"error": _needs(loaded.reward, None)}
     return result
 
 
 def _awaited(value: Any) -> Any:
-    """Return the result of an async reward. There is no event loop: it can wait only for other coroutines."""
+    """Run an async reward to completion without an event loop; it can await only other coroutines."""
     if isinstance(value, float) or not isinstance(value, Awaitable):
         return value
     steps = value.__await__()
@@ -225,16 +226,16 @@ def _awaited(value: Any) -> Any:
 
 
 class _Network:
-    """Notes attempts to use the network, also those whose exception the reward catches."""
+    """Detects attempts to use the network, even if the reward catches the resulting exception."""
 
     def __init__(self) -> None:
         self.was_tried = False
-        """True after the attempt to resolve a name or to connect."""
+        """True after an attempt to resolve a name or to connect."""
         self.made_socket = False
-        """True after the attempt to create a socket, which some libraries do without need when they are imported."""
+        """True after an attempt to create a socket. Some libraries do this on import without needing the network."""
 
     def watch(self) -> None:
-        """Start to note attempts in this process and its forks."""
+        """Start detecting attempts in this process and its forks."""
         sys.addaudithook(self._note)
 
     def forget(self) -> None:
@@ -251,7 +252,7 @@ _network = _Network()
 
 
 def _needs(reward: BoundReward, error: BaseException | None) -> str:
-    """Return the resource that the sandbox denied to a reward, and the remedy; empty if it denied none."""
+    """Explain which resource the sandbox denied to a reward, and how to allow it; return "" if it denied none."""
     if _network.was_tried or _network.made_socket:
         needed = "the network"
     elif any(_is_denial(cause) for cause in _causes(error)):
@@ -269,7 +270,7 @@ def _is_denial(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, and those that it was raised from or during."""
+    """Yield an exception and the chain of exceptions that caused it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -281,6 +282,6 @@ def _check_memory(memory_bytes: int) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     if memory_bytes < used + _MIN_HEADROOM_BYTES:
         raise ValueError(
-            f"sandbox.memory_bytes: too small for the loaded rewards, which maps {used} bytes (got {memory_bytes}). "
+            f"sandbox.memory_bytes: too small for the loaded rewards, which map {used} bytes (got {memory_bytes}). "
             f"Set it to at least {used + _MIN_HEADROOM_BYTES}."
         )
