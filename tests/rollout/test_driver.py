@@ -90,7 +90,7 @@ class Policy:
         return completion
 
 
-def play(talk: Conversation, policy: Policy) -> Conversation:
+def play(talk: Conversation, policy: Callable[[GenerationRequest], Completion]) -> Conversation:
     async def run() -> None:
         await talk.start()
         while (request := talk.request()) is not None:
@@ -122,6 +122,24 @@ def test_every_turn_extends_the_tokens_of_the_previous_one(tokenizer: Tokenizer)
     assert environment.seen[0] == {"role": "assistant", "content": "hm", "tool_calls": [call]}
     assert (talk.turn_rewards, talk.rewards, talk.finish_reason) == ([0.5, 0.25], {"right": 1.0}, "stop")
     assert talk.last_text == "<answer>2</answer>"
+
+
+def test_turn_without_tokens_follows_the_previous_turn(tokenizer: Tokenizer) -> None:
+    # The second conversation starts a new segment, in which the policy samples no token.
+    replaced = Observation(messages=[user("go on")], reward=0.5, replaces=True)
+    policy = Policy(tokenizer, ["2", ""])
+
+    def reply(request: GenerationRequest) -> Completion:
+        completion = policy(request)
+        if len(policy.record) == 1:
+            return completion
+        empty = {name: getattr(completion, name)[:0] for name in ("token_ids", "logprobs", "versions")}
+        return replace(completion, **empty)
+
+    talk = play(conversation(Scripted([replaced, Done(reward=2.0)]), tokenizer), reply)
+    (segment,) = talk.segments()
+    turns = talk.turns(talk.turn_rewards)
+    assert turns == tuple(Turn(segment=0, end=len(segment.mask), reward=reward) for reward in (0.5, 2.0))
 
 
 def test_supports_stay_aligned_with_their_tokens(tokenizer: Tokenizer) -> None:

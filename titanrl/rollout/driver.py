@@ -194,15 +194,16 @@ class Conversation:
     def turns(self, rewards: Sequence[float]) -> tuple[Turn, ...]:
         """Return the turns of a finished episode with the given rewards.
 
-        A turn whose segment has no sampled token is assigned to the previous segment.
+        A turn whose segment has no sampled token is assigned to the end of the previous turn, and covers no tokens.
         """
         turns: list[Turn] = []
-        number = -1
+        number, end = -1, 0
         for builder in self._segments:
-            number += any(builder.mask)
-            for end in builder.turn_ends:
-                has_segment = any(builder.mask) and number >= 0
-                turns.append(Turn(segment=max(number, 0), end=end if has_segment else 0, reward=rewards[len(turns)]))
+            has_segment = any(builder.mask)
+            number += has_segment
+            for turn_end in builder.turn_ends:
+                end = turn_end if has_segment else end
+                turns.append(Turn(segment=max(number, 0), end=end, reward=rewards[len(turns)]))
         return tuple(turns)
 
     async def start(self) -> None:
