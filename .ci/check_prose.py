@@ -20,35 +20,35 @@ from pathlib import Path
 
 VERBS = frozenset(
     """
-    abort accept acquire add adjust admit advance agree align allocate allow alternate announce answer append apply ask
-    act assemble assert assign attach average await balance bind block bound bring broadcast buffer build bundle cache calculate
-    call cancel cast change charge check choose clamp clean clear clip clone close collate collect combine commit compare
-    compile complete compute confine connect consume continue convert copy count cover create cut deal decide declare decode
-    decorate decrease delete deliver derive describe detach detect determine discard dispatch display distribute divide do
-    download drain draw drive drop dump emit enable encode end enforce ensure enter enumerate escape estimate evaluate evict
-    execute exit expand expect explain export express extend extract fail feed fetch fill filter find finish fit flatten
-    flush follow force forget fork format forward free freeze gather generate get give go group guard handle hash hide hold
-    identify ignore implement import include increase infer initialize insert inspect install interrupt intersect invalidate
-    invert iterate join judge keep kill label launch lay lead learn lease leave let limit link list listen load locate lock
-    log look lower make map mark mask match materialize measure merge mirror mix mock move multiply name narrow normalize
-    note notify offer open order overwrite pack pad pair parse partition pass patch pause pick pickle pin place plan play
-    plot point poll pop prefer prepare prepend present preserve prevent print process produce profile project prove provide
-    publish pull push put quantize query queue quote raise rank read reap rebuild receive recompute reconnect record recover
-    redirect reduce refill refresh refuse register reject relay release reload remove rename render reopen reorder repeat
-    replace reply report represent request require reserve reset reshape reshard resolve respawn restart restore restrict
-    resume retain retry return reuse rewrite rotate round route run sample save say scale schedule score search seed select
-    send separate serialize serve set shard share shift show shrink shut signal simulate skip sleep slice solve sort spawn
-    split spread stack start state step stop store stream strip submit subtract suggest sum summarize supervise suspend swap
-    switch synchronize take talk terminate test throw tie time tokenize track train translate treat trim truncate try turn
-    unpack unpickle unregister update upload use validate verify view visit wait walk warm warn watch weight widen wrap
-    write yield
+    abort accept accumulate acquire act add adjust admit advance agree align allocate allow alternate announce answer append
+    apply ask assemble assert assign attach average await balance bind block bound bring broadcast buffer build bundle cache
+    calculate call cancel cast change charge check choose clamp clean clear clip clone close collate collect combine commit
+    compare compile complete compute confine connect consume continue convert copy count cover create cut deal decide
+    declare decode decorate decrease delete deliver derive describe detach detect determine discard dispatch display
+    distribute divide do download drain draw drive drop dump emit enable encode end enforce ensure enter enumerate escape
+    estimate evaluate evict examine execute exit expand expect explain export express extend extract fail feed fetch fill
+    filter find finish fit flatten flush follow force forget fork format forward free freeze gather generate get give go
+    group guard halve handle hash hide hold identify ignore implement import include increase infer initialize insert
+    inspect install interrupt intersect invalidate invert iterate join judge keep kill label launch lay lead learn lease
+    leave let limit link list listen load locate lock log look lower make map mark mask match materialize measure merge
+    mirror mix mock move multiply name narrow normalize note notify offer open order overwrite pack pad pair parse partition
+    pass patch pause pick pickle pin place plan play plot point poll pop prefer prepare prepend present preserve prevent
+    print process produce profile project prove provide publish pull push put quantize query queue quote raise rank read
+    reap rebuild receive recompute reconnect record recover redirect reduce refill refresh refuse register reject relay
+    release reload remember remove rename render reopen reorder repeat replace reply report represent request requeue
+    require reserve reset reshape reshard resolve respawn restart restore restrict resume retain retry return reuse rewrite
+    rotate round route run sample save say scale schedule score search seed select send separate serialize serve set shard
+    share shift show shrink shut signal simulate skip sleep slice solve sort spawn split spread stack start state step stop
+    store stream strip submit subtract suggest sum summarize supervise suspend swap switch synchronize take talk terminate
+    test throw tie time tokenize track train translate treat trim truncate try turn unpack unpickle unregister update upload
+    use validate verify view visit wait walk warm warn watch weight widen wrap write yield
     """.split()  # noqa: SIM905
 )
 CLAUSES = re.compile(r"(What|Whatever|Whether|How|Where|Which|Who|Whoever|Whose|When|That which|Those of)\b")
 BANNED = re.compile(
     r"\b(anew|whoever|nobody|somebody|stands?|in vain|is told|are told|what is left of|comes? together|came together"
     r"|for ever|leave to (generate|go|run)|to be had|at home in|as well as any|thrown away|throws? away|by turns"
-    r"|whatever (it is|ends|goes|hangs)|at hand|under way)\b",
+    r"|whatever (it is|ends|goes|hangs)|at hand|under way|one's own|user's own|gives? back|given back|takes? back|goes on)\b",
     re.IGNORECASE,
 )
 ALLOWED = {

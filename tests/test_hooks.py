@@ -15,7 +15,7 @@ from titanrl.loading import import_object
 from titanrl.plugins import plugin_of
 from titanrl.types import AdamParams, EvaluationResult, StepMetrics
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loss" / "own_loss.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_loss" / "custom_loss.py"
 METRICS = StepMetrics(step=3, version=3, values={"optim/lr": 0.5})
 RESULT = EvaluationResult(task="sums", version=3, mean=0.5, num_prompts=2, response_len_mean=4.0)
 

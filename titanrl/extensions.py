@@ -29,7 +29,7 @@ from titanrl.config.mixture import MIXTURE
 from titanrl.config.registry import LossTraits
 from titanrl.config.schema import Config
 from titanrl.config.section import Section
-from titanrl.data import curriculum, own_prompts
+from titanrl.data import curriculum, custom_prompts
 from titanrl.environments import registry as environments
 from titanrl.metrics import trackers
 from titanrl.plugins import OBJECT, Plugin, Plugins, check_call, loaded, name_of, object_path, plugin_of
@@ -224,11 +224,11 @@ POINTS: tuple[Point, ...] = (
     Point(
         key="data.source",
         argument="prompts",
-        protocol=own_prompts.PromptSource.__call__,
-        expected=own_prompts.EXPECTED,
+        protocol=custom_prompts.PromptSource.__call__,
+        expected=custom_prompts.EXPECTED,
         objects=lambda prompts, _: {"data.source": prompts},
         written=_with_prompts,
-        checked=lambda source, plugin, config: own_prompts.check_prompt_source(
+        checked=lambda source, plugin, config: custom_prompts.check_prompt_source(
             source, key=plugin.key, name=plugin.name, options=config.data.options
         ),
     ),

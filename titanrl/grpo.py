@@ -69,7 +69,7 @@ class GRPO(DumpedRun):
 
     @classmethod
     def for_config(cls, config: Config) -> "type[GRPO]":
-        """Return the loop of a configuration: with `train: false` one that only generates, and derives from this one."""
+        """Return the class that runs a configuration: this one, or with `train: false` a subclass that only generates."""
         generation: type[GRPO] = import_object("titanrl.generation:Generation", key="train")
         return cls if config.train else generation
 
@@ -82,11 +82,11 @@ class GRPO(DumpedRun):
         source: Source | None = None,
         **objects: object,
     ) -> None:
-        """Check everything that can be checked before a process is started; see `Run`."""
+        """Check the configuration and the machine without starting a process; see `Run`."""
         super().__init__(config, resume=resume, console=console, source=source, **objects)
         self._num_published = 0
         self._unpublished: list[TrainedBatch] = []
-        self._num_deaths = 0  # of rollout workers, when a batch was last given back
+        self._num_deaths = 0  # of rollout workers, when a batch was last returned
         self._warned_of_reward = False
         self._advantage = loaded(self._plugins, "algorithm.advantage")
         self._replay = ReplaySchedule(config.replay, config.num_steps, loaded(self._plugins, "replay.priority"))
@@ -106,7 +106,7 @@ class GRPO(DumpedRun):
                     trained = await self._train(batch, plan, params)
                     break
                 except TitanRLError as error:
-                    await self._return_lost_batch(batch, error)
+                    await self._return_batch(batch, error)
         await self._publish(batch, plan, trained.updates)
         buffer.prefetch()
         metrics = self._report(batch, plan, trained, params, time.perf_counter() - started)
@@ -138,7 +138,7 @@ class GRPO(DumpedRun):
                 updates.append(await stepping)
         return Trained(losses=losses, updates=updates, generated=await generated, batch_metrics=batch_metrics)
 
-    async def _return_lost_batch(self, batch: Batch, error: TitanRLError) -> None:
+    async def _return_batch(self, batch: Batch, error: TitanRLError) -> None:
         """Return a batch to the buffer after a rollout worker has died with tokens that the trainer had not fetched.
 
         Raises:
@@ -150,7 +150,7 @@ class GRPO(DumpedRun):
             raise error
         self._num_deaths = workers.num_deaths
         await self.session.trainer.zero_grad()
-        await workers.take_back(batch.all_records.handles)
+        await workers.return_batch(batch.all_records.handles)
 
     async def sample_evaluation(self, name: str) -> EvaluationResult:
         """Sample and score completions of an evaluation set with the newest weights."""
@@ -158,10 +158,10 @@ class GRPO(DumpedRun):
         return await self.session.rollouts.workers.evaluate(name)
 
     async def sample_beside_training(self, names: Sequence[str], version: int, results: list[EvaluationResult]) -> None:
-        """Evaluate sets with a version, on a generator of its own that keeps this version meanwhile; append each result."""
+        """Evaluate sets on the separate evaluation generator, which keeps `version` until then; append each result."""
         session = self.session
         (part,) = session.evaluator.parts
-        await part.wait_until_up()  # before the lease of a pull, for which publications may wait
+        await part.wait_until_up()  # before the pull takes its lease, because publications wait for leases
         if not await session.weights.pull_held(version, partial(session.evaluator.pull_weights, 0)):
             raise StoppedError(f"version {version} was overwritten while the generator was replaced")
         for name in names:
@@ -182,19 +182,19 @@ class GRPO(DumpedRun):
             await self.session.weights.ready()
 
     async def _continue(self, step: int) -> None:
-        """Continue with the groups of a checkpoint, between two publications if it was saved there.
+        """Restore versions, groups and trainer of a checkpoint, which may lie between two publications.
 
-        The generators get the weights published last before the trainer loads its own, which can be newer.
+        The generators first get the weights that were published last. The trainer's weights can be newer.
         """
         state, session, config = self.state, self.session, self.config
         published = list(state.published or (state.version,))
         num_updates, groups_per_step = state.version - published[-1], config.rollout.groups_per_step
-        is_unchanged = state.num_held == num_updates * groups_per_step  # else the size of batches has changed
+        is_unchanged = state.num_held == num_updates * groups_per_step  # False if the batch size was changed
         in_interval = 0 < num_updates < config.algorithm.updates_per_publish and is_unchanged
         if in_interval:
             await session.trainer.load_published(step, published[-1])
             self._past.resume(published[-1])
-        else:  # the interval ends here, perhaps because the configuration has changed
+        else:  # publish now: the interval is complete, or the configuration was changed
             published += [] if published[-1] == state.version else [state.version]
             await self.resume()
         session.weights.versions[:] = published[:-1]
@@ -227,17 +227,17 @@ class GRPO(DumpedRun):
         return restored.trained
 
     async def save_parts(self, folder: Path) -> None:
-        """Write the trainer's state, the weights published last if they are older, and the buffer's groups.
+        """Write the trainer's state, the last published weights if they are older, and the buffer's groups.
 
-        In synchronous training, all groups between two publications are sampled together, which a resumed run repeats, too.
-        Right after a publication, it samples them again. Later it continues with the finished ones.
+        Synchronous training samples all groups between two publications in one round, and a resumed run must repeat the round.
+        A checkpoint right after a publication holds no groups, so the round is sampled again. A later one holds all of them.
         """
         state, session = self.state, self.session
         await session.rollouts.workers.wait_until_up()
         buffer, published = session.rollouts.buffer, session.weights.versions[-2 - self.config.worst_staleness :]
         in_interval = published[-1] != state.version and self._past.kept == published[-1]
         kept = published[-1] if in_interval else None
-        if published[-1] != state.version and not in_interval:  # after optimizer steps of the user's own
+        if published[-1] != state.version and not in_interval:  # after optimizer steps of custom code
             published.append(state.version)
         self.state = replace(state, published=tuple(published), in_flight=(), num_held=0)
         from_index = None
@@ -249,14 +249,14 @@ class GRPO(DumpedRun):
         if from_index is None or self.config.replay.fraction or self.config.data.chooses_prompts:
             saved = await buffer.save(folder / GROUPS, self._unpublished, from_index)
             self.state = replace(self.state, next_index=saved.next_index, in_flight=saved.in_flight, num_held=saved.num_held)
-        await session.trainer.save_checkpoint(state.step, kept)  # last: a shard that dies before it makes `save` begin again
+        await session.trainer.save_checkpoint(state.step, kept)  # last, because `buffer.save` restarts if a shard dies
 
     async def finish_parts(self) -> None:
         """Wait until the groups are on disk."""
         await super().finish_parts()
         await self.session.rollouts.buffer.finish_save()
 
-    # Details of a step
+    # Parts of a step
 
     def _plan(self, batch: Batch) -> StepPlan:
         """Compute advantages, and loss weights and packing of each mini-batch."""
@@ -278,7 +278,7 @@ class GRPO(DumpedRun):
         return plan_step(batch.all_records, plan, epochs=epochs, num_minibatches=num_minibatches, seed=seed)
 
     async def _take_batch(self) -> Batch:
-        """Take a batch, with groups to replay. Discard it if `training.publish` has made it too old since the last step."""
+        """Take a batch and the groups to replay with it. Discard batches that became too old because user code published."""
         session, bound = self.session, self.config.worst_staleness
         buffer = session.rollouts.buffer
         while True:
@@ -308,7 +308,7 @@ class GRPO(DumpedRun):
         return ages
 
     async def _publish(self, batch: Batch, plan: StepPlan, updates: Sequence[OptimUpdate]) -> None:
-        """Publish after `updates_per_publish` steps and free their slots afterwards; free those of a skipped step now."""
+        """Publish after `updates_per_publish` steps, which frees their slots; free the slots of a skipped step immediately."""
         records, update = batch.all_records.by_index(), updates[-1]
         for taken in updates:
             self.count_skipped(taken, largest_reward=float(np.abs(batch.records.rewards).max()))
@@ -323,7 +323,7 @@ class GRPO(DumpedRun):
             self._publish_version(update.version, then=partial(self.session.rollouts.buffer.release, *trained))
 
     def _publish_version(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
-        """Start to publish a version; await `then` when no request is served with an older one any more."""
+        """Start to publish a version. `then` is awaited once no generator serves requests with an older version."""
         directory = self.recorder.directory
 
         async def published() -> None:
@@ -405,7 +405,7 @@ class GRPO(DumpedRun):
         self.state = replace(self.state, counts=counts)
 
     def _record_groups(self, batch: Batch, plan: StepPlan) -> None:
-        """Record the advantages of the groups that `rollouts.jsonl` shows, and what `record_drops` does."""
+        """Record the advantages of the groups that `rollouts.jsonl` shows, then drops and failed rewards."""
         directory, rollout = self.recorder.directory, self.config.rollout
         groups = batch.all_records.by_index().groups
         ends = np.cumsum(groups["num_rollouts"])
@@ -421,7 +421,7 @@ class GRPO(DumpedRun):
         self.record_drops(batch)
 
     def record_drops(self, batch: Batch) -> None:
-        """Record the groups that were dropped since the batch before, and failed rewards."""
+        """Record the groups dropped since the previous batch, and failed rewards."""
         directory = self.recorder.directory
         for reason, num_dropped in batch.drops.items():
             directory.event("drop", step=self.state.step, groups=num_dropped, reason=reason)
@@ -430,8 +430,8 @@ class GRPO(DumpedRun):
             if not self._warned_of_reward:
                 self._warned_of_reward = True
                 self.console.warn(
-                    f"{batch.num_errors} of {batch.num_tried_rollouts} completions have no reward, and are left out "
-                    f"(first error: {batch.first_error}); reward/error_frac counts them"
+                    f"{batch.num_errors} of {batch.num_tried_rollouts} completions have no reward and are excluded "
+                    f"(first error: {batch.first_error}). reward/error_frac counts them."
                 )
 
 

@@ -62,7 +62,7 @@ class Task:
         while self._mixture.has_state and len(self._draws) < start + num:
             self._draws.append(self._mixture.draw(len(self._draws)))
         draws = {index: self._draws[index] if self._draws else Draw(index) for index in range(start, start + num)}
-        return [streams[draw.task].prompt(index, draw.level, draw.place) for index, draw in draws.items()]
+        return [streams[draw.task].prompt(index, draw.level, draw.stream_index) for index, draw in draws.items()]
 
     def heldout(self, num: int, *, task: str | None = None) -> list[Prompt]:
         """Return the first held-out prompts of a task; None means the first task.

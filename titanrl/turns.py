@@ -50,12 +50,12 @@ class GroupTokens:
     """Token rewards of a group, in a sparse format without tokens that have no reward.
 
     Example: a rollout of five tokens with rewards at the second and the last, and a rollout of four tokens with a reward at the
-    last: `GroupTokens(num_rewards=(2, 1), places=(1, 4, 3), rewards=(0.5, 1.0, 0.25))`
+    last: `GroupTokens(num_rewards=(2, 1), positions=(1, 4, 3), rewards=(0.5, 1.0, 0.25))`
     """
 
     num_rewards: tuple[int, ...]
     """Rewarded tokens per rollout, `[G]`."""
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     """Index of each rewarded token among the loss tokens of its rollout, `[E]`."""
     rewards: tuple[float, ...]
     """Reward of each of these tokens, including the reward of its turn or of the rollout, `[E]`."""
@@ -66,7 +66,7 @@ class PackedTokens(NamedTuple):
 
     num_rewards: bytes
     """int64, `[G]`."""
-    places: bytes
+    positions: bytes
     """int64, `[E]`."""
     rewards: bytes
     """float64, `[E]`."""
@@ -76,7 +76,7 @@ def pack_tokens(tokens: GroupTokens) -> PackedTokens:
     """Pack the token rewards of a group."""
     return PackedTokens(
         np.array(tokens.num_rewards, "<i8").tobytes(),
-        np.array(tokens.places, "<i8").tobytes(),
+        np.array(tokens.positions, "<i8").tobytes(),
         np.array(tokens.rewards, "<f8").tobytes(),
     )
 
@@ -149,7 +149,7 @@ class TokenTable:
 
     num_rewards: Counts
     """Rewarded tokens per rollout, `[N]`."""
-    places: Counts
+    positions: Counts
     """Index of each rewarded token among the loss tokens of its rollout, `[E]`."""
     rewards: Values
     """Reward of each of these tokens, `[E]`."""
@@ -159,17 +159,17 @@ class TokenTable:
         """Build token rewards from turns, for unknown token rewards: the last token of a turn gets the turn's reward."""
         rollout_of_U = np.repeat(np.repeat(np.arange(len(num_segments_N)), num_segments_N), turns.num_turns)
         num_tokens_N = np.bincount(rollout_of_U, turns.num_sampled, len(num_segments_N)).astype(np.int64)
-        places = np.cumsum(turns.num_sampled) - (np.cumsum(num_tokens_N) - num_tokens_N)[rollout_of_U] - 1
-        has_token = (places >= 0) & (turns.rewards != 0.0)
+        positions = np.cumsum(turns.num_sampled) - (np.cumsum(num_tokens_N) - num_tokens_N)[rollout_of_U] - 1
+        has_token = (positions >= 0) & (turns.rewards != 0.0)
         num_rewards = np.bincount(rollout_of_U[has_token], minlength=len(num_segments_N)).astype(np.int64)
-        return cls(num_rewards=num_rewards, places=places[has_token], rewards=turns.rewards[has_token])
+        return cls(num_rewards=num_rewards, positions=positions[has_token], rewards=turns.rewards[has_token])
 
     @classmethod
     def unpacked(cls, packed: PackedTokens) -> Self:
         """Unpack the token rewards of a group."""
         return cls(
             num_rewards=np.frombuffer(packed.num_rewards, "<i8"),
-            places=np.frombuffer(packed.places, "<i8"),
+            positions=np.frombuffer(packed.positions, "<i8"),
             rewards=np.frombuffer(packed.rewards, "<f8"),
         )
 
@@ -178,20 +178,20 @@ class TokenTable:
         """Join tables, at least one, into one table."""
         return cls(
             num_rewards=np.concatenate([table.num_rewards for table in tables]),
-            places=np.concatenate([table.places for table in tables]),
+            positions=np.concatenate([table.positions for table in tables]),
             rewards=np.concatenate([table.rewards for table in tables]),
         )
 
     def take(self, rollouts: Counts) -> Self:
         """Return the token rewards of the rollouts at the given indices, in this order."""
         kept = ranges((np.cumsum(self.num_rewards) - self.num_rewards)[rollouts], self.num_rewards[rollouts])
-        return type(self)(num_rewards=self.num_rewards[rollouts], places=self.places[kept], rewards=self.rewards[kept])
+        return type(self)(num_rewards=self.num_rewards[rollouts], positions=self.positions[kept], rewards=self.rewards[kept])
 
     def by_token(self, num_tokens_N: Counts) -> Values:
         """Return the reward of every loss token in rollout order, 0 where there is none, `[T]`."""
         starts_N = np.cumsum(num_tokens_N) - num_tokens_N
         rewards_T = np.zeros(int(num_tokens_N.sum()))
-        np.add.at(rewards_T, np.repeat(starts_N, self.num_rewards) + self.places, self.rewards)
+        np.add.at(rewards_T, np.repeat(starts_N, self.num_rewards) + self.positions, self.rewards)
         return rewards_T
 
 

@@ -215,7 +215,7 @@ def test_table_keeps_turns_in_any_order_and_with_groups_without_turns() -> None:
 # tokens, and 1 for the last. Without a discount, the returns are A: 1.5, 1, 1, 1; B: 1, 1. With a discount of 1/2 they are
 # A: 0.625, 0.25, 0.5, 1; B: 0.5, 1. After its end, B counts with 1.
 
-TOKENS = GroupTokens(num_rewards=(2, 1), places=(0, 3, 1), rewards=(0.5, 1.0, 1.0))
+TOKENS = GroupTokens(num_rewards=(2, 1), positions=(0, 3, 1), rewards=(0.5, 1.0, 1.0))
 
 
 def credited(index: int = 0, tokens: GroupTokens | None = TOKENS) -> GroupRecord:
@@ -252,7 +252,10 @@ def test_token_advantages_are_split_by_segment() -> None:
 
 
 def test_outcome_rewards_give_each_token_advantage_of_rollout() -> None:
-    for record in (credited(tokens=None), credited(tokens=GroupTokens(num_rewards=(1, 1), places=(3, 1), rewards=(1.5, 1.0)))):
+    for record in (
+        credited(tokens=None),
+        credited(tokens=GroupTokens(num_rewards=(1, 1), positions=(3, 1), rewards=(1.5, 1.0))),
+    ):
         assert sequences(plan([record], credit="token")) == sequences(plan([record]))
 
 
@@ -269,16 +272,16 @@ def test_token_advantages_compare_returns_of_same_token() -> None:
         record = replace(make_record(0, rewards=rewards, num_sampled=[2, 3]), tokens=tokens)
         return token_returns_differ(RecordTable.of([record]), discount)
 
-    assert differ(GroupTokens(num_rewards=(1, 1), places=(0, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 1.0)
-    assert not differ(GroupTokens(num_rewards=(1, 1), places=(1, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 1.0)
-    assert differ(GroupTokens(num_rewards=(1, 1), places=(1, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 0.5)
+    assert differ(GroupTokens(num_rewards=(1, 1), positions=(0, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 1.0)
+    assert not differ(GroupTokens(num_rewards=(1, 1), positions=(1, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 1.0)
+    assert differ(GroupTokens(num_rewards=(1, 1), positions=(1, 2), rewards=(1.0, 1.0)), [1.0, 1.0], 0.5)
     assert not differ(None, [1.0, 1.0], 1.0)
     assert differ(None, [1.0, 0.5], 1.0)
 
 
 def test_rollout_without_loss_tokens_is_compared_by_its_reward() -> None:
     record = replace(
-        make_record(0, rewards=[1.0, 0.0], num_sampled=[0, 2]), tokens=GroupTokens(num_rewards=(0, 0), places=(), rewards=())
+        make_record(0, rewards=[1.0, 0.0], num_sampled=[0, 2]), tokens=GroupTokens(num_rewards=(0, 0), positions=(), rewards=())
     )
     assert token_advantages(RecordTable.of([record]), "dr_grpo").tolist() == [-0.5, -0.5]
 

@@ -43,7 +43,7 @@ class Processes:
         self._folder, self._addresses = folder, dict[str, str]()
 
     def address(self, pod: Json) -> str:
-        network = f"127.{78 + os.getpid() % 100}.{os.getpid() // 100 % 250}"  # of this test run, others may go on beside it
+        network = f"127.{78 + os.getpid() % 100}.{os.getpid() // 100 % 250}"  # unique to this test run
         return self._addresses.setdefault(pod["metadata"]["name"], f"{network}.{len(self._addresses) + 1}")
 
     def start(self, pod: Json, variables: Mapping[str, str], volumes: Mapping[str, Path | None]) -> subprocess.Popen[bytes]:

@@ -113,7 +113,7 @@ class Cell:
         if self.part == "environment" and self.mode == "sync":
             return "as async"
         if not is_signal and not self.is_own:
-            return "no code of its own"
+            return "runs no code"
         is_main = self.phase == MAIN[self.part]
         if self.fault in ("segfault", "os._exit") and not is_main:
             return "as kill -9"

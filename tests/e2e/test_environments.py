@@ -19,7 +19,7 @@ from titanrl.dumps import DumpReader
 from titanrl.launch.starting_model import prepare_starting_model
 from titanrl.types import Rollout
 
-OWN_TOOL = REPO / "examples/own_tool/own_tool.py"
+OWN_TOOL = REPO / "examples/custom_tool/custom_tool.py"
 REWARDS = "{{answer: reasoning_gym, brief: {{function: '{own}:brief', weight: 0.1}}, first: '{tokens}:first'}}"
 FAILURES = ("environment_error", "timeout", "reward_error")
 ENVIRONMENT = Path(__file__).with_name("flaky.py")

@@ -49,7 +49,7 @@ WITHIN = {"forward/backward": 0.03, "evaluation": 0.1, "rollout": 0.01}
 ENDS = ("kill -9", "segfault", "os._exit")
 """Faults that terminate a process."""
 
-GOES_ON_S = 8.0
+CONTINUES_S = 8.0
 """Seconds after a fault; a step after them shows that the fault terminated nothing."""
 TAIL_BYTES = 1 << 17
 """Number of bytes at the end of `metrics.jsonl` that contain the last step."""
@@ -189,7 +189,7 @@ class Matrix:
             return self._ended(hit_at, noticed_s)
         outcome, text = "restarted", next((event["cause"] for event in seen if "cause" in event), "")
         if at is None:
-            outcome = "goes on" if self.progress() > hit_at + GOES_ON_S else "hangs"
+            outcome = "continues" if self.progress() > hit_at + CONTINUES_S else "hangs"
         elif not self.wait_for_progress(at):
             if self.has_ended:
                 return self._ended(hit_at, noticed_s)
@@ -216,7 +216,7 @@ class Matrix:
     def _goes_on(self, hit_at: float) -> bool:
         """Return True if the run continues long after a fault that terminated nothing, without a detected stall."""
         acts = any(event["kind"] in ("stall", "fault") and event["time"] >= hit_at for event in self.events())
-        return not acts and self.progress() > hit_at + GOES_ON_S
+        return not acts and self.progress() > hit_at + CONTINUES_S
 
     def _ended(self, hit_at: float, noticed_s: float | None) -> dict[str, Any]:
         """Return the outcome of a run that ended, and resume it."""
@@ -278,7 +278,7 @@ def surprises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     expected = {
         "generator": {"replaced"},
         "rollout": {"replaced"},
-        "scoring": {"replaced", "goes on"},
+        "scoring": {"replaced", "continues"},
         "evaluator": {"replaced"},
         "environment": {"retried"},
     }
@@ -286,7 +286,7 @@ def surprises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     odd = []
     for row in rows:
         fine = expected.get(row["part"], {"restarted"}) | (
-            {"replaced", "ended by name", "restarted", "goes on"} if row["fault"] in always else set()
+            {"replaced", "ended by name", "restarted", "continues"} if row["fault"] in always else set()
         )
         if row["phase"] == "start":
             fine = fine | {"ended by name"}

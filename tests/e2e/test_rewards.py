@@ -46,7 +46,7 @@ def judge_url() -> Iterator[str]:
 def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
     start_run: Start, plain_run: Finished, judge_url: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "own_prompts.py").write_text(PROMPTS)
+    (tmp_path / "custom_prompts.py").write_text(PROMPTS)
     (tmp_path / "group_reward.py").write_text(GROUP)
     judge = {"function": f"{JUDGE}/judge.py:judge", "weight": 0.5, "trusted": True}
     built_in = yaml.safe_load((JUDGE / "built_in.yaml").read_text())["data"]["rewards"]["judge"]
@@ -61,7 +61,7 @@ def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
     }
     overrides = (
         *plain_run.as_start,
-        f"data.source={tmp_path}/own_prompts.py:sums",
+        f"data.source={tmp_path}/custom_prompts.py:sums",
         "data.options={largest: 10}",
         "data.task=sums",
         f"data.rewards={json.dumps(rewards)}",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import own_objects
+from tests import custom_objects
 from tests.launch import losses
 from tests.launch.training_lab import Lab, running_lab
 from titanrl.algorithms.contracts import LossInputs, bound_loss
@@ -270,8 +270,8 @@ def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab) -> None:
             ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),
             ("tests.launch.losses:absent", {}, "has no attribute 'absent'"),
             ("tests.launch.losses:broken", {}, "the loss itself is broken"),
-            (own_objects.clipped, {"clip": 0.2}, "loss_fn_config.clip=0.2, .* no such option"),
-            (own_objects.one_sided, {}, r"one_sided raised KeyError: .advantage.|the loss raised on trainer rank 0"),
+            (custom_objects.clipped, {"clip": 0.2}, "loss_fn_config.clip=0.2, .* no such option"),
+            (custom_objects.one_sided, {}, r"one_sided raised KeyError: .advantage.|the loss raised on trainer rank 0"),
         ):
             with pytest.raises(Exception, match=text):
                 await lab.client.forward_backward(DATA, loss, config)
@@ -308,9 +308,9 @@ def test_custom_policy_loss_by_path_file_and_object_equals_ppo(lab: Lab) -> None
         return output.metrics["loss:sum"], (await lab.client.optim_step(ADAM)).grad_norm
 
     expected = lab.do(loss_and_norm("ppo", {"clip_low_threshold": 0.9}))
-    for loss in ("tests.own_objects:clipped", "tests/own_objects.py:clipped", own_objects.clipped):
+    for loss in ("tests.custom_objects:clipped", "tests/custom_objects.py:clipped", custom_objects.clipped):
         assert lab.do(loss_and_norm(loss, {"clip_low": 1.0 - 0.9})) == expected, loss
-    assert lab.do(loss_and_norm(own_objects.clipped, {"clip_low": 1.0 - 0.9, "bonus": 1.0}))[0] < expected[0]
+    assert lab.do(loss_and_norm(custom_objects.clipped, {"clip_low": 1.0 - 0.9, "bonus": 1.0}))[0] < expected[0]
 
 
 async def read_weights(lab: Lab, commit: Commit) -> dict[str, torch.Tensor]:

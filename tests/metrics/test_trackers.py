@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.metrics import own_tracker
+from tests.metrics import custom_tracker
 from titanrl.metrics.trackers import Trackers, check_tracker, make_trackers
 from titanrl.plugins import plugin_of
 
@@ -196,12 +196,12 @@ def lines(run_dir: Path) -> list[Any]:
 FINISHED = object()
 
 
-@pytest.mark.parametrize("given", [own_tracker.Lines, own_tracker.start, FINISHED], ids=["class", "function", "object"])
+@pytest.mark.parametrize("given", [custom_tracker.Lines, custom_tracker.start, FINISHED], ids=["class", "function", "object"])
 def test_custom_tracker_receives_every_metric(given: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     if given is FINISHED:
-        given = own_tracker.Lines(run_dir, {"seed": 3}, 5)
+        given = custom_tracker.Lines(run_dir, {"seed": 3}, 5)
     plugin = plugin_of("logging.loggers.1", given, is_local=True)
     own = {"logging.loggers.1": plugin} if plugin else {}
     names = ("tensorboard", "object:mine")
@@ -243,7 +243,7 @@ def test_tracker_object_survives_a_restart(tmp_path: Path) -> None:
 
 def test_warning_names_a_failing_custom_tracker(tmp_path: Path) -> None:
     warnings: list[str] = []
-    path = "tests.metrics.own_tracker:Full"
+    path = "tests.metrics.custom_tracker:Full"
     plugin = plugin_of("logging.loggers.0", path)
     assert plugin is not None
     trackers = make_trackers((path,), tmp_path, {"seed": 0}, warn=warnings.append, plugins={"logging.loggers.0": plugin})
@@ -255,10 +255,10 @@ def test_warning_names_a_failing_custom_tracker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("candidate", "problem"),
     [
-        (own_tracker.Mute, r"the tracker has no method log \(got mine\)\. Write it as `def log\(self, step: int, values"),
-        (own_tracker.Wrong, r"wrong signature: too many positional arguments \(got mine\.log\(values"),
+        (custom_tracker.Mute, r"the tracker has no method log \(got mine\)\. Write it as `def log\(self, step: int, values"),
+        (custom_tracker.Wrong, r"wrong signature: too many positional arguments \(got mine\.log\(values"),
         (
-            own_tracker.NoArguments,
+            custom_tracker.NoArguments,
             r"wrong signature: .* Write it as `class MyTracker: def __init__\(self, run_dir",
         ),
         (lambda run_dir: None, r"wrong signature: too many positional arguments"),
@@ -272,7 +272,7 @@ def test_invalid_tracker_is_rejected(candidate: Any, problem: str) -> None:
 
 
 def test_function_that_returns_no_tracker_is_rejected(tmp_path: Path) -> None:
-    plugin = plugin_of("logging.loggers.0", own_tracker.start_mute, is_local=True)
+    plugin = plugin_of("logging.loggers.0", custom_tracker.start_mute, is_local=True)
     assert plugin is not None
     with pytest.raises(ValueError, match=r"^logging\.loggers\.0: the tracker has no method log \(got object:start_mute\)"):
         make_trackers(("object:start_mute",), tmp_path, {}, warn=print, plugins={"logging.loggers.0": plugin})

@@ -71,7 +71,7 @@ def test_returned_batch_keeps_groups_whose_tokens_exist() -> None:
         await groups.commit([record(reservation) for reservation in (*first, *second)])
         batch = await groups.take_batch(4)
         assert await groups.lose_shard(0) == []
-        assert await groups.give_back(batch.records.handles) == [0, 1]
+        assert await groups.return_batch(batch.records.handles) == [0, 1]
         again = await groups.reserve(4, shard=1)
         assert indices(again) == [0, 1]
         await groups.commit([record(reservation) for reservation in again])
@@ -200,7 +200,7 @@ class World:
                 return batch
             self.num_given_back += 1
             await asyncio.sleep(0.004)  # the controller waits for the replacement
-            await self.groups.give_back(batch.records.handles)
+            await self.groups.return_batch(batch.records.handles)
 
     async def publish(self, version: int, handles: Any) -> None:
         await asyncio.sleep(self.rng.random() * 0.002)

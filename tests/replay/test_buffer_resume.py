@@ -169,9 +169,9 @@ class Resumes(RuleBasedStateMachine):
 
     @precondition(lambda self: self.batch is not None and self.is_lost)
     @rule()
-    def give_back(self) -> None:
+    def return_batch(self) -> None:
         assert self.batch is not None
-        self.now(self.buffer.give_back(self.batch.records.handles))
+        self.now(self.buffer.return_batch(self.batch.records.handles))
         self.batch = None
 
     @precondition(lambda self: self.batch is not None and not self.is_lost)

@@ -103,7 +103,7 @@ def test_draws_without_drops_follow_the_weights_closely() -> None:
     mixture = mixture_of([3.0, 1.0])
     tasks = [mixture.draw(index).task for index in range(12)]
     assert tasks == [0, 0, 1, 0] * 3
-    assert mixture.draw(12) == Draw(place=9, task=0)
+    assert mixture.draw(12) == Draw(stream_index=9, task=0)
 
 
 def test_single_task_follows_its_stream_and_has_no_state() -> None:
@@ -203,8 +203,8 @@ def test_changed_tasks_keep_counts_by_name_and_drop_past_draws() -> None:
     after = Mixture([MixedTask(name="words"), MixedTask(name="games")])
     assert not after.load_state_dict(state)
     assert after._num_trained == [1, 0]
-    assert after.draw(3) == Draw(place=0, task=1)
-    assert draws[3] == Draw(place=1, task=1)
+    assert after.draw(3) == Draw(stream_index=0, task=1)
+    assert draws[3] == Draw(stream_index=1, task=1)
 
 
 def test_returned_or_discarded_batch_is_not_counted_as_trained() -> None:
@@ -222,7 +222,7 @@ def test_returned_or_discarded_batch_is_not_counted_as_trained() -> None:
             await simulation.buffer.commit(records)
             taken = await simulation.buffer.take_batch(4)
         trained = list(simulation.mixture._num_trained)
-        await simulation.buffer.give_back(taken.records.handles)
+        await simulation.buffer.return_batch(taken.records.handles)
         given_back = list(simulation.mixture._num_trained)
         again = await simulation.buffer.take_batch(4)
         await simulation.buffer.discard(again.records.handles, before_version=0)

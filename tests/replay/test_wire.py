@@ -72,7 +72,7 @@ def test_unread_reply_is_reported(verbs: Verbs) -> None:
     verbs.go.set()
     assert verbs.lost.wait(20)
     assert verbs.seen == [("wait", "late")]
-    assert link.call("add", 1, 2) == 3  # the session goes on
+    assert link.call("add", 1, 2) == 3  # the session continues
     link.close()
 
 

@@ -316,5 +316,5 @@ def test_token_rewards_are_included_in_their_turns(tokenizer: Tokenizer) -> None
     assert [turn.reward for turn in first.turns] == [1.5]
     assert [turn.reward for turn in second.turns] == [0.5, 3.0]
     record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
-    expected = GroupTokens(num_rewards=(2, 2, 1, 1), places=(0, 1, 0, 3, 1, 1), rewards=(0.5, 1.0, 0.5, 3.0, 1.0, 1.0))
+    expected = GroupTokens(num_rewards=(2, 2, 1, 1), positions=(0, 1, 0, 3, 1, 1), rewards=(0.5, 1.0, 0.5, 3.0, 1.0, 1.0))
     assert record.tokens == expected

@@ -119,7 +119,7 @@ def test_record_has_token_rewards_across_segments() -> None:
         rollout((segment([0, 1, 1]),), None),
         rollout((segment([0, 1, 1]),), None, (Turn(segment=0, end=2, reward=0.75), Turn(segment=0, end=3, reward=0.25))),
     )
-    expected = GroupTokens(num_rewards=(2, 1, 2), places=(0, 2, 1, 0, 1), rewards=(0.5, 0.25, 1.0, 0.75, 0.25))
+    expected = GroupTokens(num_rewards=(2, 1, 2), positions=(0, 2, 1, 0, 1), rewards=(0.5, 0.25, 1.0, 0.75, 0.25))
     assert tokens_of(whole, whole) == expected
     assert tokens_of(group_of(whole.rollouts[1]), group_of(whole.rollouts[1])) is None
 
@@ -130,5 +130,5 @@ def test_reward_of_an_uncounted_token_goes_to_an_earlier_one() -> None:
     (made,) = whole.rollouts
     cut = Segment(**{name: getattr(made.segments[0], name)[:3] for name in ("token_ids", "mask", "logprobs", "versions")})
     trained = replace(whole, rollouts=(replace(made, segments=(cut, made.segments[1])),))
-    assert tokens_of(trained, whole) == GroupTokens(num_rewards=(4,), places=(0, 0, 0, 1), rewards=(0.5, 0.25, 1.0, 2.0))
-    assert tokens_of(without_truncated(whole), whole) == GroupTokens(num_rewards=(0,), places=(), rewards=())
+    assert tokens_of(trained, whole) == GroupTokens(num_rewards=(4,), positions=(0, 0, 0, 1), rewards=(0.5, 0.25, 1.0, 2.0))
+    assert tokens_of(without_truncated(whole), whole) == GroupTokens(num_rewards=(0,), positions=(), rewards=())

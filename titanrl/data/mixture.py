@@ -21,10 +21,10 @@ from titanrl.plugins import Plugins
 class Draw(NamedTuple):
     """The prompt of a group, as chosen by `Mixture`.
 
-    Example: `Draw(task=1, level=0, place=17)` is prompt 17 of the only level of the second task.
+    Example: `Draw(stream_index=17, task=1)` is prompt 17 of the only level of the second task.
     """
 
-    place: int
+    stream_index: int
     """Index in the stream of the level."""
     task: int = 0
     """Index of the task."""
@@ -59,7 +59,7 @@ class Mixture:
         self._numbers = {task.name: number for number, task in enumerate(tasks)}
         self._num_trained = [0] * len(tasks)  # groups put into batches
         self._num_outstanding = [0] * len(tasks)  # groups in flight or finished
-        self._places: list[Counter[int]] = [Counter() for _ in tasks]  # next index by level
+        self._next_indices: list[Counter[int]] = [Counter() for _ in tasks]  # next index by level
         self._draws: dict[int, Draw] = {}
         self._observed: set[int] = set()  # positions whose outcome has been stored
         self._outcomes: dict[int, tuple[int, Outcome]] = {}  # with the task, passed to its sampler before the next choice
@@ -83,7 +83,7 @@ class Mixture:
         self._num_outstanding[draw.task] += 1
         return draw
 
-    def give_back(self, indices: Iterable[int]) -> None:
+    def release(self, indices: Iterable[int]) -> None:
         """Release outstanding groups that are dropped or will be sampled again."""
         for index in indices if self.has_state else ():
             self._num_outstanding[self._draws[index].task] -= 1
@@ -95,7 +95,7 @@ class Mixture:
             self._num_trained[task] += 1
             self._num_outstanding[task] -= 1
 
-    def untrain(self, indices: Iterable[int], *, is_dropped: bool) -> None:
+    def undo_train(self, indices: Iterable[int], *, is_dropped: bool) -> None:
         """Count groups as finished again, or as dropped, because their batch was not trained on."""
         for index in indices if self.has_state else ():
             task = self._draws[index].task
@@ -144,7 +144,7 @@ class Mixture:
         return {
             "names": [task.name for task in self._tasks],
             "num_trained": num_trained,
-            "places": [dict(places) for places in self._places],
+            "places": [dict(indices) for indices in self._next_indices],
             "draws": {index: draw for index, draw in self._draws.items() if from_index is None or index >= from_index},
             "observed": {index for index in self._observed if index in outcomes or index not in self._outcomes},
             "outcomes": outcomes,
@@ -168,7 +168,7 @@ class Mixture:
             if number is not None:
                 task = self._tasks[number]
                 self._num_trained[number] = state["num_trained"][before]
-                self._places[number] = Counter(state["places"][before])
+                self._next_indices[number] = Counter(state["places"][before])
                 if task.sampler is not None and state["samplers"][before] is not None:
                     task.sampler.load_state_dict(state["samplers"][before])
         if state["names"] != names:
@@ -194,9 +194,9 @@ class Mixture:
         number = min(range(len(self._tasks)), key=self._lead)
         chosen = self._tasks[number]
         level = 0 if chosen.sampler is None else _checked(chosen.sampler.choose(), chosen)
-        place = self._places[number][level]
-        self._places[number][level] += 1
-        return Draw(place, number, level)
+        stream_index = self._next_indices[number][level]
+        self._next_indices[number][level] += 1
+        return Draw(stream_index, number, level)
 
     def _lead(self, number: int) -> float:
         """Return how far a task would be ahead of its share after another half group (Sainte-Lague method)."""

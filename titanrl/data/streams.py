@@ -22,8 +22,8 @@ import numpy as np
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.evaluation import Split
+from titanrl.data.custom_prompts import read_custom_prompts
 from titanrl.data.messages import Message
-from titanrl.data.own_prompts import read_own_prompts
 from titanrl.data.rows import read_rows
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
 from titanrl.plugins import Plugin, Plugins
@@ -172,7 +172,7 @@ def open_stream(
         source = _ListSource(config, selector, read_rows(config), {"data.path": str(config.path)})
     else:
         plugin = plugins.get("data.source") or Plugin(key="data.source", name=config.source)
-        entries = read_own_prompts(plugin, seed, config.options, needs_answer=config.compares_with_answer)
+        entries = read_custom_prompts(plugin, seed, config.options, needs_answer=config.compares_with_answer)
         source = _ListSource(config, selector, entries, {"data.source": plugin.name})
     if is_trained_on:
         source.training_prompt(0)  # fail here instead of during a step if the prompts do not fit the tokenizer or the limits

@@ -130,13 +130,13 @@ class RolloutMesh:
         for part in self.parts:
             await part.wait_until_up()
 
-    async def take_back(self, handles: Table) -> None:
+    async def return_batch(self, handles: Table) -> None:
         """Return a batch whose tokens are lost to the buffer, so that its groups are sampled again."""
         await self.wait_until_up()
         if self._in_rounds:
             await self._rewind(handles)
         else:
-            await self._buffer.give_back(handles)
+            await self._buffer.return_batch(handles)
 
     async def evaluate(self, name: str) -> EvaluationResult:
         """Sample completions of an evaluation set on the first worker, and score them."""
@@ -342,9 +342,9 @@ class BufferClient:
         call = self.actor.lose_shard.call_one(shard, num_lives)
         await self.supervisor.ask("buffer.lose_shard", call, self.timeouts.step_s)
 
-    async def give_back(self, handles: Table) -> None:
-        """Return a batch that cannot be trained on; see `GroupBuffer.give_back`."""
-        await self.supervisor.ask("buffer.give_back", self.actor.give_back.call_one(handles), self.timeouts.step_s)
+    async def return_batch(self, handles: Table) -> None:
+        """Return a batch that cannot be trained on; see `GroupBuffer.return_batch`."""
+        await self.supervisor.ask("buffer.return_batch", self.actor.return_batch.call_one(handles), self.timeouts.step_s)
 
     async def _each_shard(self, endpoint: str, *args: Any) -> None:
         """Call an endpoint of all storage shards.

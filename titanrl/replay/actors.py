@@ -102,9 +102,9 @@ class ReplayBuffer(Actor):
         return await self._buffer.lose_shard(shard, worker)
 
     @concurrent_endpoint
-    async def give_back(self, handles: Table) -> list[int]:
-        """Accept the return of a batch that cannot be trained on; see `GroupBuffer.give_back`."""
-        return await self._buffer.give_back(handles)
+    async def return_batch(self, handles: Table) -> list[int]:
+        """Accept the return of a batch that cannot be trained on; see `GroupBuffer.return_batch`."""
+        return await self._buffer.return_batch(handles)
 
     @concurrent_endpoint
     async def commit(self, records: Sequence[GroupRecord], usage: ShardUsage) -> None:

@@ -175,7 +175,7 @@ class GroupBuffer:
     async def lose_shard(self, shard: int, worker: int = 0) -> list[int]:
         """Schedule resampling of the groups that a shard held or was going to hold, because its process died.
 
-        Groups in batches stay, because the trainer may already have their tokens. If it does not, `give_back` resamples them.
+        Groups in batches stay, because the trainer may already have their tokens. If not, `return_batch` resamples them.
 
         Returns:
             Positions that will be sampled again, ascending.
@@ -194,7 +194,7 @@ class GroupBuffer:
             self._changed.notify_all()
         return sorted([*in_flight, *held])
 
-    async def give_back(self, handles: Table) -> list[int]:
+    async def return_batch(self, handles: Table) -> list[int]:
         """Make the groups of a batch that cannot be trained on ready again; resample those whose tokens are lost.
 
         Returns:
@@ -299,7 +299,7 @@ class GroupBuffer:
         """
         async with self._changed:
             self._oldest_version = before_version
-            self.mixture.untrain((self._taken[handle.slot].record.index for handle in handles_of(handles)), is_dropped=True)
+            self.mixture.undo_train((self._taken[handle.slot].record.index for handle in handles_of(handles)), is_dropped=True)
             self._release(handles, None)
             for index in [index for index, group in self._ready.items() if self._is_too_old(group.record)]:
                 self._discard(self._ready.pop(index), "too old")
@@ -323,7 +323,7 @@ class GroupBuffer:
 
     def _sample_again(self, indices: Collection[int]) -> None:
         """Free the slots of positions in flight or ready, and queue the positions before all later ones."""
-        self.mixture.give_back(index for index in indices if index in self._in_flight or index in self._ready)
+        self.mixture.release(index for index in indices if index in self._in_flight or index in self._ready)
         for index in indices:
             if index in self._in_flight:
                 handle = self._in_flight.pop(index)
@@ -342,7 +342,7 @@ class GroupBuffer:
                 continue
             group = self._taken.pop(handle.slot)
             self._overtakers.discard(group.record.index)
-            self.mixture.untrain([group.record.index], is_dropped=handle in self._lost)
+            self.mixture.undo_train([group.record.index], is_dropped=handle in self._lost)
             if handle in self._lost:
                 lost.append(group.record.index)
                 self._free(handle)
@@ -406,7 +406,7 @@ class GroupBuffer:
         """Free the slot of a group that will not be trained on, so that another prompt replaces it."""
         self._discarded.append(group)
         self._drops[reason] += 1
-        self.mixture.give_back([group.record.index])
+        self.mixture.release([group.record.index])
         self._free(group.record.handle)
 
     def _pick(self, num_groups: int) -> list[int]:

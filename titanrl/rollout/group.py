@@ -285,7 +285,7 @@ def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> Gro
     """
     if all(rollout.token_rewards is None for rollout in sampled):
         return None
-    num_rewards, places, rewards = [], [], []
+    num_rewards, positions, rewards = [], [], []
     for kept, whole in zip(trained, sampled, strict=True):
         counts = [_counted(*segments) for segments in zip(kept.segments, whole.segments, strict=True)]
         counted_until: IntArray = np.cumsum(np.concatenate(counts))
@@ -295,9 +295,9 @@ def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> Gro
             values = whole.token_rewards
         has_token = (counted_until > 0) & (values != 0.0)
         num_rewards.append(int(np.count_nonzero(has_token)))
-        places += (counted_until[has_token] - 1).tolist()
+        positions += (counted_until[has_token] - 1).tolist()
         rewards += values[has_token].tolist()
-    return GroupTokens(num_rewards=tuple(num_rewards), places=tuple(places), rewards=tuple(rewards))
+    return GroupTokens(num_rewards=tuple(num_rewards), positions=tuple(positions), rewards=tuple(rewards))
 
 
 def _counted(kept: Segment, whole: Segment) -> BoolArray:

@@ -32,7 +32,7 @@ class OpenTask:
 
     def prompt(self, index: int, draw: Draw) -> Prompt:
         """Return the prompt of the group at a position of the run."""
-        return self.prompts.prompt(index, draw.level, draw.place)
+        return self.prompts.prompt(index, draw.level, draw.stream_index)
 
     @property
     def num_calls(self) -> int:

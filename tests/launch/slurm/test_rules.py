@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from titanrl.config import load_config
-from titanrl.launch.slurm.rules import addresses_of, broken_by_slurm
+from titanrl.launch.remote_rules import addresses_of
+from titanrl.launch.slurm.rules import broken_by_slurm
 
 
 def rules(*overrides: str) -> list[str]:
@@ -18,7 +19,7 @@ def rules(*overrides: str) -> list[str]:
 @pytest.fixture
 def login_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("titanrl.launch.slurm.rules.addresses_of", lambda name: ["127.0.1.1", "10.0.0.7"])
+    monkeypatch.setattr("titanrl.launch.remote_rules.addresses_of", lambda name: ["127.0.1.1", "10.0.0.7"])
 
 
 @pytest.mark.usefixtures("login_node")
@@ -37,7 +38,7 @@ def test_device_of_the_nodes_must_be_given() -> None:
     ("addresses", "found"), [(["127.0.1.1", "::1"], "it resolves to 127.0.1.1, ::1"), ([], "it does not resolve")]
 )
 def test_name_that_others_cannot_reach_is_reported(monkeypatch: pytest.MonkeyPatch, addresses: list[str], found: str) -> None:
-    monkeypatch.setattr("titanrl.launch.slurm.rules.addresses_of", lambda name: addresses)
+    monkeypatch.setattr("titanrl.launch.remote_rules.addresses_of", lambda name: addresses)
     (rule,) = rules()
     assert rule.endswith(found)
 

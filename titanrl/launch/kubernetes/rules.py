@@ -1,13 +1,11 @@
 """Checks before a run with `hosts.kind: kubernetes`. This module must not import Monarch."""
 
-import ipaddress
-import socket
 from collections.abc import Iterator
 
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.launch.kubernetes.api import missing_package
-from titanrl.launch.slurm.rules import addresses_of
+from titanrl.launch.remote_rules import broken_by_name, broken_by_remote_hosts
 
 
 def broken_by_kubernetes(config: Config) -> Iterator[BrokenRule]:
@@ -18,32 +16,14 @@ def broken_by_kubernetes(config: Config) -> Iterator[BrokenRule]:
     if missing_package():
         rule = "kubernetes needs the package kubernetes, which is not installed"
         yield BrokenRule(values={"hosts.kind": "kubernetes"}, rule=rule, fix="pip install kubernetes")
-    name = socket.gethostname()
-    addresses = addresses_of(name)
-    if not any(not ipaddress.ip_address(address).is_loopback for address in addresses):
-        found = f"it resolves to {', '.join(addresses)}" if addresses else "it does not resolve"
-        yield BrokenRule(
-            values={"hosts.kind": "kubernetes"},
-            rule=f"the name of this machine, {name}, must resolve to an address that pods can reach, but {found}",
-            fix="correct /etc/hosts, or start the controller in a pod of the cluster, with titanrl manifest",
-        )
+    fix = "correct /etc/hosts, or start the controller in a pod of the cluster, with titanrl manifest"
+    yield from broken_by_name(config, "pods", fix)
 
 
 def broken_by_pods(config: Config) -> Iterator[BrokenRule]:
     """Yield the rules that a run breaks on any machine."""
-    hosts, kubernetes = config.hosts, config.hosts.kubernetes
-    if config.device == "auto":
-        yield BrokenRule(
-            values={"hosts.kind": "kubernetes", "device": "auto"},
-            rule="auto selects the device of this machine, but the pods may have a different one",
-            fix="set device to that of the pods",
-        )
-    if not hosts.trusted_network:
-        yield BrokenRule(
-            values={"hosts.kind": "kubernetes", "hosts.trusted_network": False},
-            rule="pods listen on the network, and a program that can connect to them can execute code as you",
-            fix="set hosts.trusted_network to true if you trust everyone who can reach them (docs/security.md)",
-        )
+    kubernetes = config.hosts.kubernetes
+    yield from broken_by_remote_hosts(config, "pods")
     if kubernetes.image is None:
         yield BrokenRule(
             values={"hosts.kubernetes.image": None},

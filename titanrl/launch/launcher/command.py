@@ -17,7 +17,7 @@ from titanrl.launch.launcher.crew import Crew
 from titanrl.launch.launcher.host import serve
 from titanrl.launch.launcher.rendezvous import LauncherError, find
 from titanrl.launch.launcher.world import World, broken_by_world, drop_variables, is_loopback, own_address, world_of
-from titanrl.launch.slurm.rules import addresses_of
+from titanrl.launch.remote_rules import addresses_of
 
 TELL_S = 5.0
 """Seconds for which a process with an invalid configuration tries to notify the others."""

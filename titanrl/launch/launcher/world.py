@@ -14,6 +14,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.places import host_counts
 from titanrl.config.schema import Config
 from titanrl.device import resolve_device
+from titanrl.launch.remote_rules import broken_by_trust
 
 DEFAULT_PORT = 29500
 """Port of rank 0 if no variable names another one; torchrun has the same default."""
@@ -174,13 +175,8 @@ def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]
 
 def broken_by_launcher(config: Config) -> Iterator[BrokenRule]:
     """Yield the rules about launchers that a configuration breaks on any machine."""
-    hosts = config.hosts
-    if hosts.kind == "launcher" and not hosts.trusted_network:
-        yield BrokenRule(
-            values={"hosts.kind": "launcher", "hosts.trusted_network": False},
-            rule="hosts of a launcher listen on the network, and a program that can connect to them can execute code as you",
-            fix="set hosts.trusted_network to true if you trust everyone who can reach them (docs/security.md)",
-        )
+    if config.hosts.kind == "launcher":
+        yield from broken_by_trust(config, "hosts of a launcher")
 
 
 def own_address(world: World) -> str:

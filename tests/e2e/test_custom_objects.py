@@ -41,8 +41,8 @@ class Steer(titanrl.Hook):
 
 def finished_run(plain_run: Finished, folder: Path) -> Finished:
     """Run the example in a separate folder, with another hook and a loss threshold that every token reaches."""
-    for file in ("own_loss.py", "own_loss.yaml"):
-        shutil.copy(REPO / "examples" / "own_loss" / file, folder)
+    for file in ("custom_loss.py", "custom_loss.yaml"):
+        shutil.copy(REPO / "examples" / "custom_loss" / file, folder)
     (folder / "steer.py").write_text(STEER)
     runs = plain_run.run_dir.parent
     overrides = [
@@ -53,7 +53,7 @@ def finished_run(plain_run: Finished, folder: Path) -> Finished:
         "rollout.group_filter=steer.py:keep",
         "hooks=[steer.py:Steer]",
     ]
-    command = Command(runs / "own_loss", ["--config", str(folder / "own_loss.yaml"), *overrides], {})
+    command = Command(runs / "custom_loss", ["--config", str(folder / "custom_loss.yaml"), *overrides], {})
     try:
         return command.finish()
     finally:

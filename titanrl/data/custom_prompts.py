@@ -59,7 +59,9 @@ def check_prompt_source(source: object, *, key: str, name: str, options: Mapping
         )
 
 
-def read_own_prompts(plugin: Plugin, seed: int, options: Mapping[str, Any], *, needs_answer: bool) -> Iterator[dict[str, Any]]:
+def read_custom_prompts(
+    plugin: Plugin, seed: int, options: Mapping[str, Any], *, needs_answer: bool
+) -> Iterator[dict[str, Any]]:
     """Yield the prompts of a custom source as entries with `question`, `answer` and `metadata`.
 
     Args:

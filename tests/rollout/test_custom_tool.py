@@ -9,8 +9,8 @@ import pytest
 from titanrl.config import load_config
 from titanrl.environments import Episode, make_environment
 
-FOLDER = Path(__file__).parents[2] / "examples/own_tool"
-OWN = runpy.run_path(str(FOLDER / "own_tool.py"))
+FOLDER = Path(__file__).parents[2] / "examples/custom_tool"
+OWN = runpy.run_path(str(FOLDER / "custom_tool.py"))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ OWN = runpy.run_path(str(FOLDER / "own_tool.py"))
 )
 def test_tool_answers_a_call(terms: str, reply: str) -> None:
     async def main() -> str:
-        environment = make_environment(f"{FOLDER}/own_tool.py:Abacus")
+        environment = make_environment(f"{FOLDER}/custom_tool.py:Abacus")
         first = await environment.reset(Episode(task_id="sums/0", question="?", entry={}, seed=0))
         (tool,) = first.tools
         assert (tool.name, list(tool.parameters["properties"])) == ("total", ["terms"])
@@ -43,7 +43,7 @@ def test_shortest_correct_answers_of_a_group_are_rewarded() -> None:
 
 
 def test_configuration_of_the_example_uses_both() -> None:
-    config = load_config(FOLDER / "own_tool.yaml")
+    config = load_config(FOLDER / "custom_tool.yaml")
     assert config.data.environment is not None
-    assert config.data.environment.function == f"{FOLDER}/own_tool.py:Abacus"
-    assert config.data.rewards["brief"].function == f"{FOLDER}/own_tool.py:brief"
+    assert config.data.environment.function == f"{FOLDER}/custom_tool.py:Abacus"
+    assert config.data.rewards["brief"].function == f"{FOLDER}/custom_tool.py:brief"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titanrl.config.data import DataConfig
-from titanrl.data.own_prompts import Prompts, read_own_prompts
+from titanrl.data.custom_prompts import Prompts, read_custom_prompts
 from titanrl.data.streams import PromptStream, is_heldout, make_stream
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.plugins import Plugin, plugin_of
@@ -22,7 +22,7 @@ LIST = squares(0)
 def entries(source: object, **options: object) -> list[dict[str, Any]]:
     plugin = plugin_of("data.source", source)
     assert plugin is not None
-    return list(read_own_prompts(plugin, 7, options, needs_answer=False))
+    return list(read_custom_prompts(plugin, 7, options, needs_answer=False))
 
 
 def stream_of(source: object, tokenizer: Tokenizer, seed: int = 7, **changes: Any) -> PromptStream:

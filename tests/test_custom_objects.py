@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import own_objects
+from tests import custom_objects
 from tests.algorithms.test_policy_loss import example
 from tests.records import make_record
 from tests.rollout.test_filters import GROUP, decode
@@ -44,12 +44,12 @@ NAMES = {
     "hooks": "Hook",
 }
 ARGUMENTS = {
-    "loss": own_objects.clipped,
-    "advantage": own_objects.centred,
-    "group_filter": own_objects.odd,
-    "priority": own_objects.closeness,
-    "trackers": [own_objects.Tracker],
-    "hooks": [own_objects.Hook()],
+    "loss": custom_objects.clipped,
+    "advantage": custom_objects.centred,
+    "group_filter": custom_objects.odd,
+    "priority": custom_objects.closeness,
+    "trackers": [custom_objects.Tracker],
+    "hooks": [custom_objects.Hook()],
 }
 
 
@@ -70,10 +70,10 @@ def configured(how: str, folder: Path) -> tuple[Config, Plugins]:
     if how == "object":
         config = with_objects(Config(name="own", num_steps=1, replay=ReplayConfig(fraction=0.5)), ARGUMENTS)
         return config, plugins_of(config, ARGUMENTS)
-    module = "tests.own_objects"
+    module = "tests.custom_objects"
     if how == "file":
         (folder / "code").mkdir()
-        shutil.copy(own_objects.__file__, folder / "code" / "mine.py")
+        shutil.copy(custom_objects.__file__, folder / "code" / "mine.py")
         module = "../code/mine.py"
     (folder / "configs").mkdir()
     (folder / "configs" / "run.yaml").write_text(yaml(NAMES, module))
@@ -159,10 +159,10 @@ def test_configuration_records_the_names_of_objects(tmp_path: Path) -> None:
 
 def test_python_trackers_and_hooks_follow_configured_ones() -> None:
     config = Config.model_validate({"name": "own", "num_steps": 1, "logging": {"loggers": ["tensorboard"]}, "hooks": ["a.b:C"]})
-    config = with_objects(config, {"trackers": own_objects.Tracker, "hooks": [own_objects.Hook(), "c.d:E"]})
+    config = with_objects(config, {"trackers": custom_objects.Tracker, "hooks": [custom_objects.Hook(), "c.d:E"]})
     assert config.logging.loggers == ("tensorboard", "object:Tracker")
     assert config.hooks == ("a.b:C", "object:Hook", "c.d:E")
-    plugins = plugins_of(config, {"trackers": own_objects.Tracker, "hooks": [own_objects.Hook(), "c.d:E"]})
+    plugins = plugins_of(config, {"trackers": custom_objects.Tracker, "hooks": [custom_objects.Hook(), "c.d:E"]})
     assert {key: plugin.name for key, plugin in plugins.items()} == {
         "logging.loggers.1": "Tracker",
         "hooks.0": "a.b:C",
@@ -185,17 +185,20 @@ def wrong_hook() -> None:
     ("arguments", "problem"),
     [
         (
-            {"loss": own_objects.two_arguments},
+            {"loss": custom_objects.two_arguments},
             r"^algorithm\.loss: .* Write it as `def loss\(inputs: LossInputs, ",
         ),
         (
-            {"advantage": own_objects.no_arguments},
+            {"advantage": custom_objects.no_arguments},
             r"^algorithm\.advantage: .* Write it as `def advantage\(group: ",
         ),
-        ({"group_filter": own_objects.no_arguments}, r"^rollout\.group_filter: .* Write it as `def keep\(group: ScoredGroup\)"),
-        ({"priority": own_objects.no_arguments}, r"^replay\.priority: .* Write it as `def priority\(group: "),
         (
-            {"trackers": [own_objects.Hook]},
+            {"group_filter": custom_objects.no_arguments},
+            r"^rollout\.group_filter: .* Write it as `def keep\(group: ScoredGroup\)",
+        ),
+        ({"priority": custom_objects.no_arguments}, r"^replay\.priority: .* Write it as `def priority\(group: "),
+        (
+            {"trackers": [custom_objects.Hook]},
             r"^logging\.loggers\.0: .* Write it as `class MyTracker: def __init__\(self, ",
         ),
         ({"hooks": [wrong_hook]}, r"^hooks\.0: not a hook .* Write it as `class MyHook\(titanrl\.Hook\)`"),
@@ -209,7 +212,7 @@ def test_object_with_wrong_signature_is_rejected(arguments: dict[str, Any], prob
 
 
 def test_wrong_signatures_exit_with_2_and_show_expected_ones(tmp_path: Path) -> None:
-    shutil.copy(own_objects.__file__, tmp_path / "mine.py")
+    shutil.copy(custom_objects.__file__, tmp_path / "mine.py")
     wrong = {
         "algorithm.loss": "two_arguments",
         "algorithm.advantage": "no_arguments",
