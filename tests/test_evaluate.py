@@ -59,7 +59,7 @@ def test_configuration_without_prompts_is_rejected(tmp_path: Path) -> None:
         evaluate.evaluated_model(model, Path("configs/sft_quickstart.yaml"), [])
     quick = Path("configs/quickstart.yaml")
     _, config, _ = evaluate.evaluated_model(model, quick, ["evaluation.num_prompts=0"])
-    with pytest.raises(ConfigError, match=r"--set: evaluation: no set \(got num_prompts=0\)"):
+    with pytest.raises(ConfigError, match=r"--set: evaluation: no set is configured \(got num_prompts=0\)"):
         evaluate.chosen_sets(config, [])
 
 

@@ -122,7 +122,7 @@ def test_environment_failures_are_retried_counted_and_never_trained_on(
     assert sum(completion["reward"] is not None for completion in completions) == injected["ok"]
     assert len(completions) == 3 * 64 > injected["ok"]
     assert any(event["kind"] == "scorer_error" for event in run.events())
-    assert "have no reward, and are left out" in run.output
+    assert "have no reward and are excluded" in run.output
 
 
 def test_example_trains_in_an_environment_from_python(plain_run: Finished, tmp_path: Path) -> None:
