@@ -150,7 +150,7 @@ def test_several_processes_per_host_are_allowed_on_cpu() -> None:
 
 @pytest.mark.parametrize("override", ["weights.transport=arena", "hosts.share_devices=true"])
 def test_hosts_share_neither_memory_nor_devices(override: str) -> None:
-    with pytest.raises(ConfigError, match='hosts.kind="launcher"'):
+    with pytest.raises(ConfigError, match=r'hosts\.kind="launcher"'):
         configured(override)
 
 
