@@ -1,5 +1,6 @@
 """The command `python -m titanrl.grpo`: the entire stack, from a config to a trained model, and all ways a run can end."""
 
+import os
 import re
 import signal
 import subprocess
@@ -97,7 +98,7 @@ def test_ctrl_c_is_acknowledged_and_shuts_the_run_down_cleanly(
     command = start_run(f"interrupted-{doing}", "num_steps=100000", *overrides)
     command.wait_for_step(3)  # the checkpoint of step 2 is written before this step begins
     interrupted = time.monotonic()
-    command.process.send_signal(signal.SIGINT)
+    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
     finished = command.finish(timeout_s=30)
     assert finished.code == 130
     assert time.monotonic() - interrupted < 30
@@ -106,6 +107,7 @@ def test_ctrl_c_is_acknowledged_and_shuts_the_run_down_cleanly(
     assert "interrupted; shutting down; the last" in finished.output
     assert "steps are in no checkpoint. A second signal ends the run immediately." in finished.output
     assert "titanrl train --resume" in finished.output
+    assert "while closing" not in finished.output
     for log in (finished.run_dir / "logs").glob("*.log"):
         assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
 

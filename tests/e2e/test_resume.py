@@ -1,5 +1,6 @@
 """An asynchronous run that is killed between two publications, resumed, and interrupted."""
 
+import os
 import signal
 import time
 
@@ -20,7 +21,7 @@ def test_every_prompt_is_trained_on_once_after_a_kill_and_an_interrupt(start_run
     command = start_run("once", *saves, resume=True)
     command.wait_for_step(9)
     interrupted = time.monotonic()
-    command.process.send_signal(signal.SIGINT)
+    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
     resumed = command.finish(timeout_s=30)
     assert time.monotonic() - interrupted < 30
     assert resumed.code == 130, resumed.output

@@ -45,7 +45,12 @@ def main() -> None:
 
 
 def run(name: str, announcements: str) -> None:
-    """Bind this process to its cores, announce it, and run Monarch's program."""
+    """Bind this process to its cores, announce it, and run Monarch's program.
+
+    Ignore SIGINT and SIGHUP, which a terminal sends to the whole process group: the controller decides how the run ends.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     cores = os.environ.pop(CORES, None)
     if cores is not None:
         bind(cores)
