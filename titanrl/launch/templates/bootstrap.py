@@ -34,6 +34,8 @@ MONARCH = "monarch._src.actor.bootstrap_main"
 
 def main() -> None:
     """Run as the process, or as the stand-in of a fork."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the whole process group; the controller decides
+        signal.signal(number, signal.SIG_IGN)
     parent = os.environ.pop(PARENT, None)
     if parent is not None:
         end_with_parent(int(parent))
@@ -45,12 +47,7 @@ def main() -> None:
 
 
 def run(name: str, announcements: str) -> None:
-    """Bind this process to its cores, announce it, and run Monarch's program.
-
-    Ignore SIGINT and SIGHUP, which a terminal sends to the whole process group: the controller decides how the run ends.
-    """
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    """Bind this process to its cores, announce it, and run Monarch's program."""
     cores = os.environ.pop(CORES, None)
     if cores is not None:
         bind(cores)
@@ -75,8 +72,6 @@ def stand_in(template: str) -> None:
             return
         if fork is None:
             return
-        for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends these to the fork as well
-            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(fork, number))
         end_as(receive_number(connection))
 

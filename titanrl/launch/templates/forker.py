@@ -29,7 +29,8 @@ def main(listener_fd: int, state_fd: int, controller: int) -> None:
     """Import the packages of a role, then fork for each process that connects, until the controller exits."""
     end_with_parent(controller)
     # A terminal or a job scheduler sends these to the whole process group; the controller decides.
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = socket.socket(fileno=listener_fd)
     with loading():
@@ -42,8 +43,7 @@ def main(listener_fd: int, state_fd: int, controller: int) -> None:
     with socket.socket(fileno=state_fd) as state:
         state.send(b"+")
     order = _Forker(listener).run()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forwarded by the stand-in; a fork keeps ignoring the others
     if "numpy" in sys.modules:  # unlike `random`, numpy does not reseed its generator after a fork
         sys.modules["numpy"].random.seed()
     os.environ.clear()
