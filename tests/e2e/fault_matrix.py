@@ -26,7 +26,7 @@ FAULTS = ("kill -9", "SIGSTOP", "segfault", "os._exit", "busy loop", "unpicklabl
 SIGNALS = ("kill -9", "SIGSTOP")
 """Faults that a process can cause in another one."""
 TRIGGERS = {
-    "rollout": "StorageShard.put",
+    "rollout": "ReplayBuffer.commit",
     "forward/backward": "PolicyTrainer.forward_backward",
     "push": "PolicyTrainer.push_weights",
     "pull": "Generator.pull_weights",
@@ -39,7 +39,7 @@ OWN_TRIGGERS = {
     ("generator", "rollout"): "Generator.generate",
     ("generator", "pull"): "Generator.pull_weights",
     ("rollout", "start"): "RolloutWorker.start",
-    ("rollout", "rollout"): "StorageShard.put",
+    ("rollout", "rollout"): "Outbox.deliver",
     ("rollout", "forward/backward"): "StorageShard.get",
     ("rollout", "checkpoint"): "StorageShard.save",
     ("rollout", "evaluation"): "RolloutWorker.evaluate",
@@ -53,7 +53,8 @@ OWN_TRIGGERS = {
     ("store", "checkpoint"): "ReplayBuffer.save",
     ("environment", "rollout"): "environment.step",
 }
-"""Endpoint in which each part works during a phase; `reward` is the reward function, `environment` the environment."""
+"""Endpoint in which each part works during a phase. `Outbox.deliver` is a method of the worker, `reward` the reward function,
+and `environment` the environment."""
 MAIN = {
     "generator": "rollout",
     "rollout": "rollout",

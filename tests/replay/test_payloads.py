@@ -2,13 +2,14 @@
 
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanrl.replay.payloads import Payloads
+from titanrl.replay.payloads import Payloads, shared_payloads
 from titanrl.types import GroupHandle
 
 
@@ -66,3 +67,25 @@ def test_any_order_of_writes_and_deletions_behaves_like_a_dictionary(tmp_path_fa
             payloads.drop([current])
     assert {key: contents(payloads, key) for key in expected} == expected
     assert payloads.usage.num_bytes == sum(len(part) for parts in expected.values() for part in parts)
+
+
+def test_worker_and_shard_of_a_process_share_their_storage(tmp_path: Path) -> None:
+    mine, yours = (shared_payloads(number, 100, tmp_path) for number in (90, 91))
+    mine.put(handle(0), [b"tokens"])
+    assert contents(shared_payloads(90, 100, tmp_path), handle(0)) == [b"tokens"]
+    assert yours.usage.num_bytes == 0
+
+
+def test_storage_stays_consistent_while_threads_write_and_read(tmp_path: Path) -> None:
+    payloads = Payloads(2000, tmp_path)  # most groups are moved to files
+
+    def write(slot: int) -> None:
+        for serial in range(200):
+            payloads.put(handle(slot, serial), [bytes([slot]) * 100, bytes([serial]) * 100])
+            assert contents(payloads, handle(slot, serial))[1] == bytes([serial]) * 100
+            if serial % 3 == 0:
+                payloads.drop([handle(slot, serial)])
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(write, range(16)))
+    assert payloads.usage.num_bytes == 16 * 200

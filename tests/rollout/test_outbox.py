@@ -1,59 +1,68 @@
-"""Delivery of finished groups to a fake shard that records calls."""
+"""Delivery of finished groups to a fake buffer that records calls."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tests.records import make_record
-from titanrl.rollout.outbox import MAX_HELD, Outbox
+from titanrl.replay.payloads import ShardUsage
+from titanrl.rollout.outbox import MAX_HELD, Dump, Outbox
 from titanrl.types import GroupHandle, GroupRecord
 
 
-class FakeShard:
-    """Fake storage shard. Each call takes 10 ms, then records the slots of its payloads and of its records."""
+class FakeBuffer:
+    """Fake buffer and storage. Each commit takes 10 ms, then records the slots stored since the last one, and its records."""
 
     def __init__(self) -> None:
         self.log: list[tuple[list[int], list[int]]] = []
         self.error: Exception | None = None
+        self.usage = ShardUsage(num_bytes=0, num_spilled_bytes=0)
+        self._stored: list[int] = []
+
+    def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
+        self._stored.append(handle.slot)
 
     @property
-    def put(self) -> "FakeShard":
+    def commit(self) -> "FakeBuffer":
         return self
 
-    async def call_one(
-        self, payload: Mapping[GroupHandle, Any], records: Sequence[GroupRecord], dropped: Sequence[GroupHandle]
-    ) -> None:
+    async def call_one(self, records: Sequence[GroupRecord], usage: ShardUsage) -> None:
+        stored, self._stored = self._stored, []
         await asyncio.sleep(0.01)
         if self.error is not None:
             raise self.error
-        self.log.append(([handle.slot for handle in payload], [record.handle.slot for record in records]))
+        assert usage is self.usage
+        self.log.append((stored, [record.handle.slot for record in records]))
+
+    def outbox(self, *, in_order: bool = True, dump: Dump | None = None) -> Outbox:
+        return Outbox(self, self, in_order=in_order, dump=dump)  # type: ignore[arg-type]
 
 
 def test_groups_finished_during_a_delivery_share_the_next_message() -> None:
     async def scenario() -> None:
-        shard = FakeShard()
-        outbox = Outbox(shard, in_order=True)
+        buffer = FakeBuffer()
+        outbox = buffer.outbox()
 
         async def deliver(index: int) -> None:
             await outbox.deliver(make_record(index), ())
-            assert any(index in records for _, records in shard.log)
+            assert any(index in records for _, records in buffer.log)
 
         first = asyncio.create_task(deliver(0))
         await asyncio.sleep(0.001)
         await asyncio.gather(first, *(deliver(index) for index in (1, 2, 3)))
-        assert shard.log == [([0], [0]), ([1, 2, 3], [1, 2, 3])]
+        assert buffer.log == [([0], [0]), ([1, 2, 3], [1, 2, 3])]
 
     asyncio.run(scenario())
 
 
 def test_groups_are_dumped_before_their_delivery() -> None:
     async def scenario() -> None:
-        shard, written = FakeShard(), []
+        buffer, written = FakeBuffer(), []
 
         def write(groups: Sequence[tuple[Any, str]]) -> None:
-            written.append((list(groups), len(shard.log)))
+            written.append((list(groups), len(buffer.log)))
 
-        outbox = Outbox(shard, in_order=True, dump=write)
+        outbox = buffer.outbox(dump=write)
         records = [
             make_record(0),
             make_record(1, has_payload=False, rejection="too small"),
@@ -63,73 +72,73 @@ def test_groups_are_dumped_before_their_delivery() -> None:
         await asyncio.gather(*(outbox.deliver(record, (), f"group {record.index}") for record in records))  # type: ignore[arg-type]
         statuses = [("group 0", "kept"), ("group 1", "too small"), ("group 2", "no signal"), ("group 3", "no reward")]
         assert written == [(statuses, 0)]
-        assert len(shard.log) == 1
+        assert len(buffer.log) == 1
 
     asyncio.run(scenario())
 
 
 def test_groups_of_one_tick_share_a_message_and_its_error() -> None:
     async def scenario() -> None:
-        shard = FakeShard()
-        outbox = Outbox(shard, in_order=True)
+        buffer = FakeBuffer()
+        outbox = buffer.outbox()
         await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (0, 1)))
-        assert shard.log == [([0, 1], [0, 1])]
-        shard.error = RuntimeError("no buffer")
+        assert buffer.log == [([0, 1], [0, 1])]
+        buffer.error = RuntimeError("no buffer")
         errors = await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (2, 3)), return_exceptions=True)
         assert [str(error) for error in errors] == ["no buffer", "no buffer"]
-        shard.error = None
+        buffer.error = None
         await outbox.deliver(make_record(4), ())
-        assert shard.log[-1] == ([4], [4])
+        assert buffer.log[-1] == ([4], [4])
 
     asyncio.run(scenario())
 
 
 def test_group_waits_for_older_groups_unless_many_are_queued() -> None:
     async def scenario() -> None:
-        shard = FakeShard()
-        outbox = Outbox(shard, in_order=True)
+        buffer = FakeBuffer()
+        outbox = buffer.outbox()
         for index in range(20):
             outbox.begin(index)
         waiting = [asyncio.create_task(outbox.deliver(make_record(index), ())) for index in (3, 1)]
         await asyncio.sleep(0.03)
-        assert shard.log == []
+        assert buffer.log == []
         await outbox.deliver(make_record(0), ())
-        assert shard.log == [([3, 1, 0], [3, 1, 0])]
+        assert buffer.log == [([3, 1, 0], [3, 1, 0])]
         await asyncio.gather(*waiting)
         many = range(4, 4 + MAX_HELD)
         await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in many))
-        assert shard.log[1:] == [(list(many), list(many))], "2 is not finished"
+        assert buffer.log[1:] == [(list(many), list(many))], "2 is not finished"
         await outbox.deliver(make_record(2), ())
-        assert shard.log[2:] == [([2], [2])]
+        assert buffer.log[2:] == [([2], [2])]
 
     asyncio.run(scenario())
 
 
 def test_group_is_sent_immediately_if_order_does_not_matter() -> None:
     async def scenario() -> None:
-        shard = FakeShard()
-        outbox = Outbox(shard, in_order=False)
+        buffer = FakeBuffer()
+        outbox = buffer.outbox(in_order=False)
         for index in range(3):
             outbox.begin(index)
         await outbox.deliver(make_record(2), ())
-        assert shard.log == [([2], [2])]
+        assert buffer.log == [([2], [2])]
 
     asyncio.run(scenario())
 
 
 def test_group_without_payload_sends_only_its_record() -> None:
     async def scenario() -> None:
-        shard = FakeShard()
-        await Outbox(shard, in_order=True).deliver(make_record(4, has_payload=False), ())
-        assert shard.log == [([], [4])]
+        buffer = FakeBuffer()
+        await buffer.outbox().deliver(make_record(4, has_payload=False), ())
+        assert buffer.log == [([], [4])]
 
     asyncio.run(scenario())
 
 
 def test_groups_of_an_abandoned_round_are_discarded() -> None:
     async def scenario() -> None:
-        shard = FakeShard()
-        outbox = Outbox(shard, in_order=True)
+        buffer = FakeBuffer()
+        outbox = buffer.outbox()
         for index in (0, 1):
             outbox.begin(index)
         waiting = asyncio.create_task(outbox.deliver(make_record(1), ()))  # for group 0
@@ -139,6 +148,6 @@ def test_groups_of_an_abandoned_round_are_discarded() -> None:
         outbox.reset()
         outbox.begin(0)
         await asyncio.wait_for(outbox.deliver(make_record(0), ()), 5)
-        assert shard.log == [([0], [0])]
+        assert buffer.log == [([0], [0])]
 
     asyncio.run(scenario())

@@ -53,7 +53,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens and ids that have no token."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
 
     def token_text(self, token_id: int) -> str:

@@ -315,7 +315,7 @@ class Assembly:
         host, imports = self.hosts.of_worker(number), ("titanrl.rollout.actor",)
         template, cores = await fleet.template("rollout"), worker_cores(config, number)
         procs = fleet.spawn(part.role, host, 1, worker_environment(), imports, template, cores)
-        shard = procs.spawn(f"{part.role}_shard", StorageShard, number, buffer, config.replay.shard_memory_bytes, files.run_dir)
+        shard = procs.spawn(f"{part.role}_shard", StorageShard, number, config.replay.shard_memory_bytes, files.run_dir)
         setup = WorkerSetup(
             number=number,
             life=part.num_lives,
@@ -323,7 +323,6 @@ class Assembly:
             model_dir=files.model_dir,
             run_dir=files.run_dir,
             buffer=buffer,
-            shard=shard,
             generators=generators.serving,
             plugins=files.plugins,
             save=_absolute(config.rollout.save),

@@ -2,10 +2,9 @@
 
 import asyncio
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from titanrl.actors import Actor, StoppedError, concurrent_endpoint
 from titanrl.data.mixture import Mixture
@@ -14,10 +13,10 @@ from titanrl.gathering import Gathering
 from titanrl.replay.batch import Batch, Replayed, Reservation
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.memory import ReplayMemory, ReplaySettings
-from titanrl.replay.payloads import Parts, Payloads, ShardUsage
+from titanrl.replay.payloads import Parts, ShardUsage, shared_payloads
 from titanrl.replay.saved import BufferState, Freshness, Move, Restored, Saved, TrainedBatch
 from titanrl.tables import DoubleArray, Table
-from titanrl.types import GroupHandle, GroupRecord, Rollout
+from titanrl.types import GroupHandle, GroupRecord
 
 
 class ReplayBuffer(Actor):
@@ -177,43 +176,24 @@ class ReplayBuffer(Actor):
         return replace(restored, too_old=tuple(group.record.index for group in state.ready))
 
 
-def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
-    """Pickle each segment, so that only the worker that creates it and the trainer rank that uses it convert it."""
-    return tuple(pickle.dumps(segment, pickle.HIGHEST_PROTOCOL) for rollout in rollouts for segment in rollout.segments)
-
-
 class StorageShard(Actor):
-    """Storage for the pickled segments of one rollout worker's groups with a signal. It runs in the worker's process."""
+    """Access to the pickled segments of one rollout worker's groups with a signal.
 
-    def __init__(self, number: int, buffer: Any, memory_bytes: int, folder: Path) -> None:
-        """Create an empty shard.
+    It runs in the worker's process, and the worker writes to the same `Payloads`. Segments are therefore copied only once, on
+    their way to the trainer.
+    """
+
+    def __init__(self, number: int, memory_bytes: int, folder: Path) -> None:
+        """Open the storage of this process.
 
         Args:
             number: Number of the shard.
-            buffer: The `ReplayBuffer` actor.
             memory_bytes: Memory limit in bytes. Groups beyond it are moved to files, oldest first.
             folder: Folder for these files.
         """
-        self._number, self._buffer = number, buffer
-        self._payloads = Payloads(memory_bytes, folder)
+        self._number = number
+        self._payloads = shared_payloads(number, memory_bytes, folder)
         self._saving: asyncio.Task[None] | None = None
-
-    @concurrent_endpoint
-    async def put(
-        self,
-        groups: Mapping[GroupHandle, tuple[bytes, ...]],
-        records: Sequence[GroupRecord] = (),
-        dropped: Sequence[GroupHandle] = (),
-    ) -> None:
-        """Store the segments of groups, then commit their records, so that a record never arrives before its payload.
-
-        The new segments overwrite the previous contents of their slots. Segments of `dropped` groups are deleted.
-        """
-        self._payloads.drop(dropped)
-        for handle, segments in groups.items():
-            self._payloads.put(handle, segments)
-        if records:
-            await self._buffer.commit.call_one(records, self._payloads.usage)
 
     @concurrent_endpoint
     async def get(self, wanted: Sequence[tuple[GroupHandle, int]]) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 import mmap
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,14 @@ class ShardUsage:
 class Payloads:
     """Pickled segments by handle. When they exceed the memory limit, the oldest groups are moved to files.
 
-    The files are unnamed. The operating system deletes a file when its group is dropped or when the process exits or crashes.
+    Any thread may call the methods. The files are unnamed. The operating system deletes a file when its group is dropped, or
+    when the process exits or crashes.
     """
 
     def __init__(self, memory_bytes: int, folder: Path) -> None:
         """Create an empty storage. `folder` must exist once a file is needed."""
         self._limit, self._folder = memory_bytes, folder
+        self._lock = threading.Lock()
         self._groups: dict[int, tuple[GroupHandle, Parts]] = {}  # by slot
         self._in_memory: dict[int, int] = {}  # bytes by slot, oldest first
         self._in_files: dict[int, int] = {}  # bytes by slot
@@ -38,18 +41,20 @@ class Payloads:
     @property
     def usage(self) -> ShardUsage:
         """Size of all stored groups."""
-        spilled = sum(self._in_files.values())
-        return ShardUsage(num_bytes=self._num_memory_bytes + spilled, num_spilled_bytes=spilled)
+        with self._lock:
+            spilled = sum(self._in_files.values())
+            return ShardUsage(num_bytes=self._num_memory_bytes + spilled, num_spilled_bytes=spilled)
 
     def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
         """Store a group in place of the previous one in its slot."""
-        self._forget(handle.slot)
-        self._groups[handle.slot] = (handle, tuple(parts))
         size = sum(map(len, parts))
-        self._in_memory[handle.slot] = size
-        self._num_memory_bytes += size
-        while self._num_memory_bytes > self._limit:
-            self._spill(next(iter(self._in_memory)))
+        with self._lock:
+            self._forget(handle.slot)
+            self._groups[handle.slot] = (handle, tuple(parts))
+            self._in_memory[handle.slot] = size
+            self._num_memory_bytes += size
+            while self._num_memory_bytes > self._limit:
+                self._spill(next(iter(self._in_memory)))
 
     def get(self, handle: GroupHandle) -> Parts:
         """Return the parts of a group.
@@ -57,16 +62,18 @@ class Payloads:
         Raises:
             KeyError: The slot now holds another group, or none.
         """
-        stored, parts = self._groups[handle.slot]
+        with self._lock:
+            stored, parts = self._groups[handle.slot]
         if stored != handle:
             raise KeyError(handle)
         return parts
 
     def drop(self, handles: Iterable[GroupHandle]) -> None:
         """Delete groups. Ignore handles whose slot now holds another group, or none."""
-        for handle in handles:
-            if handle.slot in self._groups and self._groups[handle.slot][0] == handle:
-                self._forget(handle.slot)
+        with self._lock:
+            for handle in handles:
+                if handle.slot in self._groups and self._groups[handle.slot][0] == handle:
+                    self._forget(handle.slot)
 
     def _forget(self, slot: int) -> None:
         self._groups.pop(slot, None)
@@ -87,3 +94,14 @@ class Payloads:
             spilled.append(view[start : start + len(part)])
             start += len(part)
         self._groups[slot] = (handle, tuple(spilled))
+
+
+_shared: dict[int, Payloads] = {}
+
+
+def shared_payloads(number: int, memory_bytes: int, folder: Path) -> Payloads:
+    """Return the storage of a shard in this process. The first call creates it.
+
+    A rollout worker writes to it, and the `StorageShard` actor in the same process reads from it, on another event loop.
+    """
+    return _shared.setdefault(number, Payloads(memory_bytes, folder))

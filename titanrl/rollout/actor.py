@@ -15,6 +15,7 @@ from titanrl.loading import loading
 from titanrl.metrics.run_directory import append_line
 from titanrl.plugins import Plugins, loaded
 from titanrl.replay.batch import Reservation
+from titanrl.replay.payloads import shared_payloads
 from titanrl.rollout.filters import keeps
 from titanrl.rollout.group import (
     fit_to_rows,
@@ -61,8 +62,6 @@ class WorkerSetup:
     """Run directory; sampled rollouts are appended to its `rollouts.jsonl`."""
     buffer: Any
     """Replay buffer actor."""
-    shard: Any
-    """Storage shard actor, which runs in the worker's process."""
     generators: tuple[Any | None, ...]
     """Generator actors, one per replica; None for a replica that is not serving yet."""
     plugins: Plugins = field(default_factory=dict)
@@ -84,9 +83,10 @@ class RolloutWorker(Actor):
         config = setup.config
         # With dynamic sampling or a filter, a finished group can free its slot immediately, so it must not wait for older ones.
         drops_groups = config.rollout.dynamic_sampling or config.rollout.group_filter is not None
-        in_order = config.window_groups == 1 and not drops_groups
+        in_order = (config.window_groups == 1 and not drops_groups) or setup.replay is not None
         dump = None if setup.save is None else DumpWriter(setup.save, setup.number).write
-        self._outbox = Outbox(setup.shard, in_order=in_order or setup.replay is not None, dump=dump)
+        self._payloads = shared_payloads(setup.number, config.replay.shard_memory_bytes, setup.run_dir)
+        self._outbox = Outbox(self._payloads, setup.buffer, in_order=in_order, dump=dump)
         self._recorded = None if setup.replay is None else DumpReader(setup.replay)
         # In synchronous training, rollouts and evaluations must not overlap, or they would change each other's decoding batches
         # and the run would not be reproducible. A round needs all workers, so it waits while this one evaluates.
@@ -204,7 +204,7 @@ class RolloutWorker(Actor):
             while True:
                 limit = share if self._recorded else min(share, await self._pool.room(group_size))
                 reservations, dropped = await self._setup.buffer.reserve.call_one(limit, self._setup.number, self._setup.life)
-                self._outbox.drop(dropped)
+                self._payloads.drop(dropped)
                 for reservation in reservations:
                     groups.create_task(self._roll_out(reservation))
 
@@ -224,7 +224,7 @@ class RolloutWorker(Actor):
                 if is_stop(error):  # a worker or generator died, and the rounds start over
                     continue
                 raise
-            self._outbox.drop(dropped)
+            self._payloads.drop(dropped)
             round_ = self._start_task(self._run_round(reservations), ROUND)
             await asyncio.wait({round_})
             if not round_.cancelled():

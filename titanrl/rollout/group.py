@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -366,8 +367,8 @@ def _token_counts(segments: Sequence[Segment]) -> tuple[tuple[int, ...], int, in
     ends = np.cumsum([len(segment.token_ids) for segment in segments])
     mask = np.concatenate([segment.mask for segment in segments])
     counts = mask & np.isfinite(np.concatenate([segment.logprobs for segment in segments]))
-    counts_until = np.cumsum(counts)[ends - 1]
+    counts_until = [0, *np.cumsum(counts)[ends - 1].tolist()]
+    num_counted = tuple(until - before for before, until in pairwise(counts_until))
     versions = np.concatenate([segment.versions for segment in segments])
     versions = versions[versions >= 0]
-    num_nonfinite = int(np.count_nonzero(mask) - counts_until[-1])
-    return tuple(np.diff(counts_until, prepend=0).tolist()), num_nonfinite, int(versions.min()), int(versions.max())
+    return num_counted, int(np.count_nonzero(mask)) - counts_until[-1], int(versions.min()), int(versions.max())

@@ -1,13 +1,14 @@
-"""Sends finished groups in batches from a rollout worker to its storage shard, which commits them to the buffer."""
+"""Stores the tokens of finished groups in the worker's process, and commits their records to the buffer in batches."""
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from titanrl.actors import resolve
-from titanrl.replay.actors import packed
-from titanrl.types import Group, GroupHandle, GroupRecord, Rollout
+from titanrl.replay.payloads import Payloads
+from titanrl.types import Group, GroupRecord, Rollout
 
 MAX_HELD = 8
 """Number of queued groups at which they are sent without waiting for an older one. This bounds the size of a message."""
@@ -25,23 +26,23 @@ def status_of(record: GroupRecord) -> str:
 
 
 class Outbox:
-    """Queue of finished groups for the worker's storage shard.
+    """Queue of finished groups.
 
     One delivery runs at a time. Groups that finish during a delivery, or in the same tick of the event loop, share the next
     message, because a message has a high fixed cost. If batches keep the order of prompts, a group also waits for older groups
     of this worker, because no batch can contain it before them.
     """
 
-    def __init__(self, shard: Any, *, in_order: bool, dump: Dump | None = None) -> None:
+    def __init__(self, payloads: Payloads, buffer: Any, *, in_order: bool, dump: Dump | None = None) -> None:
         """Start with an empty queue.
 
         Args:
-            shard: Storage shard actor of the worker.
+            payloads: Storage of the tokens, from which the worker's `StorageShard` reads.
+            buffer: The `ReplayBuffer` actor.
             in_order: True if batches keep the order of prompts.
             dump: Function that writes groups and their statuses to disk before they are delivered.
         """
-        self._shard, self._in_order, self._dump = shard, in_order, dump
-        self._dropped: list[GroupHandle] = []
+        self._payloads, self._buffer, self._in_order, self._dump = payloads, buffer, in_order, dump
         self._unfinished: dict[int, None] = {}  # prompt indices, oldest first
         self._pending: list[_Finished] = []
         self._due = asyncio.Event()
@@ -51,10 +52,6 @@ class Outbox:
     def begin(self, index: int) -> None:
         """Register a group by its prompt index, before it is generated. Call this in the order of prompts."""
         self._unfinished[index] = None
-
-    def drop(self, handles: Sequence[GroupHandle]) -> None:
-        """Delete groups from the shard with the next delivery."""
-        self._dropped += handles
 
     def reset(self) -> None:
         """Discard all unfinished and pending groups, because their round was abandoned."""
@@ -97,6 +94,13 @@ class Outbox:
         if self._dump is not None:
             whole = [(group, status_of(record)) for record, _, group in groups if group is not None]
             await asyncio.to_thread(self._dump, whole)
-        payload = {record.handle: packed(rollouts) for record, rollouts, _ in groups if record.has_payload}
-        dropped, self._dropped = self._dropped, []
-        await resolve(self._shard.put.call_one(payload, [record for record, _, _ in groups], dropped))
+        # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
+        for record, rollouts, _ in groups:
+            if record.has_payload:
+                self._payloads.put(record.handle, packed(rollouts))
+        await resolve(self._buffer.commit.call_one([record for record, _, _ in groups], self._payloads.usage))
+
+
+def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
+    """Pickle each segment, so that only the worker that creates it and the trainer rank that uses it convert it."""
+    return tuple(pickle.dumps(segment, pickle.HIGHEST_PROTOCOL) for rollout in rollouts for segment in rollout.segments)

@@ -49,41 +49,40 @@ class ScoringProcess:
         self._pidfd = pidfd
         self._on_ready: Callable[[ScoringProcess, bytes], None] | None = on_ready
         self._received = bytearray()
-        self._closed: asyncio.Future[None] = self._loop.create_future()
-        self._replied: asyncio.Future[None] = self._loop.create_future()
+        # Of the current request; set by a complete reply or when the socket is closed.
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self.is_closed = False
+        """True if the process closed its end of the socket because it scored its last group or died."""
         self.num_served = 0
+        """Number of complete replies."""
         channel.setblocking(False)
         self._loop.add_reader(channel, self._on_readable)
 
     @property
-    def is_closed(self) -> bool:
-        """True if the process closed its end of the socket because it scored its last group or died."""
-        return self._closed.done()
-
-    @property
     def is_idle(self) -> bool:
         """True if the process has replied to the last request and can receive another one."""
-        return self._replied.done() and not self.is_closed
+        return self._has_replied and not self.is_closed
+
+    @property
+    def _has_replied(self) -> bool:
+        return self._received.endswith(END)
 
     async def request(self, request: bytes, timeout_s: float) -> bytes | None:
         """Send a pickled request and return the reply; None after a timeout.
 
         If the process died, the reply is incomplete or empty. A reply that arrived while this event loop was busy is accepted
-        even after the timeout, because the future is checked after the wait.
+        even after the timeout, because the received bytes are checked after the wait.
         """
         self._received.clear()
-        self._replied = self._loop.create_future()
-        try:
+        self._finished = self._loop.create_future()
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._loop.sock_sendall(self._channel, request)
-        except TimeoutError:
-            return None
-        except ConnectionError:  # the process died; what it sent before is still in the socket buffer
-            pass
-        await asyncio.wait([self._closed, self._replied], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._replied.done():
-            self.num_served += 1
-        return bytes(self._received) if self.is_closed or self._replied.done() else None
+                with suppress(ConnectionError):  # the process died; what it sent before is still in the socket buffer
+                    await self._loop.sock_sendall(self._channel, request)
+                if not self.is_closed:
+                    await self._finished
+        self.num_served += self._has_replied
+        return bytes(self._received) if self.is_closed or self._has_replied else None
 
     def kill(self) -> None:
         """Kill the process if it is still running, and close the socket and the pidfd."""
@@ -105,13 +104,17 @@ class ScoringProcess:
             on_ready(self, chunk)
         else:
             self._received += chunk
-            if chunk.endswith(END) and not self._replied.done():
-                self._replied.set_result(None)
+            if self._has_replied:
+                self._finish()
 
     def _close(self) -> None:
         self._loop.remove_reader(self._channel)
-        if not self._closed.done():
-            self._closed.set_result(None)
+        self.is_closed = True
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._finished.done():
+            self._finished.set_result(None)
 
 
 class ZygoteClient:

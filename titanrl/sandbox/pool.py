@@ -113,6 +113,8 @@ class ScoringPool:
         if scores is None:
             await zygote.check()
             return "crash"
+        if texts == answers.completions:
+            return scores
         nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
         return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
 

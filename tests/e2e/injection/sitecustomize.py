@@ -1,23 +1,26 @@
 """Inject faults into the processes of a run. Python imports this module at startup if its folder is on `PYTHONPATH`.
 
-`command.json` in the folder of `fault_reward` requests one fault at the start of an endpoint. The first process that reaches
-the endpoint takes the file, writes `hit.json`, and causes the fault in itself or sends a signal to another process.
+`command.json` in the folder of `fault_reward` requests one fault at the start of an endpoint, or of a worker's delivery to the
+buffer. The first process that reaches this point takes the file, writes `hit.json`, and causes the fault in itself or sends a
+signal to another process.
 """
 
 import functools
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Any
-
-MODULE = "titanrl.actors"
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Import hook that adds fault injection to the module of all endpoints."""
+    """Import hook that adds fault injection to a module."""
+
+    def __init__(self, module: str, add_faults: Callable[[Any], None]) -> None:
+        self._module, self._add_faults = module, add_faults
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != MODULE:
+        if fullname != self._module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -27,25 +30,33 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             plain(module)
-            module.replying = with_faults(module.replying)
+            self._add_faults(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def with_faults(replying: Any) -> Any:
-    """Wrap the endpoint decorator so that each call first checks for a requested fault."""
+def to_endpoints(actors: Any) -> None:
+    """Make each call of an endpoint check for a requested fault first."""
+    replying = actors.replying
+    actors.replying = lambda method: replying(checked(method))
+
+
+def to_delivery(outbox: Any) -> None:
+    """Make each delivery of a group to the buffer check for a requested fault first."""
+    outbox.Outbox.deliver = checked(outbox.Outbox.deliver)
+
+
+def checked(method: Any) -> Any:
+    """Wrap a coroutine method so that each call first checks for a requested fault."""
     from fault_reward import at
 
-    def decorate(method: Any) -> Any:
-        @functools.wraps(method)
-        async def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-            at(f"{type(self).__name__}.{method.__name__}")
-            return await method(self, *args, **kwargs)
+    @functools.wraps(method)
+    async def check_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        at(f"{type(self).__name__}.{method.__name__}")
+        return await method(self, *args, **kwargs)
 
-        return replying(checked)
-
-    return decorate
+    return check_first
 
 
-sys.meta_path.insert(0, Finder())
+sys.meta_path[:0] = [Finder("titanrl.actors", to_endpoints), Finder("titanrl.rollout.outbox", to_delivery)]
