@@ -123,12 +123,12 @@ def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArra
         row_tokens: Length of a row in tokens.
     """
     lengths_S: IntArray = sequences["length"]
-    unshared_rows = pack(lengths_S.tolist(), row_tokens)
     if prompt_lens_S is None:
-        return unshared_rows
+        return pack(lengths_S.tolist(), row_tokens)
     num_shared_S = np.maximum(prompt_lens_S - 1, 0)
     rows = pack_sharing(lengths_S, np.unique(prompts_S, return_inverse=True)[1], num_shared_S, row_tokens)
-    if len(unshared_rows) < len(rows):
+    could_save_rows = len(rows) > -(-int(lengths_S.sum()) // row_tokens)  # fewer rows could not hold all unshared tokens
+    if could_save_rows and len(unshared_rows := pack(lengths_S.tolist(), row_tokens)) < len(rows):
         return unshared_rows
     order = np.fromiter(chain.from_iterable(rows), np.int64, len(lengths_S))
     shares = np.diff(prompts_S[order], prepend=-1) == 0
@@ -186,9 +186,10 @@ def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: Weigh
         by_group = decoupled_advantages(group_rewards(records, weight_of), std_ddof=algorithm.std_ddof)
     else:
         ends = np.cumsum(records.groups["num_rollouts"]).tolist()
+        is_standardized = algorithm.advantage_traits.is_standardized
         by_group = batch_advantages(
             _by_group(records.rewards.tolist(), ends),
-            _by_group(records.num_sampled_by_rollout.tolist(), ends),
+            _by_group(records.num_sampled_by_rollout.tolist(), ends) if is_standardized else (),
             algorithm.advantage,
             std_ddof=algorithm.std_ddof,
             pass_k=algorithm.pass_k,
