@@ -1,9 +1,16 @@
-"""Test order for parallel workers (`pytest -n 2 --dist loadfile`), and the hypothesis profile."""
+"""Test order for parallel workers (`pytest -n 2 --dist loadfile`), the hypothesis profile, and fixtures of many folders."""
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+from titanrl.launch.templates.shared import SHARED
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests must not fail on a busy machine
 hypothesis.settings.load_profile("any machine")
@@ -22,3 +29,22 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in an empty directory, from which modules can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def shared_templates() -> Iterator[None]:
+    """Let runs fork from shared templates, as `titanrl warm` offers them.
+
+    Most of a small run's time is spent on imports. Runs with other environment variables or another working directory than this
+    process still import everything themselves, and so do runs with an empty SHARED.
+    """
+    command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as warm, pytest.MonkeyPatch.context() as patch:
+        assert warm.stdout is not None
+        lines = iter(warm.stdout.readline, "")
+        folder = next(line for line in lines if "export" in line).split("=")[1].strip()
+        patch.setenv(SHARED, folder)
+        yield
+        warm.send_signal(signal.SIGINT)
+    assert warm.returncode == 130
+    assert not os.path.exists(folder)

@@ -16,6 +16,7 @@ COMMANDS = {
     "manifest": ("titanrl.manifest", "print the Kubernetes objects of a run, for kubectl apply"),
     "evaluate": ("titanrl.evaluate", "evaluate a model on the evaluation sets of a configuration"),
     "chat": ("titanrl.chat", "chat with a trained policy"),
+    "warm": ("titanrl.warm", "keep packages imported, so that runs on this machine start faster"),
     "configs": ("titanrl.config.shipped", "list the configurations shipped with TitanRL, or copy one"),
     "doctor": ("titanrl.doctor", "check this machine or the hosts of a configuration, or install the required packages"),
 }

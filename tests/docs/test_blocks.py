@@ -24,6 +24,7 @@ KNOWN = re.compile(
     rf"{TRAINS.pattern}|{COPIES.pattern}|{GENERATES.pattern}|make [a-z-]+"
     r"|(python -m titanrl\.|titanrl )chat "  # tests/e2e/test_docs.py
     r"|titanrl evaluate "  # tests/test_evaluate.py
+    r"|titanrl warm --config quickstart$"  # tests/conftest.py
     r"|\.venv/bin/python -m benchmarks\.table$"  # tests/test_project.py
     r"|\.venv/bin/python -m tests\.e2e\.fault_matrix "  # tests/test_fault_matrix.py
     r"|python examples/"  # tests/e2e/test_docs.py, tests/e2e/test_rewards.py

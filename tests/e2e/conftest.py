@@ -1,5 +1,6 @@
 """Fixtures for small runs of the real stack, which share one cache of warm-started models."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import pytest
 from filelock import FileLock
 
 from tests.listeners import exposed, family
+from titanrl.launch.templates.shared import SHARED
 from titanrl.metrics.run_directory import read_metrics
 
 REPO = Path(__file__).parents[2]
@@ -91,8 +93,15 @@ class Command:
             assert self.process.poll() is None, f"the run ended before step {step}: {self.finish().output}"
             assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s"
             time.sleep(0.1)
-        self.descendants |= set(psutil.Process(self.process.pid).children(recursive=True))
-        assert exposed(family(self.process.pid)) == set()
+        pids = self.pids()
+        with contextlib.suppress(psutil.NoSuchProcess):  # a scoring process that has just ended
+            self.descendants |= {psutil.Process(pid) for pid in pids - {self.process.pid}}
+        assert exposed(pids) == set()
+
+    def pids(self) -> set[int]:
+        """Return the ids of all processes of the run. Forks of shared templates are not descendants of the command."""
+        named = [int(file.read_text().split()[0]) for file in (self.run_dir / "logs").glob("*.pid")]
+        return set().union(*(family(pid) for pid in (self.process.pid, *named) if psutil.pid_exists(pid)))
 
     def finish(self, timeout_s: float = 240) -> Finished:
         """Wait until the process exits."""
@@ -110,6 +119,11 @@ class Command:
 
 
 Start = Callable[..., Command]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_runs_share_templates(shared_templates: None) -> None:
+    """Start no run without shared templates, except on request."""
 
 
 @pytest.fixture(autouse=True)
@@ -159,8 +173,8 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_plain_run(start_run: Start, temporary: Path, dump: Path) -> Finished:
-    """Run the quick start once, saving its rollouts, and check that it leaves nothing behind."""
-    command = start_run("plain", f"rollout.save={dump}", TMPDIR=str(temporary))
+    """Run the quick start once, saving its rollouts and with templates of its own; check that it leaves nothing behind."""
+    command = start_run("plain", f"rollout.save={dump}", TMPDIR=str(temporary), **{SHARED: ""})
     command.wait_for_step(1)
     finished = command.finish()
     assert finished.code == 0, finished.output

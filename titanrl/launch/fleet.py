@@ -18,6 +18,7 @@ from titanrl.actors import ProcessVariables, set_up_process
 from titanrl.launch.cores import CORES, Cores
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.templates.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
+from titanrl.launch.templates.shared import shared_template
 from titanrl.launch.templates.template import Template
 from titanrl.private_sockets import private_folder
 
@@ -56,9 +57,10 @@ class Fleet:
         self._stores: dict[int, TCPStore] = {}  # by `id` of the mesh
         self._announcements = _Announcements(supervisor)
         self._templates: dict[str, Template] = {}  # by kind
+        self._shared: dict[str, str] = {}  # socket paths of shared templates, by kind
 
     def prepare(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> None:
-        """Start a template for processes of this machine, unless it is running or other hosts start the processes.
+        """Start a template for processes of this machine, unless one is running or other hosts start the processes.
 
         Args:
             kind: name of the template, such as `generator`.
@@ -68,6 +70,10 @@ class Fleet:
         template = self._templates.get(kind)
         if not self._parent or (template is not None and not template.has_ended):
             return
+        self._shared.pop(kind, None)
+        if (shared := shared_template(environment, load)) is not None:
+            self._shared[kind] = shared
+            return
         if template is not None:
             template.close()
         self._templates[kind] = Template(environment, load, self._log_dir / f"template_{kind}.log")
@@ -75,6 +81,8 @@ class Fleet:
     async def template(self, kind: str) -> str | None:
         """Wait until a template is ready; return its socket path, or None if it does not exist or has failed."""
         template = self._templates.get(kind)
+        if kind in self._shared:
+            return self._shared[kind]
         return template.path if template is not None and await template.is_ready() else None
 
     def spawn(

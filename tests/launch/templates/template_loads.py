@@ -1,6 +1,7 @@
 """Functions that templates call in `test_template.py`; this module must not import Monarch."""
 
 import os
+import tempfile
 import threading
 
 import numpy  # noqa: F401 - the forks draw random numbers
@@ -13,6 +14,11 @@ def note() -> None:
     """Record the process id."""
     global loader
     loader = os.getpid()
+
+
+def read_temporary_folder() -> None:
+    """Read TMPDIR, like a package that writes a cache."""
+    tempfile.gettempdir()
 
 
 def fail() -> None:

@@ -134,7 +134,12 @@ def test_process_imports_everything_itself_if_its_template_cannot_fork(
     with_fleet(tmp_path, work)
 
 
-STAND_IN = "import sys; from titanrl.launch.templates.bootstrap import stand_in; stand_in(sys.argv[1]); print('no fork')"
+STAND_IN = """
+import os, sys
+from titanrl.launch.templates.bootstrap import stand_in
+stand_in(sys.argv[1], os.getppid())
+print('no fork')
+"""
 
 
 def test_stand_in_returns_if_nothing_listens(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def main() -> None:
         end_with_parent(int(parent))
         allow_tracing(int(parent))
     template = os.environ.pop(TEMPLATE, None)
-    if template is not None:
-        stand_in(template)
+    if template is not None and parent is not None:
+        stand_in(template, int(parent))
     run(os.environ.pop(NAME), os.environ.pop(ANNOUNCEMENTS))
 
 
@@ -61,12 +61,12 @@ def announce(name: str, controller: str) -> None:
         messages.sendto(f"{os.getpid()} {socket.gethostname()} {name}".encode(), controller)
 
 
-def stand_in(template: str) -> None:
+def stand_in(template: str, controller: int) -> None:
     """Request a fork from a template, and exit with the fork's status. Return if the template failed and made no fork."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(template)
-            send_order(connection, Order(environment=dict(os.environ), folder=os.getcwd()))
+            send_order(connection, Order(environment=dict(os.environ), folder=os.getcwd(), controller=controller))
             fork = receive_number(connection)
         except OSError:
             return

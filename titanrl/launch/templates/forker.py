@@ -11,6 +11,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +26,9 @@ _ORDER_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-def main(listener_fd: int, state_fd: int, controller: int) -> None:
-    """Import the packages of a role, then fork for each process that connects, until the controller exits."""
-    end_with_parent(controller)
+def main(listener_fd: int, state_fd: int, parent: int) -> None:
+    """Import the packages of a role, then fork for each process that connects, until the parent exits."""
+    end_with_parent(parent)
     # A terminal or a job scheduler sends these to the whole process group; the controller decides.
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
@@ -48,7 +49,8 @@ def main(listener_fd: int, state_fd: int, controller: int) -> None:
         sys.modules["numpy"].random.seed()
     os.environ.clear()
     os.environ.update(order.environment)
-    allow_tracing(controller)
+    tempfile.tempdir = None  # an import may have read the template's TMPDIR
+    allow_tracing(order.controller)
     bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.ANNOUNCEMENTS))
 
 
@@ -71,7 +73,7 @@ class _Forker:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def run(self) -> Order:
-        """Fork on request until the controller exits. Only forks return, each with its order."""
+        """Fork on request until the parent exits. Only forks return, each with its order."""
         while True:
             key, _ = self._selector.select()[0]  # one at a time, because the next event may belong to the same fork
             if key.data is None:

@@ -6,9 +6,9 @@ These functions must not import Monarch, because a fork would lack its threads. 
 import importlib
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from titanrl.config.schema import Config
-from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
 from titanrl.launch.roles import Roles
@@ -23,7 +23,7 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
         is_gym = any(task.source == "reasoning_gym" for task in config.data.tasks.values())
         templates["rollout"] = (worker_environment(), partial(import_for_worker, is_gym=is_gym))
     if roles.generators:
-        load = partial(import_for_generator, config.generator, device)
+        load = partial(import_for_generator, config.generator.model_impl, device)
         templates["generator"] = (generator_environment(config, device, 0), load)
     return templates
 
@@ -37,11 +37,11 @@ def import_for_trainer(device: Device) -> None:
     _import("trainer.learner", "trainer.model")
 
 
-def import_for_generator(config: GeneratorConfig, device: Device) -> None:
+def import_for_generator(model_impl: Literal["titan", "native"], device: Device) -> None:
     """Import vLLM, and torchtitan if the engine runs its model."""
     _import_titan(device)
-    _import("generator.compat", "generator.engine", f"generator.{config.model_impl}")
-    if config.model_impl == "titan":
+    _import("generator.compat", "generator.engine", f"generator.{model_impl}")
+    if model_impl == "titan":
         importlib.import_module("torchtitan.trainer")
     if device.kind == "cpu":
         importlib.import_module("vllm.v1.worker.cpu_worker")

@@ -12,12 +12,14 @@ _STREAMS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Environment and working directory that a fork takes over from its stand-in."""
+    """Properties that a fork takes over from its stand-in."""
 
     environment: dict[str, str]
     """All environment variables."""
     folder: str
     """Working directory."""
+    controller: int
+    """Id of the controller's process, which may inspect the fork."""
 
 
 def send_order(connection: socket.socket, order: Order) -> None:

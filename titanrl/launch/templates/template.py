@@ -25,16 +25,21 @@ _PROGRAM = "import sys; from titanrl.launch.templates.forker import main; main(*
 class Template:
     """A template process, which exits with the controller at the latest."""
 
-    def __init__(self, environment: Mapping[str, str], load: Callable[[], None], log: Path) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], load: Callable[[], None], log: Path, socket_path: Path | None = None
+    ) -> None:
         """Start the template from a running event loop.
 
         Args:
             environment: environment variables of the role, which the packages read when they are imported.
             load: picklable function that imports the packages in the template.
             log: file for the template's output.
+            socket_path: path for the socket, in a folder that only this user can enter; None creates such a folder.
         """
-        self._folder = private_folder()
-        self.path = str(self._folder.path / "template")
+        self.log = log
+        """File with the template's output."""
+        self._folder = private_folder() if socket_path is None else None
+        self.path = str(socket_path if self._folder is None else self._folder.path / "template")
         """Path of the socket to which processes connect."""
         self._state, state = socket.socketpair()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, state, log.open("ab") as output:
@@ -70,7 +75,8 @@ class Template:
         self._state.close()
         self._process.kill()
         self._process.wait()
-        self._folder.delete()
+        if self._folder is not None:
+            self._folder.delete()
 
     async def _receive_state(self) -> bool:
         self._state.setblocking(False)

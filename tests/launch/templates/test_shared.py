@@ -1,0 +1,121 @@
+"""Templates shared by several runs: when they are used, what their forks get, and the command `titanrl warm`."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.templates import template_loads
+from tests.launch.templates.test_template import Scribe, ended, with_fleet
+from titanrl.actors import concurrent_endpoint
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
+from titanrl.launch.supervision import ActorDiedError, Supervisor
+from titanrl.launch.templates.shared import SHARED, digest_of_imports, shared_template
+from titanrl.launch.templates.template import Template
+from titanrl.private_sockets import private_folder
+
+
+def test_digest_changes_with_whatever_imports_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    digest = partial(digest_of_imports, {"HF_HUB_OFFLINE": "1"}, template_loads.note)
+    usual = digest()
+    for name in ("TMPDIR", "XDG_RUNTIME_DIR", SHARED):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert digest() == usual
+    assert digest_of_imports({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "4"}, template_loads.note) == usual
+    others = [
+        digest_of_imports({"HF_HUB_OFFLINE": "0"}, template_loads.note),
+        digest_of_imports({"HF_HUB_OFFLINE": "1"}, template_loads.fail),
+    ]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    others.append(digest())
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.chdir(tmp_path)
+    others.append(digest())
+    assert len({usual, *others}) == 5
+
+
+def test_digest_changes_with_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").touch()
+    monkeypatch.setattr("titanrl.launch.templates.shared.PACKAGE", tmp_path)
+    before = digest_of_imports({}, template_loads.note)
+    os.utime(tmp_path / "__init__.py", ns=(1, 1))
+    assert digest_of_imports({}, template_loads.note) != before
+
+
+def test_run_without_matching_template_imports_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert shared_template({}, template_loads.note) is None
+    monkeypatch.setenv(SHARED, str(tmp_path))
+    assert shared_template({}, template_loads.note) is None
+    (tmp_path / digest_of_imports({}, template_loads.note)).touch()  # not a socket
+    assert shared_template({}, template_loads.note) is None
+
+
+class Tourist(Scribe):
+    """Also reports the folder of temporary files."""
+
+    @concurrent_endpoint
+    async def place(self) -> tuple[int, str]:
+        return os.getppid(), tempfile.gettempdir()
+
+
+def test_fleet_forks_from_shared_template_and_survives_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = private_folder()
+    monkeypatch.setenv(SHARED, str(folder.path))
+    (tmp_path / "mine").mkdir()
+
+    async def spawn(fleet: Fleet) -> Any:
+        fleet.prepare("scribe", {}, template_loads.read_temporary_folder)
+        template = await fleet.template("scribe")
+        environment = {"TMPDIR": str(tmp_path / "mine")}
+        return fleet.spawn("scribe_0", local_host(), 1, environment, (), template).spawn("scribe", Tourist)
+
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        load = template_loads.read_temporary_folder
+        shared = Template({}, load, tmp_path / "shared.log", folder.path / digest_of_imports({}, load))
+        parent, place = await supervisor.ask("scribe.place", (await spawn(fleet)).place.call_one(), 60)
+        assert parent not in (os.getpid(), 0)
+        assert place == str(tmp_path / "mine")
+        assert not (tmp_path / "template_scribe.log").exists(), "the fleet started no template"
+        shared.close()
+        assert await asyncio.to_thread(wait_for_end, parent)
+        with pytest.raises(ActorDiedError, match="scribe_0_0"):
+            await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
+        await supervisor.start_over([])
+        await fleet.retire_all_but([])
+        parent, _ = await supervisor.ask("scribe.place", (await spawn(fleet)).place.call_one(), 60)
+        assert parent == os.getpid(), "the socket remains, but nothing listens: the process imports itself"
+
+    with_fleet(tmp_path, work)
+    folder.delete()
+
+
+def wait_for_end(pid: int) -> bool:
+    for _ in range(500):
+        if ended(pid):
+            return True
+        signal.sigtimedwait([], 0.01)
+    return False
+
+
+def test_warm_rejects_wrong_config_and_ends_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
+    wrong = subprocess.run([*command, "num_stepps=3"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "did you mean num_steps" in wrong.stderr
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as warm:
+        for _ in range(6000):
+            if list(tmp_path.glob("titanrl-*/*.log")):
+                break
+            signal.sigtimedwait([], 0.01)
+        warm.terminate()  # during the imports
+    assert warm.returncode == 143
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []

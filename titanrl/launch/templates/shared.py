@@ -1,0 +1,47 @@
+"""Templates of `titanrl warm`, which several runs of this machine share, so that a run starts without importing its packages.
+
+Each template has a socket in a folder, named by a digest of everything that its imports depend on. A run whose environment
+variable SHARED names the folder uses the templates with the right digests, and starts its own for the other roles.
+"""
+
+import hashlib
+import os
+import pickle
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2]
+"""Folder of TitanRL's source."""
+SHARED = "TITANRL_TEMPLATES"
+"""Environment variable with the folder of the shared templates."""
+
+_NOT_READ = {
+    *(SHARED, "HYPERACTOR_EXECUTION_ID", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_RUNTIME_DIR"),  # of a single run
+    *("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "PYTEST_CURRENT_TEST"),  # of a shell or a test
+}
+"""Environment variables that no import reads."""
+
+
+def shared_template(environment: Mapping[str, str], load: Callable[[], None]) -> str | None:
+    """Return the socket path of the shared template for a role; None if there is none.
+
+    Args:
+        environment: variables that the packages read when they are imported, in addition to those of this process.
+        load: function that imports the packages.
+    """
+    folder = os.environ.get(SHARED)
+    path = None if not folder else Path(folder) / digest_of_imports(environment, load)
+    return str(path) if path is not None and path.is_socket() else None
+
+
+def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) -> str:
+    """Return a digest of what a template's imports depend on. It changes when TitanRL is edited or a package is installed."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_READ}
+    variables = {**inherited, **environment, "OMP_NUM_THREADS": "1"}  # a template imports with one thread
+    sources = [(str(file), file.stat().st_mtime_ns) for file in sorted(PACKAGE.rglob("*.py"))]
+    packages = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns
+    place = (sys.executable, os.getcwd(), sorted(os.sched_getaffinity(0)))
+    parts = (place, packages, sources, sorted(variables.items()), pickle.dumps(load))
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

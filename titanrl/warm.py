@@ -1,0 +1,78 @@
+"""Keep a run's packages imported, so that runs on this machine start faster: `titanrl warm`."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanrl import terminal
+from titanrl.config import Config, ConfigError, load_config
+from titanrl.device import resolve_device
+from titanrl.launch.roles import Roles
+from titanrl.launch.templates.imports import needed
+from titanrl.launch.templates.shared import SHARED, digest_of_imports
+from titanrl.launch.templates.template import Template
+from titanrl.private_sockets import private_folder
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.warm") -> None:
+    """Import the packages of a configuration's roles, and serve them until a signal ends the command."""
+    terminal.prepare()
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Import the packages of a run once, for the runs that are started on this machine while the command runs.",
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, help="YAML file of the runs, or the name of a shipped configuration"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    sys.exit(asyncio.run(serve(config)))
+
+
+async def serve(config: Config) -> int:
+    """Serve templates until a signal arrives. Return the exit code: 128 + signal, or 1 if no template can be used."""
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def end(number: int) -> None:
+        if not ended.done():
+            ended.set_result(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    folder = private_folder()
+    templates = {
+        kind: Template(environment, load, folder.path / f"{kind}.log", folder.path / digest_of_imports(environment, load))
+        for kind, (environment, load) in needed(config, resolve_device(config.device), Roles(rollouts=True)).items()
+    }
+    try:
+        imports = asyncio.gather(*(template.is_ready() for template in templates.values()))
+        waiting: set[asyncio.Future[Any]] = {imports, ended}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            return ended.result()
+        are_ready = imports.result()
+        for (kind, template), is_ready in zip(templates.items(), are_ready, strict=True):
+            if not is_ready:
+                print(f"{kind}: {template.log.read_text(errors='replace').strip()}", file=sys.stderr)
+        if not any(are_ready):
+            return 1
+        print(f"Ready. Start runs in this directory, in a shell with this variable:\n\n  export {SHARED}={folder.path}\n")
+        print("Ctrl-C ends this command, and the processes of runs that use it.", flush=True)
+        return await ended
+    finally:
+        for template in templates.values():
+            template.close()
+        folder.delete()
+
+
+if __name__ == "__main__":
+    main()
