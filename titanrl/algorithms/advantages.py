@@ -106,13 +106,13 @@ def grpo(group: GroupRewards, *, std_ddof: int = 0, eps: float = EPS) -> tuple[f
     mean = _mean(group.rewards)
     variance = math.fsum((reward - mean) ** 2 for reward in group.rewards) / (len(group.rewards) - std_ddof)
     scale = 1.0 / (math.sqrt(variance) + eps)
-    return tuple([(reward - mean) * scale for reward in group.rewards])
+    return tuple((reward - mean) * scale for reward in group.rewards)
 
 
 def dr_grpo(group: GroupRewards) -> tuple[float, ...]:
     """Return R_i - mean. Source: Dr. GRPO (arXiv:2503.20783)."""
     mean = _mean(group.rewards)
-    return tuple([reward - mean for reward in group.rewards])
+    return tuple(reward - mean for reward in group.rewards)
 
 
 def rloo(group: GroupRewards) -> tuple[float, ...]:
