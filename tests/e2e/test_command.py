@@ -78,6 +78,7 @@ def test_same_seed_gives_the_same_curve_even_after_a_resume(start_run: Start, pl
     for name in ("reward/mean", "grad/norm", "loss/policy", "tokens/response_len_mean", "mismatch/logprob_abs_max"):
         assert [row[name] for row in resumed.steps] == [row[name] for row in plain_run.steps], name
     assert resumed.evaluations() == plain_run.evaluations()
+    assert not list((resumed.run_dir / "logs").glob("template_*.log")), "it forked from the templates of `titanrl warm`"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from titanrl.private_sockets import private_folder
 def test_digest_changes_with_whatever_imports_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     digest = partial(digest_of_imports, {"HF_HUB_OFFLINE": "1"}, template_loads.note)
     usual = digest()
-    for name in ("TMPDIR", "XDG_RUNTIME_DIR", SHARED):
+    for name in ("TMPDIR", "XDG_RUNTIME_DIR", "MONARCH_CLIENT_TRACE_ID", SHARED):
         monkeypatch.setenv(name, str(tmp_path))
     assert digest() == usual
     assert digest_of_imports({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "4"}, template_loads.note) == usual

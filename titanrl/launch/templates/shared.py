@@ -18,7 +18,8 @@ SHARED = "TITANRL_TEMPLATES"
 """Environment variable with the folder of the shared templates."""
 
 _NOT_READ = {
-    *(SHARED, "HYPERACTOR_EXECUTION_ID", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_RUNTIME_DIR"),  # of a single run
+    *(SHARED, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_RUNTIME_DIR"),  # of a single run
+    *("HYPERACTOR_EXECUTION_ID", "MONARCH_CLIENT_TRACE_ID"),  # set by Monarch when it is imported
     *("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "PYTEST_CURRENT_TEST"),  # of a shell or a test
 }
 """Environment variables that no import reads."""
