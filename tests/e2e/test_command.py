@@ -146,8 +146,8 @@ def test_killed_process_ends_a_run_without_replacements_and_is_named(start_run: 
 
 def test_task_without_signal_ends_with_starvation_error(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     (tmp_path / "same_reward.py").write_text("def score(text, entry):\n    return 0.5\n")
-    overrides = (*plain_run.as_start, "data.rewards={answer: same_reward:score}", "rollout.starvation_timeout_s=3")
-    finished = start_run("starved", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
+    reward = f"data.rewards={{answer: '{tmp_path}/same_reward.py:score'}}"
+    finished = start_run("starved", *plain_run.as_start, reward, "rollout.starvation_timeout_s=3").finish()
     assert finished.code == 1
     last = finished.output.splitlines()[-1]
     assert "StarvationError" in last

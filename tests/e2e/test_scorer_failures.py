@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import REPO, Finished, Start
+from tests.e2e.conftest import Finished, Start
 
 
 def test_reward_that_always_raises_ends_the_run_with_its_exception(
     start_run: Start, plain_run: Finished, tmp_path: Path
 ) -> None:
     (tmp_path / "broken_reward.py").write_text("def score(text, entry):\n    return 1 / 0\n")
-    overrides = (*plain_run.as_start, "data.rewards={answer: broken_reward:score}")
-    finished = start_run("broken", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
+    reward = f"data.rewards={{answer: '{tmp_path}/broken_reward.py:score'}}"
+    finished = start_run("broken", *plain_run.as_start, reward).finish()
     assert finished.code == 1
     last = finished.output.splitlines()[-1]
     assert "ScorerError: data.rewards: the reward failed on all 32 completions" in last
@@ -27,11 +27,11 @@ def test_failed_rollouts_are_left_out_counted_and_marked(start_run: Start, plain
     )
     overrides = (
         *plain_run.as_start,
-        "data.rewards={answer: unlucky_reward:score}",
+        f"data.rewards={{answer: '{tmp_path}/unlucky_reward.py:score'}}",
         "num_steps=2",
         "logging.rollouts_per_step=8",
     )
-    finished = start_run("unlucky", *overrides, PYTHONPATH=f"{REPO}:{tmp_path}").finish()
+    finished = start_run("unlucky", *overrides).finish()
     assert finished.code == 0, finished.output
     groups = finished.rollouts()
     failed = [completion for group in groups for completion in group["completions"] if completion["reward"] is None]

@@ -2,14 +2,16 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.launch.templates import template_loads
@@ -85,7 +87,7 @@ def test_fleet_forks_from_shared_template_and_survives_its_end(monkeypatch: pyte
         assert place == str(tmp_path / "mine")
         assert not (tmp_path / "template_scribe.log").exists(), "the fleet started no template"
         shared.close()
-        assert await asyncio.to_thread(wait_for_end, parent)
+        assert await asyncio.to_thread(wait_until, lambda: ended(parent))
         with pytest.raises(ActorDiedError, match="scribe_0_0"):
             await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
         await supervisor.start_over([])
@@ -97,25 +99,28 @@ def test_fleet_forks_from_shared_template_and_survives_its_end(monkeypatch: pyte
     folder.delete()
 
 
-def wait_for_end(pid: int) -> bool:
-    for _ in range(500):
-        if ended(pid):
+def wait_until(is_true: Callable[[], bool]) -> bool:
+    """Poll for 30 seconds; return True once the condition holds."""
+    limit = time.monotonic() + 30
+    while time.monotonic() < limit:
+        if is_true():
             return True
-        signal.sigtimedwait([], 0.01)
+        time.sleep(0.01)
     return False
 
 
-def test_warm_rejects_wrong_config_and_ends_in_order(tmp_path: Path) -> None:
+def test_warm_rejects_wrong_config_and_ends_in_order() -> None:
     command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
     wrong = subprocess.run([*command, "num_stepps=3"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "did you mean num_steps" in wrong.stderr
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as warm:
-        for _ in range(6000):
-            if list(tmp_path.glob("titanrl-*/*.log")):
-                break
-            signal.sigtimedwait([], 0.01)
-        warm.terminate()  # during the imports
-    assert warm.returncode == 143
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a path short enough for sockets
+        environment = os.environ | {"TMPDIR": folder}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as warm:
+            assert wait_until(lambda: len(list(Path(folder).glob("titanrl-*/*.log"))) == 4)
+            templates = psutil.Process(warm.pid).children()
+            warm.terminate()  # during the imports
+        assert warm.returncode == 143
+        assert len(templates) >= 4
+        assert psutil.wait_procs(templates, timeout=10)[1] == []
+        assert [path.name for path in Path(folder).iterdir() if not path.name.startswith("torchinductor")] == []
