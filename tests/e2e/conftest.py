@@ -141,8 +141,11 @@ def start_run(tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Return a function that starts a small quick-start run with overrides and environment variables."""
     folder = shared_folder(tmp_path_factory)
 
-    def start(name: str, *overrides: str, resume: bool = False, **environment: str) -> Command:
+    def start(name: str, *overrides: str, resume: bool = False, kill: str = "", **environment: str) -> Command:
         run_dir = folder / "runs" / name
+        if kill:  # for `killer.Killer`
+            run_dir.parent.mkdir(exist_ok=True)
+            run_dir.with_name(f"{name}.kill").write_text(kill)
         which = ["--resume", str(run_dir)] if resume else ["--config", "configs/quickstart.yaml", *SMALL]
         places = [] if resume else [f"name={name}", f"output_dir={folder / 'runs'}", f"cache_dir={folder / 'cache'}"]
         return Command(run_dir, [*which, *places, *overrides], environment)

@@ -1,4 +1,7 @@
-"""A hook that kills processes of its run. `KILL` lists roles, moments and steps, as in `trainer:after_step:1`."""
+"""A hook that kills processes of its run. The file `NAME.kill` beside the run directory lists roles, moments and steps.
+
+Example: `trainer:after_step:1 store:after_step:3`
+"""
 
 import os
 import signal
@@ -33,7 +36,7 @@ class Killer(titanrl.Hook):
 
     def _kill(self, run: Any, moment: str) -> None:
         killed = run.run_dir / "killed.txt"
-        for wanted in os.environ["KILL"].split():
+        for wanted in run.run_dir.with_name(f"{run.run_dir.name}.kill").read_text().split():
             role, when, step = wanted.split(":")
             if (when, int(step)) == (moment, run.state.step) and wanted not in (killed.read_text() if killed.exists() else ""):
                 with killed.open("a") as file:

@@ -44,7 +44,7 @@ def test_asynchronous_run_evaluates_each_version_in_the_background(
     asynchronous = ("max_staleness=1", "num_steps=8", "rollout.num_workers=2", "generator.on_update=continue")
     spare = "rollout.num_spare_completions=1"
     overrides = (*plain_run.as_start, *asynchronous, spare, *EVERY_STEP, own_set(tmp_path), best, KILLER)
-    run = start_run("background", *overrides, KILL=kill).finish()
+    run = start_run("background", *overrides, kill=kill).finish()
     assert run.code == 0, run.output
     check_overlap(run, bound=1)
     steps = evaluated(run, "chain_sum")

@@ -1,6 +1,5 @@
 """Runs whose processes are killed: they are replaced, or the run continues from its last checkpoint, with the same results."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -35,7 +34,7 @@ def check_same(run: Finished, plain: Finished) -> None:
 
 @pytest.mark.slow
 def test_killed_trainer_and_store_change_nothing(start_run: Start, plain_run: Finished) -> None:
-    run = start_run("restarted", KILLER, KILL="trainer:after_step:1 store:after_step:3").finish()
+    run = start_run("restarted", KILLER, kill="trainer:after_step:1 store:after_step:3").finish()
     check_same(run, plain_run)
     assert restarts(run) == [("trainer", 1, 0), ("store", 3, 2)]
     assert run.output.count("warning: ") == 2
@@ -78,7 +77,7 @@ def replaced(run: Finished) -> list[str]:
 
 def test_killed_generator_and_workers_change_nothing(start_run: Start, plain_run: Finished) -> None:
     kills = "generator_0:before_step:1 rollout_0:after_evaluation:0 rollout_1:before_step:3"
-    run = start_run("replaced", KILLER, "rollout.num_workers=2", KILL=kills, PYTHONPROFILEIMPORTTIME="1").finish()
+    run = start_run("replaced", KILLER, "rollout.num_workers=2", kill=kills, PYTHONPROFILEIMPORTTIME="1").finish()
     check_same(run, plain_run)
     assert sorted(replaced(run)) == ["generator_0", "rollout_0", "rollout_1"]
     assert restarts(run) == []
@@ -89,7 +88,7 @@ def test_killed_generator_and_workers_change_nothing(start_run: Start, plain_run
 
 def test_generator_that_dies_with_the_trainer_changes_nothing(start_run: Start, plain_run: Finished) -> None:
     """It is replaced in parallel to the restart or restarted with it, depending on which death is detected first."""
-    run = start_run("both", KILLER, KILL="generator_0:after_step:3 trainer:after_step:3").finish()
+    run = start_run("both", KILLER, kill="generator_0:after_step:3 trainer:after_step:3").finish()
     check_same(run, plain_run)
     assert len(restarts(run)) >= 1
 
@@ -97,7 +96,7 @@ def test_generator_that_dies_with_the_trainer_changes_nothing(start_run: Start, 
 @pytest.mark.slow
 def test_batch_whose_tokens_are_lost_is_sampled_again(start_run: Start, plain_run: Finished) -> None:
     own = f"algorithm.advantage={REPO}/tests/e2e/killer.py:after_the_batch_was_taken"
-    run = start_run("lost", KILLER, own, "rollout.num_workers=2", *OVERLAPPING, KILL="generator_0:before_step:3").finish()
+    run = start_run("lost", KILLER, own, "rollout.num_workers=2", *OVERLAPPING, kill="generator_0:before_step:3").finish()
     assert run.code == 0, run.output
     assert sorted(replaced(run)) == ["generator_0", "rollout_0", "rollout_1"]
     assert restarts(run) == []
@@ -119,7 +118,7 @@ def test_run_survives_the_death_of_a_host(
     hosts = f"hosts={{kind: process, generator_hosts: {num_hosts}}}"
     overrides = (hosts, "generator.replicas=2", "rollout.num_workers=2", "max_staleness=1", "logging.rollouts_per_step=8")
     overrides += ("num_steps=16",)
-    run = start_run(f"{kill.split(':')[0]}-of-{num_hosts}", KILLER, *overrides, KILL=kill).finish()
+    run = start_run(f"{kill.split(':')[0]}-of-{num_hosts}", KILLER, *overrides, kill=kill).finish()
     assert run.code == 0, run.output
     assert set(replaced(run)) <= set(replacements)  # the run may end before the replacement has started
     faults = [event["cause"] for event in run.events() if event["kind"] == "fault"]
@@ -133,14 +132,10 @@ def fine_tune(folder: Path, *overrides: str, kill: str) -> Finished:
     small = ("model.recipe.num_layers=1", "num_steps=4", "sft.batch_size=4", "evaluation.num_prompts=8", "name=run")
     places = ("logging.console=plain", f"cache_dir={folder}/cache", f"output_dir={folder}/runs")
     arguments = ["--config", "sft_quickstart", *small, *places, KILLER, *overrides]
-    done = subprocess.run(
-        [sys.executable, "-m", "titanrl.sft", *arguments],
-        cwd=REPO,
-        env=os.environ | {"KILL": kill},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    (folder / "runs").mkdir()
+    (folder / "runs/run.kill").write_text(kill)
+    command = [sys.executable, "-m", "titanrl.sft", *arguments]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=240, check=False)
     return Finished(done.returncode, done.stdout + done.stderr, folder / "runs" / "run")
 
 
@@ -169,7 +164,7 @@ def test_run_with_repeatedly_dying_trainer_ends_with_the_reason(tmp_path: Path) 
 def test_kill_at_other_moments_changes_nothing(
     start_run: Start, plain_run: Finished, kill: str, expected: tuple[str, int, int]
 ) -> None:
-    run = start_run(f"restarted-{'-'.join(kill.split(':'))}", KILLER, KILL=kill).finish()
+    run = start_run(f"restarted-{'-'.join(kill.split(':'))}", KILLER, kill=kill).finish()
     check_same(run, plain_run)
     assert restarts(run) == [expected]
 
@@ -178,7 +173,7 @@ def test_kill_at_other_moments_changes_nothing(
 def test_killed_rank_of_two_changes_nothing(start_run: Start, plain_run: Finished) -> None:
     overrides = ("trainer.parallelism.dp_shard=2", *plain_run.as_start)
     plain = start_run("two-ranks", *overrides).finish()
-    run = start_run("two-ranks-restarted", *overrides, KILLER, KILL="trainer:after_step:3").finish()
+    run = start_run("two-ranks-restarted", *overrides, KILLER, kill="trainer:after_step:3").finish()
     check_same(run, plain)
     assert restarts(run) == [("trainer", 3, 2)]
 
@@ -187,7 +182,7 @@ def test_killed_rank_of_two_changes_nothing(start_run: Start, plain_run: Finishe
 def test_asynchronous_run_trains_on_every_prompt_once(start_run: Start, plain_run: Finished) -> None:
     overrides = ("max_staleness=1", "logging.rollouts_per_step=8", "num_steps=12", "checkpoint.every_steps=3")
     kills = "trainer:after_step:5 store:after_step:8 trainer:after_step:11"
-    run = start_run("restarted-async", *plain_run.as_start, *overrides, KILLER, KILL=kills).finish()
+    run = start_run("restarted-async", *plain_run.as_start, *overrides, KILLER, kill=kills).finish()
     assert run.code == 0, run.output
     assert len(restarts(run)) == 3
     check_every_prompt_once(run)
