@@ -390,7 +390,9 @@ class GRPO(DumpedRun):
         }
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
         self.recorder.step(metrics)
-        self._record_groups(batch, plan)
+        if self.config.logging.rollouts_per_step:
+            self._record_advantages(batch, plan)
+        self.record_drops(batch)
         return metrics
 
     def _count(self, batch: Batch, trained_tokens: int = 0) -> None:
@@ -404,8 +406,8 @@ class GRPO(DumpedRun):
         )
         self.state = replace(self.state, counts=counts)
 
-    def _record_groups(self, batch: Batch, plan: StepPlan) -> None:
-        """Record the advantages of the groups that `rollouts.jsonl` shows, then drops and failed rewards."""
+    def _record_advantages(self, batch: Batch, plan: StepPlan) -> None:
+        """Record the advantages of the groups that `rollouts.jsonl` shows."""
         directory, rollout = self.recorder.directory, self.config.rollout
         groups = batch.all_records.by_index().groups
         ends = np.cumsum(groups["num_rollouts"])
@@ -418,7 +420,6 @@ class GRPO(DumpedRun):
         ]
         if rows:
             directory.log_advantages(self.state.step, rows)
-        self.record_drops(batch)
 
     def record_drops(self, batch: Batch) -> None:
         """Record the groups dropped since the previous batch, and failed rewards."""
