@@ -46,8 +46,9 @@ async def serve(config: Config) -> int:
         if not ended.done():
             ended.set_result(128 + number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    for number in terminal.ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # SIGHUP under nohup
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
     folder = private_folder()
     templates = {
         kind: Template(environment, load, folder.path / f"{kind}.log", folder.path / digest_of_imports(environment, load))

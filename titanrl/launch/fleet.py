@@ -80,9 +80,9 @@ class Fleet:
 
     async def template(self, kind: str) -> str | None:
         """Wait until a template is ready; return its socket path, or None if it does not exist or has failed."""
-        template = self._templates.get(kind)
         if kind in self._shared:
             return self._shared[kind]
+        template = self._templates.get(kind)
         return template.path if template is not None and await template.is_ready() else None
 
     def spawn(

@@ -71,7 +71,7 @@ class ScoringProcess:
         """Send a pickled request and return the reply; None after a timeout.
 
         If the process died, the reply is incomplete or empty. A reply that arrived while this event loop was busy is accepted
-        even after the timeout, because the received bytes are checked after the wait.
+        even after the timeout, because the future is checked after the wait.
         """
         self._received.clear()
         self._finished = self._loop.create_future()
@@ -82,7 +82,8 @@ class ScoringProcess:
                 if not self.is_closed:
                     await self._finished
         self.num_served += self._has_replied
-        return bytes(self._received) if self.is_closed or self._has_replied else None
+        is_finished = self._finished.done() and not self._finished.cancelled()  # a timeout cancels the future
+        return bytes(self._received) if self.is_closed or is_finished else None
 
     def kill(self) -> None:
         """Kill the process if it is still running, and close the socket and the pidfd."""
