@@ -4,16 +4,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from tests.trainer.ranks import World
 from titanrl.launch.templates.shared import SHARED
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests must not fail on a busy machine
 hypothesis.settings.load_profile("any machine")
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, whose processes would ignore the signals of tests
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 HEAVY = ("tests/e2e/", "tests/launch/", "tests/docs/")
 """Tests that start complete runs. They run first, so that no worker is left with a long test at the end."""
@@ -31,6 +36,22 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+@contextmanager
+def warm(cwd: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """Run `titanrl warm` in a directory with environment variables; return the folder of its templates."""
+    command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
+    with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        folder = next(line for line in lines if "export" in line).split("=")[1].strip()
+        try:
+            yield folder
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    assert not os.path.exists(folder)
+
+
 @pytest.fixture(scope="session")
 def shared_templates() -> Iterator[None]:
     """Let runs fork from shared templates, as `titanrl warm` offers them.
@@ -38,13 +59,20 @@ def shared_templates() -> Iterator[None]:
     Most of a small run's time is spent on imports. Runs with other environment variables or another working directory than this
     process still import everything themselves, and so do runs with an empty SHARED.
     """
-    command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as warm, pytest.MonkeyPatch.context() as patch:
-        assert warm.stdout is not None
-        lines = iter(warm.stdout.readline, "")
-        folder = next(line for line in lines if "export" in line).split("=")[1].strip()
+    with warm(Path.cwd(), os.environ) as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv(SHARED, folder)
         yield
-        warm.send_signal(signal.SIGINT)
-    assert warm.returncode == 130
-    assert not os.path.exists(folder)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
+    """Function that returns the trainer ranks of a world of a given size, which all tests share."""
+    worlds: dict[int, World] = {}
+    with ExitStack() as stack:
+
+        def of_size(size: int) -> World:
+            if size not in worlds:
+                worlds[size] = stack.enter_context(World(size, tmp_path_factory.mktemp(f"world{size}")))
+            return worlds[size]
+
+        yield of_size

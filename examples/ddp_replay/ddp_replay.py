@@ -107,7 +107,7 @@ def main() -> None:
         SharedReplay(20_000, EXAMPLE, alpha=0.6, beta=(0.4, 1.0), beta_steps=arguments.steps) as replay,
     ):
         settings = (arguments.ranks, arguments.steps, f"{folder}/store", replay)
-        torch.multiprocessing.spawn(learn, args=settings, nprocs=arguments.ranks)
+        torch.multiprocessing.start_processes(learn, args=settings, nprocs=arguments.ranks, start_method="forkserver")
         stats = replay.stats()
         print(f"one buffer of {arguments.ranks} ranks: {stats.num_committed} items written, {stats.num_sampled} drawn")
 

@@ -1,12 +1,12 @@
 import math
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from tests.trainer.ranks import World
 from titanrl.algorithms import logprobs as logprobs_module
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 
@@ -139,21 +139,19 @@ def test_no_tokens_give_empty_results() -> None:
     assert logits.grad.shape == (0, 5)
 
 
-def run_rank(rank: int, world_size: int, store: str, folder: str) -> None:
+def run_rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run one of two ranks: the first holds 20 of the 37 vocabulary entries, the second 17."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     logits, labels = example()
-    start, end = [0, 20, 37][rank : rank + 2]
+    start, end = [0, 20, 37][dist.get_rank() :][:2]
     shard = logits[:, start:end].contiguous().requires_grad_()
     logprobs, entropy = logprobs_and_entropy(shard, labels, group=dist.group.WORLD, vocab_start=start, temperature=1.3)
     objective(logprobs, entropy).backward()
-    torch.save((logprobs.detach(), entropy.detach(), shard.grad), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    assert shard.grad is not None
+    return logprobs.detach(), entropy.detach(), shard.grad
 
 
-def test_vocabulary_sharded_unevenly_gives_same_result(tmp_path: Path) -> None:
-    mp.spawn(run_rank, args=(2, str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+def test_vocabulary_sharded_unevenly_gives_same_result(world: Callable[[int], World]) -> None:
+    ranks = world(2).run(run_rank)
     logits, labels = example()
     logits.requires_grad_()
     logprobs, entropy = reference(logits, labels, 1.3)

@@ -1,17 +1,17 @@
 """Log-probabilities and entropies over the supports of truncated sampling."""
 
 import math
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.trainer.ranks import World
 from titanrl.algorithms import logprobs as logprobs_module
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.supports import TokenSupports, token_supports
@@ -162,23 +162,21 @@ def test_ranks_mask_their_vocabulary_shard(start: int, end: int) -> None:
     assert torch.equal(outside_NV[:, :known], ~inside_NV[:, start:end])
 
 
-def run_rank(rank: int, world_size: int, store: str, folder: str) -> None:
+def run_rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run one of two ranks: the first holds 70 of the 137 vocabulary entries, the second 67."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     logits, labels, inside = example()
-    start, end = [0, 70, 137][rank : rank + 2]
+    start, end = [0, 70, 137][dist.get_rank() :][:2]
     shard = logits[:, start:end].contiguous().requires_grad_()
     logprobs, entropy = logprobs_and_entropy(
         shard, labels, group=dist.group.WORLD, vocab_start=start, temperature=1.3, supports=supports_from(inside)
     )
     objective(logprobs, entropy).backward()
-    torch.save((logprobs.detach(), entropy.detach(), shard.grad), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    assert shard.grad is not None
+    return logprobs.detach(), entropy.detach(), shard.grad
 
 
-def test_vocabulary_sharded_unevenly_gives_same_result(tmp_path: Path) -> None:
-    mp.spawn(run_rank, args=(2, str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+def test_vocabulary_sharded_unevenly_gives_same_result(world: Callable[[int], World]) -> None:
+    ranks = world(2).run(run_rank)
     logits, labels, inside = example()
     assert not inside[:, :70].any(-1).all(), "the first rank holds nothing of some supports"
     logits.requires_grad_()

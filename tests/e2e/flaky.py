@@ -1,7 +1,6 @@
 """An environment that fails for a share of its episodes, which a hash selects, and logs each failure."""
 
 import asyncio
-import os
 import zlib
 from pathlib import Path
 
@@ -16,16 +15,18 @@ def share(*parts: object) -> float:
     return zlib.crc32(repr(parts).encode()) / 2**32
 
 
-def note(outcome: str, index: str) -> None:
-    """Append a line to the log."""
-    with Path(os.environ["FLAKY_LOG"]).open("a") as log:
-        log.write(f"{outcome} {index}\n")
-
-
 class Flaky:
     """Asks the question; the answer is scored by the configuration."""
 
     numbers: dict[str, int] = {}  # noqa: RUF012  # number of episodes per task
+
+    def __init__(self, log: str) -> None:
+        """Write a line to a log at the end of each training episode."""
+        self.log = Path(log)
+
+    def note(self, outcome: str) -> None:
+        with self.log.open("a") as log:
+            log.write(f"{outcome} {self.index}\n")
 
     async def reset(self, episode: Episode) -> Observation:
         number = Flaky.numbers[episode.task_id] = Flaky.numbers.get(episode.task_id, 0) + 1
@@ -36,16 +37,16 @@ class Flaky:
 
     async def step(self, message: Message) -> Observation | Done:
         if self.is_training and self.place < ERRORS:
-            note("environment_error", self.index)
+            self.note("environment_error")
             raise RuntimeError("flaky")
         if self.is_training and self.place < ERRORS + HANGS:
-            note("timeout", self.index)
+            self.note("timeout")
             await asyncio.sleep(3600)
         if self.is_training and self.place < ERRORS + HANGS + REWARDS:
-            note("reward_error", self.index)
+            self.note("reward_error")
             return Done(rewards={"bonus": float("nan")})
         if self.is_training:
-            note("ok", self.index)
+            self.note("ok")
         return Done()
 
     async def close(self) -> None:

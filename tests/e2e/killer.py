@@ -19,7 +19,6 @@ class Killer(titanrl.Hook):
 
     def before_step(self, run: Any) -> None:
         """Kill the processes that are due before a step."""
-        os.environ["KILL_RUN"] = str(run.run_dir)
         self._kill(run, "before_step")
 
     def after_step(self, run: Any, metrics: StepMetrics) -> None:
@@ -54,7 +53,10 @@ def pid_of(run_dir: Path, role: str) -> int:
 
 
 def after_the_batch_was_taken(group: titanrl.GroupRewards) -> list[float]:
-    """Return the rewards minus their mean; kill a rollout worker that stores tokens of the first batch."""
+    """Return the rewards minus their mean; kill the rollout workers, which store the tokens of the first batch.
+
+    The environment variable `KILL_RUN` names the run directory.
+    """
     run_dir = Path(os.environ["KILL_RUN"])
     if not (run_dir / "killed.txt").exists():
         (run_dir / "killed.txt").touch()

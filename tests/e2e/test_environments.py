@@ -1,6 +1,5 @@
 """Runs in environments: a policy that calls a tool, and environments that fail."""
 
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -104,11 +103,10 @@ def test_environment_failures_are_retried_counted_and_never_trained_on(
     run = start_run(
         "flaky",
         *plain_run.as_start,
-        f"data.environment={{function: {ENVIRONMENT}:Flaky, step_timeout_s: 0.5, retries: 1}}",
+        f"data.environment={{function: {ENVIRONMENT}:Flaky, options: {{log: {log}}}, step_timeout_s: 0.5, retries: 1}}",
         "data.rewards={answer: reasoning_gym}",
         "logging.rollouts_per_step=8",
         "num_steps=3",
-        FLAKY_LOG=str(log),
     ).finish()
     assert run.code == 0, run.output
     noted = [line.split() for line in log.read_text().splitlines()]
@@ -128,8 +126,7 @@ def test_environment_failures_are_retried_counted_and_never_trained_on(
 def test_example_trains_in_an_environment_from_python(plain_run: Finished, tmp_path: Path) -> None:
     overrides = [*SMALL, *plain_run.as_start, "num_steps=2", f"output_dir={tmp_path}", f"cache_dir={tmp_path}"]
     command = [sys.executable, str(REPO / "examples/second_try/train.py"), *overrides]
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     finished = Finished(0, done.stdout, tmp_path / "second_try")
     for row in finished.steps:

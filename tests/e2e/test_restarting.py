@@ -96,7 +96,9 @@ def test_generator_that_dies_with_the_trainer_changes_nothing(start_run: Start, 
 @pytest.mark.slow
 def test_batch_whose_tokens_are_lost_is_sampled_again(start_run: Start, plain_run: Finished) -> None:
     own = f"algorithm.advantage={REPO}/tests/e2e/killer.py:after_the_batch_was_taken"
-    run = start_run("lost", KILLER, own, "rollout.num_workers=2", *OVERLAPPING, kill="generator_0:before_step:3").finish()
+    run_dir = str(plain_run.run_dir.with_name("lost"))
+    overrides = (KILLER, own, "rollout.num_workers=2", *OVERLAPPING)
+    run = start_run("lost", *overrides, kill="generator_0:before_step:3", KILL_RUN=run_dir).finish()
     assert run.code == 0, run.output
     assert sorted(replaced(run)) == ["generator_0", "rollout_0", "rollout_1"]
     assert restarts(run) == []

@@ -137,8 +137,7 @@ def assert_truncated_completions_are_not_trained_on(finished: Finished) -> None:
 def test_example_trains_with_functions_from_python(plain_run: Finished, tmp_path: Path) -> None:
     overrides = [*SMALL, *plain_run.as_start, "num_steps=2", f"output_dir={tmp_path}", f"cache_dir={tmp_path}"]
     command = [sys.executable, str(REPO / "examples/custom_reward/train.py"), *overrides]
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     finished = Finished(0, done.stdout, tmp_path / "custom_reward")
     assert (finished.run_dir / "checkpoints/final/config.json").is_file()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.forks import fork, prepare_templates
 from tests.generator.weights import titan_names
 from titanrl.actors import resolve
 from titanrl.config import load_config
@@ -18,7 +19,7 @@ from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, worker_environment
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
+from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model
 from titanrl.rollout.pool import GeneratorPool
@@ -84,13 +85,14 @@ def running_lab(folder: Path) -> Iterator[Lab]:
         async def start() -> tuple[Lab, Fleet, Supervisor]:
             supervisor = Supervisor()
             fleet = Fleet(folder, supervisor)
-            procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
-            store = await spawn_store(procs)
+            prepare_templates(fleet, config, Roles(trainer=False))
+            store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))
             generators = {}
             for impl, options in IMPLEMENTATIONS.items():
                 environment = generator_environment(config, DEVICES["cpu"], 0)
                 settings = config.generator.model_copy(update=options)
-                procs = fleet.spawn(impl, local_host(), settings.tp, environment, ("titanrl.generator.actor",))
+                module, num_procs = "titanrl.generator.actor", settings.tp
+                procs = await fork(fleet, "generator", environment, module, role=impl, num_procs=num_procs)
                 if settings.tp > 1:
                     await fleet.join_process_group(procs, one_machine=True)
                 setup = GeneratorSetup(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.forks import fork, prepare_templates
 from tests.models.tiny import FAMILIES, write_model
 from titanrl.actors import resolve
 from titanrl.config import load_config
@@ -19,7 +20,7 @@ from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
+from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.training import TrainingClient
@@ -76,7 +77,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("families")
     models = {family: write_model(family, folder / family) for family in FAMILIES}
     config = load_config("configs/quickstart.yaml", ["generator.kv_cache_bytes=8000000"])
@@ -86,12 +87,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         supervisor = Supervisor()
         (folder / "logs").mkdir()
         fleet = Fleet(folder / "logs", supervisor)
-        trainer_procs = fleet.spawn("trainer", local_host(), 1, trainer_environment(config, device), ("titanrl.trainer.actor",))
-        store_procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
-        environment = generator_environment(config, device, 0)
-        generator_procs = fleet.spawn("generators", local_host(), 1, environment, ("titanrl.generator.actor",))
+        prepare_templates(fleet, config, Roles())
+        trainer_procs = await fork(fleet, "trainer", trainer_environment(config, device), "titanrl.trainer.actor")
         await fleet.join_process_group(trainer_procs, one_machine=True)
-        store = await spawn_store(store_procs)
+        generator_procs = await fork(fleet, "generator", generator_environment(config, device, 0), "titanrl.generator.actor")
+        store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))
 
         def trainer_of(family: str) -> TrainerMesh:
             setup = TrainerSetup(

@@ -23,7 +23,7 @@ from titanrl.weights.pull import WeightReader
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Iterator[Lab]:
     with running_lab(tmp_path_factory.mktemp("lab")) as lab:
         yield lab
 

@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.forks import fork, prepare_templates
 from tests.generator.weights import titan_names
 from titanrl.config import load_config
 from titanrl.config.sections import RecipeConfig
@@ -25,9 +26,9 @@ from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.hosts import local_host
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.respawns import Respawns
+from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model
 from titanrl.rollout.pool import GeneratorPool
@@ -95,7 +96,7 @@ class Sync:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     create_model(folder / "model", RecipeConfig(max_positions=MAX_LEN), seed=1)
     config = load_config("configs/quickstart.yaml")
@@ -104,7 +105,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     async def start() -> tuple[Pair, Fleet, Supervisor]:
         supervisor = Supervisor()
         fleet = Fleet(folder, supervisor)
-        store = await spawn_store(fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",)))
+        prepare_templates(fleet, config, Roles(trainer=False))
+        store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))
         setups = [
             GeneratorSetup(
                 model_dir=folder / "model",
@@ -121,7 +123,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         shared = SharedContext(fleet=fleet, supervisor=supervisor, respawns=Respawns(config.faults), warn=print, start_s=120.0)
 
         async def spawn(setup: GeneratorSetup, part: Part) -> Replica:
-            procs = fleet.spawn(part.role, local_host(), 1, environment, ("titanrl.generator.actor",))
+            procs = await fork(fleet, "generator", environment, "titanrl.generator.actor", role=part.role)
             return Replica.of(procs.spawn("generator", Generator, setup))
 
         spawns = {f"replica_{number}": partial(spawn, setup) for number, setup in enumerate(setups)}

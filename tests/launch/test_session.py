@@ -38,7 +38,8 @@ def config_in(folder: Path, *overrides: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Iterator[Lab]:
+    before = set(psutil.Process().children())
     with asyncio.Runner() as runner:
 
         async def start() -> Session:
@@ -47,7 +48,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         lab = Lab(runner, runner.run(start()))
         yield lab
         runner.run(lab.session.close())
-        assert not [child for child in psutil.Process().children() if "monarch" in " ".join(child.cmdline())]
+        _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=10)
+        assert alive == []
 
 
 def whole(sample: Sample) -> list[int]:

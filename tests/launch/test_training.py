@@ -55,7 +55,7 @@ SUPERVISED = [
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def running(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Iterator[Lab]:
     with running_lab(tmp_path_factory.mktemp("training")) as lab:
         yield lab
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forks import fork, prepare_templates
 from titanrl.config import load_config
 from titanrl.config.sections import RecipeConfig
 from titanrl.device import DEVICES
 from titanrl.launch.environment import trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
+from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.training import TrainingClient
@@ -56,10 +57,11 @@ def running_lab(folder: Path) -> Iterator[Lab]:
             fleet = Fleet(folder / "logs", supervisor)
             device = DEVICES["cpu"]
             environment = trainer_environment(config, device)
-            procs = fleet.spawn("trainer", local_host(), 2, environment, ("titanrl.trainer.actor", "tests.launch.losses"))
-            store_procs = fleet.spawn("store", local_host(), 1, worker_environment(), ("titanrl.weights.store",))
+            prepare_templates(fleet, config, Roles(generators=False))
+            modules = ("titanrl.trainer.actor", "tests.launch.losses")
+            procs = await fork(fleet, "trainer", environment, *modules, num_procs=2)
             await fleet.join_process_group(procs, one_machine=True)
-            store = await spawn_store(store_procs)
+            store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))
             setup = TrainerSetup(
                 run="lab",
                 seed=0,

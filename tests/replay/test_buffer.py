@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.records import make_record
+from tests.simulated_clock import simulate
 from titanrl.config import Config, load_config
 from titanrl.replay.batch import Reservation
 from titanrl.replay.buffer import GroupBuffer
@@ -307,7 +308,7 @@ class Oldest:
     bound: int
 
 
-async def simulate(config: Config, seed: int, *, num_steps: int) -> Oldest:
+async def train(config: Config, seed: int, *, num_steps: int) -> Oldest:
     """Simulate generation, training and publication with random latencies; every tenth group is ten times slower."""
     rng, num_groups = random.Random(seed), config.rollout.groups_per_step
     groups = GroupBuffer(
@@ -353,7 +354,7 @@ async def simulate(config: Config, seed: int, *, num_steps: int) -> Oldest:
 
 def simulated(max_staleness: int, *overrides: str, seed: int = 0) -> Oldest:
     settings = ["num_steps=60", "rollout.groups_per_step=4", f"max_staleness={max_staleness}", *overrides]
-    return asyncio.run(simulate(load_config("configs/quickstart.yaml", settings), seed, num_steps=60))
+    return simulate(train(load_config("configs/quickstart.yaml", settings), seed, num_steps=60))
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["false", "true"])

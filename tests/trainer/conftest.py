@@ -1,16 +1,13 @@
-"""Tiny models, and worlds of 1, 2 and 4 ranks that all tests of the folder share."""
+"""Tiny models that all tests of the folder share."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.trainer.ranks import World
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
 
@@ -36,17 +33,3 @@ def untied_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     head = np.random.default_rng(5).normal(0.0, 0.05, embedding.shape).astype(np.float32)
     save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
-    """The world of a given size."""
-    worlds: dict[int, World] = {}
-    with ExitStack() as stack:
-
-        def of_size(size: int) -> World:
-            if size not in worlds:
-                worlds[size] = stack.enter_context(World(size, tmp_path_factory.mktemp(f"world{size}")))
-            return worlds[size]
-
-        yield of_size

@@ -15,6 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 DEADLINE_S = 240
+FORKED = multiprocessing.get_context("forkserver")
+"""Starts processes that have imported torch and torchtitan. A test process has only one fork server, which all tests share."""
+FORKED.set_forkserver_preload(["tests.trainer.preload"])
 
 
 class World:
@@ -22,8 +25,6 @@ class World:
 
     def __init__(self, size: int, folder: Path) -> None:
         """Start the ranks, which rendezvous on a free port."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.trainer.preload"])
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -31,8 +32,8 @@ class World:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, size, port, folder), daemon=True)
+            ours, theirs = FORKED.Pipe()
+            process = FORKED.Process(target=serve, args=(theirs, rank, size, port, folder), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -1,14 +1,12 @@
 """Fan-out within a host: one process receives and the others map; if the receiver dies, another process takes over."""
 
 import asyncio
-import multiprocessing
 import os
 import pickle
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forks import fork, prepare_templates
 from tests.shared_memory import abandoned
+from tests.trainer.ranks import FORKED
 from tests.weights.processes import HostReader, Pulled, Wire, Writer, read_from_wire
-from titanrl.actors import set_up_process
-from titanrl.launch.hosts import EmulatedHosts, local_host
+from titanrl.config import load_config
+from titanrl.launch.environment import worker_environment
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import EmulatedHosts
+from titanrl.launch.roles import Roles
+from titanrl.launch.supervision import Supervisor
 from titanrl.private_sockets import private_folder
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, WeightManifest
@@ -72,11 +76,10 @@ class Ranks:
         hosts = [folder / str(host) for host in range(num_hosts)]
         for host in hosts:
             host.mkdir()
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(num_hosts * num_ranks)]
+        pipes = [FORKED.Pipe() for _ in range(num_hosts * num_ranks)]
         self.pipes: list[Connection] = [ours for ours, _ in pipes]
         self.processes = [
-            context.Process(
+            FORKED.Process(
                 target=read_from_wire, args=(theirs, str(hosts[rank // num_ranks]), pickle.loads(pickle.dumps(transport)))
             )
             for rank, (_, theirs) in enumerate(pipes)
@@ -227,22 +230,20 @@ class World:
         return self._runner.run(asyncio.wait_for(work, 120))
 
     async def start(self) -> None:
-        local = local_host()
+        self._supervisor = Supervisor()
+        self._fleet, self._emulated = (Fleet(self._log_dir, self._supervisor, own_children=own) for own in (True, False))
+        prepare_templates(self._fleet, load_config("configs/quickstart.yaml"), Roles(trainer=False, generators=False))
+        self.store = await spawn_store(await fork(self._fleet, "store", worker_environment(), "titanrl.weights.store"))
         hosts = self._hosts.start()
-        self._procs = [
-            self._spawn("store", local, 1),
-            self._spawn("writer", hosts["trainers"], 1),
-            self._spawn("readers", hosts["generators"], NUM_RANKS),
-        ]
-        self.store = await spawn_store(self._procs[0])
-        self.writer: Any = self._procs[1].spawn("writer", Writer, self.store)
+        writer = await self._fork("writer", hosts["trainers"], 1)
+        self._readers = await self._fork("readers", hosts["generators"], NUM_RANKS)
+        self.writer: Any = writer.spawn("writer", Writer, self.store)
         self._num_readers = 0
         await self.writer.publish.call_one("run", 0, {"w": weights(0)}, [], ("arena", "rdma"))
 
-    def _spawn(self, role: str, hosts: Any, num_procs: int) -> Any:
-        imports = ("titanrl.weights.store", "tests.weights.processes")
-        bootstrap = partial(set_up_process, role, self._log_dir, imports, [str(Path.cwd())])
-        return hosts.spawn_procs(per_host={"procs": num_procs}, bootstrap=bootstrap, name=role)
+    async def _fork(self, role: str, hosts: Any, num_procs: int) -> Any:
+        imports, template = ("titanrl.weights.store", "tests.weights.processes"), await self._fleet.template("store")
+        return self._emulated.spawn(role, hosts, num_procs, worker_environment(), imports, template)
 
     async def publish(self, version: int) -> Commit:
         return Commit(version, (await self.writer.publish_again.call_one(version, {"w": weights(version)}, []),))
@@ -250,18 +251,19 @@ class World:
     def readers(self) -> Any:
         """Return new readers; each holds the upper or the lower half of the rows."""
         self._num_readers += 1
-        return self._procs[2].spawn(f"readers_{self._num_readers}", HostReader, WeightReader("run", self.store, "full"), SHAPE)
+        return self._readers.spawn(f"readers_{self._num_readers}", HostReader, WeightReader("run", self.store, "full"), SHAPE)
 
     def stop(self) -> None:
         async def stop_processes() -> None:
-            await asyncio.gather(*(procs.stop().as_asyncio() for procs in self._procs))
+            self._supervisor.expect_deaths()
+            await asyncio.gather(self._fleet.stop(20), self._emulated.stop(20))
 
         self.do(stop_processes())
         self._hosts.kill()
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Iterator[World]:
     before = abandoned()
     world = World(tmp_path_factory.mktemp("logs"))
     world.do(world.start())

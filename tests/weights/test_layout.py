@@ -1,13 +1,13 @@
 """Boxes and bytes of state dicts: random shardings compared with torch and numpy, and real DTensors on four ranks."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from tests.trainer.ranks import World
 from titanrl.weights.copying import Copies
 from titanrl.weights.layout import (
     box_pieces,
@@ -129,9 +130,9 @@ def test_strided_shard_without_other_splits_has_several_boxes() -> None:
 # Real DTensors
 
 
-def publish_as_four_ranks(rank: int, folder: str) -> None:
+def publish_on_rank(folder: str) -> None:
     """Pack tensors of every placement and a model with FSDP2 over TP, in sizes that do not divide evenly."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
+    rank = dist.get_rank()
     flat = init_device_mesh("cpu", (4,))
     state = {
         "rows": distribute_tensor(VALUE, flat, [Shard(0)]),
@@ -152,7 +153,6 @@ def publish_as_four_ranks(rank: int, folder: str) -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     pack_to_file(model.state_dict(), rank, f"{folder}/model{rank}.pt")
-    dist.destroy_process_group()
 
 
 def pack_to_file(state: dict[str, torch.Tensor], rank: int, path: str) -> None:
@@ -163,9 +163,9 @@ def pack_to_file(state: dict[str, torch.Tensor], rank: int, path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(tmp_path_factory: pytest.TempPathFactory, world: Callable[[int], World]) -> Path:
     folder = tmp_path_factory.mktemp("packed")
-    torch.multiprocessing.spawn(publish_as_four_ranks, (str(folder),), nprocs=4)
+    world(4).run(publish_on_rank, str(folder))
     return folder
 
 

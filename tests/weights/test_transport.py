@@ -3,17 +3,20 @@
 import asyncio
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.forks import fork, prepare_templates
 from tests.weights.processes import Reader, Writer
-from titanrl.actors import set_up_process
+from titanrl.config import load_config
 from titanrl.config.choices import TransportName
-from titanrl.launch.hosts import local_host
+from titanrl.launch.environment import worker_environment
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.roles import Roles
+from titanrl.launch.supervision import Supervisor
 from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, StoreHandle, WeightMismatchError, commits_key, rank_key
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import spawn_store
@@ -39,16 +42,17 @@ class World:
         return self._runner.run(asyncio.wait_for(work, 120))
 
     async def start(self) -> None:
-        self._meshes = [self._spawn(role) for role in ("store", "writer", "reader")]
-        self.store = await spawn_store(self._meshes[0])
-        self.writer = self._meshes[1].spawn("writer", Writer, self.store)
-        self.reader = self._meshes[2].spawn("reader", Reader, WeightReader("run", self.store, "full"))
+        self._supervisor = Supervisor()
+        self._fleet = Fleet(self._log_dir, self._supervisor)
+        prepare_templates(self._fleet, load_config("configs/quickstart.yaml"), Roles(trainer=False, generators=False))
+        store, writer, reader = [await self._fork(role) for role in ("store", "writer", "reader")]
+        self.store = await spawn_store(store)
+        self.writer = writer.spawn("writer", Writer, self.store)
+        self.reader = reader.spawn("reader", Reader, WeightReader("run", self.store, "full"))
 
-    def _spawn(self, role: str) -> Any:
-        imports = ("titanrl.weights.store", "tests.weights.processes")
-        return local_host().spawn_procs(
-            per_host={"procs": 1}, bootstrap=partial(set_up_process, role, self._log_dir, imports), name=role
-        )
+    async def _fork(self, role: str) -> Any:
+        modules = ("titanrl.weights.store", "tests.weights.processes")
+        return await fork(self._fleet, "store", worker_environment(), *modules, role=role)
 
     async def publish(self, version: int, *transports: TransportName) -> Commit:
         return Commit(version, (await self.writer.publish.call_one("run", version, STATE, KEEP, transports),))
@@ -58,11 +62,12 @@ class World:
         return pulled
 
     async def stop(self) -> None:
-        await asyncio.gather(*(mesh.stop().as_asyncio() for mesh in self._meshes))
+        self._supervisor.expect_deaths()
+        await self._fleet.stop(20)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Iterator[World]:
     world = World(tmp_path_factory.mktemp("logs"))
     world.do(world.start())
     yield world

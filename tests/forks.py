@@ -1,0 +1,24 @@
+"""Processes of tests that are forked from templates, like those of a run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from titanrl.config import Config
+from titanrl.device import DEVICES
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
+from titanrl.launch.roles import Roles
+from titanrl.launch.templates.imports import needed
+
+
+def prepare_templates(fleet: Fleet, config: Config, roles: Roles) -> None:
+    """Prepare the templates of some roles. The fixture `shared_templates` provides them."""
+    for kind, (environment, load) in needed(config, DEVICES["cpu"], roles).items():
+        fleet.prepare(kind, environment, load)
+
+
+async def fork(
+    fleet: Fleet, kind: str, environment: Mapping[str, str], *imports: str, role: str | None = None, num_procs: int = 1
+) -> Any:
+    """Fork processes from the template of a kind."""
+    return fleet.spawn(role or kind, local_host(), num_procs, environment, imports, await fleet.template(kind))
