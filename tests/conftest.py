@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
@@ -36,22 +36,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@contextmanager
-def warm(cwd: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """Run `titanrl warm` in a directory with environment variables; return the folder of its templates."""
-    command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
-    with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        folder = next(line for line in lines if "export" in line).split("=")[1].strip()
-        try:
-            yield folder
-        finally:
-            process.send_signal(signal.SIGINT)
-    assert process.returncode == 130
-    assert not os.path.exists(folder)
-
-
 @pytest.fixture(scope="session")
 def shared_templates() -> Iterator[None]:
     """Let runs fork from shared templates, as `titanrl warm` offers them.
@@ -59,9 +43,16 @@ def shared_templates() -> Iterator[None]:
     Most of a small run's time is spent on imports. Runs with other environment variables or another working directory than this
     process still import everything themselves, and so do runs with an empty SHARED.
     """
-    with warm(Path.cwd(), os.environ) as folder, pytest.MonkeyPatch.context() as patch:
+    command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as warm, pytest.MonkeyPatch.context() as patch:
+        assert warm.stdout is not None
+        lines = iter(warm.stdout.readline, "")
+        folder = next(line for line in lines if "export" in line).split("=")[1].strip()
         patch.setenv(SHARED, folder)
         yield
+        warm.send_signal(signal.SIGINT)
+    assert warm.returncode == 130
+    assert not os.path.exists(folder)
 
 
 @pytest.fixture(scope="session")
