@@ -26,8 +26,12 @@ THROUGHPUT_GROUPS = 64
 """Groups per step while throughput is measured."""
 NUM_TOKENS = 256
 """Tokens per completion while throughput is measured."""
-NUM_STEPS = 9
-"""Number of steps over which the median overhead is computed."""
+NUM_STEPS = (9, 60)
+"""Smallest and largest number of steps over which the median overhead is computed."""
+NUM_GROUPS = 16_384
+"""Number of groups to train on while the overhead is measured, within the limits of `NUM_STEPS`."""
+NUM_WARMUP_STEPS = 5
+"""Steps before the measured ones. A run's first steps allocate memory and are slower."""
 SHORT_TOKENS = 16
 """Tokens per completion while the overhead of a step is measured; the overhead does not depend on it."""
 
@@ -65,9 +69,10 @@ async def measure_overhead(folder: Path, groups_per_step: int) -> dict[str, floa
     """Measure steps that start with a full buffer and idle actors: their duration, and the bytes moved per group."""
     run = await started(folder, f"step{groups_per_step}", groups_per_step, SHORT_TOKENS, max_staleness=1)
     try:
-        await run.step()
+        for _ in range(NUM_WARMUP_STEPS):
+            await run.step()
         seconds = []
-        for _ in range(NUM_STEPS):
+        for _ in range(min(max(NUM_GROUPS // groups_per_step, NUM_STEPS[0]), NUM_STEPS[1])):
             await run.session.weights.ready()
             await run.session.rollouts.buffer.wait_until_full()
             gc.collect()
