@@ -69,6 +69,7 @@ def learn(rank: int, num_ranks: int, num_steps: int, store: str, replay: SharedR
     online, target = new_network(), new_network()
     before, learner = success(online), DistributedDataParallel(online)
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-3)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2 - 2 * step / num_steps))
     rng = np.random.default_rng(rank)
     grids = Grids(rng)
     with Prefetch(replay, BATCH) as batches:  # blocks until some rank has written
@@ -89,6 +90,7 @@ def learn(rank: int, num_ranks: int, num_steps: int, store: str, replay: SharedR
             optimizer.zero_grad()
             (torch.from_numpy(batch.weights) * td_error**2).mean().backward()
             optimizer.step()
+            decay.step()
             replay.update_priorities(batch.handles, td_error.detach().numpy())
             replay.set_step(step)  # every rank reports it; beta advances once
     if rank == 0:
@@ -99,7 +101,7 @@ def learn(rank: int, num_ranks: int, num_steps: int, store: str, replay: SharedR
 def main() -> None:
     """Train, and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--ranks", type=int, default=4)
     arguments = parser.parse_args()
     with (
