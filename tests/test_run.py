@@ -4,6 +4,7 @@ import asyncio
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from titanrl.config import load_config
@@ -40,9 +41,10 @@ def run_in(path: Path) -> GRPO:
 )
 def test_skipped_steps_advice_names_huge_rewards(largest_reward: float, advice: str, tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
-    run.count_skipped(SKIPPED, largest_reward)
+    rewards = np.array([0.5, -largest_reward])
+    run.count_skipped(SKIPPED, rewards)
     with pytest.raises(NonFiniteGradientError, match=re.escape(advice)):
-        run.count_skipped(SKIPPED, largest_reward)
+        run.count_skipped(SKIPPED, rewards)
     events = [row for row in read_lines(run.recorder.directory.events) if row["kind"] == "skipped_step"]
     assert [event["largest_reward"] for event in events] == [largest_reward, largest_reward]
     asyncio.run(run.stop())

@@ -89,6 +89,7 @@ class GRPO(DumpedRun):
         self._num_deaths = 0  # of rollout workers, when a batch was last returned
         self._warned_of_reward = False
         self._advantage = loaded(self._plugins, "algorithm.advantage")
+        self._advantages_by_task = advantages_by_task(self.config, self._plugins)
         self._replay = ReplaySchedule(config.replay, config.num_steps, loaded(self._plugins, "replay.priority"))
         self._past: PastPolicies
 
@@ -271,7 +272,7 @@ class GRPO(DumpedRun):
             share_prompts=config.trainer.share_prompts,
             custom_advantage=self._advantage,
             weight_of=config.data.weight_of,
-            by_task=advantages_by_task(config, self._plugins),
+            by_task=self._advantages_by_task,
         )
         epochs, num_minibatches = config.trainer.epochs, config.trainer.minibatches_per_batch
         seed = (config.seed, self.state.step)
@@ -309,14 +310,16 @@ class GRPO(DumpedRun):
 
     async def _publish(self, batch: Batch, plan: StepPlan, updates: Sequence[OptimUpdate]) -> None:
         """Publish after `updates_per_publish` steps, which frees their slots; free the slots of a skipped step immediately."""
-        records, update = batch.all_records.by_index(), updates[-1]
+        records, update = batch.all_records, updates[-1]
         for taken in updates:
-            self.count_skipped(taken, largest_reward=float(np.abs(batch.records.rewards).max()))
+            self.count_skipped(taken, batch.records.rewards)
         if all(taken.skipped for taken in updates):
             await self.session.rollouts.buffer.release(records.handles)
             return
-        weight_of, advantages = self.config.data.weight_of, plan.advantages_N
-        priorities = self._replay.priorities(records, advantages, weight_of) if self.config.replay.fraction else None
+        priorities = None
+        if self.config.replay.fraction:
+            records = records.by_index()
+            priorities = self._replay.priorities(records, plan.advantages_N, self.config.data.weight_of)
         self._unpublished.append((records.handles, priorities))
         if update.version - self.session.weights.versions[-1] >= self.config.algorithm.updates_per_publish:
             trained, self._unpublished = joined(self._unpublished), []

@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from titanrl.config import Config
 from titanrl.errors import TitanRLError
 from titanrl.files import uncommit_folder
 from titanrl.launch.progress import RunState, checkpoint_dir, complete_checkpoint
 from titanrl.launch.supervision import PartDiedError
 from titanrl.lifecycle import Lifecycle
+from titanrl.tables import DoubleArray
 from titanrl.types import AdamParams, OptimUpdate, StepMetrics
 
 HUGE_REWARD = 1e6
@@ -200,19 +203,21 @@ class Run(Lifecycle):
         rate = self.state.learning_rate
         return params if rate is None else replace(params, learning_rate=rate)
 
-    def count_skipped(self, update: OptimUpdate, largest_reward: float = 0.0) -> None:
+    def count_skipped(self, update: OptimUpdate, rewards: DoubleArray | None = None) -> None:
         """Count consecutive optimizer steps skipped because of non-finite gradients.
 
         Args:
             update: Result of the optimizer step.
-            largest_reward: Largest absolute reward in the step's batch.
+            rewards: Rewards of the step's batch, if it has any.
 
         Raises:
             NonFiniteGradientError: More than `algorithm.max_skipped_steps` consecutive steps were skipped.
         """
         if not update.skipped:
-            self.state = replace(self.state, num_skipped=0)
+            if self.state.num_skipped:
+                self.state = replace(self.state, num_skipped=0)
             return
+        largest_reward = 0.0 if rewards is None else float(np.abs(rewards).max())
         self.state = replace(self.state, num_skipped=self.state.num_skipped + 1)
         event = {"step": self.state.step + 1, "grad_norm": update.grad_norm, "largest_reward": largest_reward}
         self.recorder.directory.event("skipped_step", **event)

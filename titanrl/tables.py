@@ -9,6 +9,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple, Self
 
@@ -167,7 +168,7 @@ def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RecordTable:
     """The records of many groups as columns; `GroupRecord` describes them."""
 
@@ -223,28 +224,28 @@ class RecordTable:
         """Payload locations, `[P]` of `HANDLE`."""
         return self.groups["handle"]
 
-    @property
+    @cached_property
     def starts(self) -> IntArray:
         """Index of each group's first rollout, `[P]`."""
         counts: IntArray = self.groups["num_rollouts"]
         return np.cumsum(counts) - counts
 
-    @property
+    @cached_property
     def group_of(self) -> IntArray:
         """Index of each rollout's group, `[N]`."""
         return np.repeat(np.arange(len(self)), self.groups["num_rollouts"])
 
-    @property
+    @cached_property
     def segment_starts(self) -> IntArray:
         """Index of each rollout's first segment, `[N]`."""
         return np.cumsum(self.num_segments) - self.num_segments
 
-    @property
+    @cached_property
     def rollout_of(self) -> IntArray:
         """Index of each segment's rollout, `[M]`."""
         return np.repeat(np.arange(len(self.rewards)), self.num_segments)
 
-    @property
+    @cached_property
     def num_sampled_by_rollout(self) -> IntArray:
         """Loss tokens per rollout, `[N]`."""
         sums: IntArray = np.bincount(self.rollout_of, self.num_sampled, len(self.rewards)).astype(np.int64)
@@ -262,7 +263,7 @@ class RecordTable:
         """Token rewards, derived from the rewards of turns if they are not known."""
         return self.known_tokens or TokenTable.of_turns(self.turns, self.num_segments)
 
-    @property
+    @cached_property
     def num_turns_by_rollout(self) -> IntArray:
         """Turns per rollout, `[N]`."""
         sums: IntArray = np.bincount(self.rollout_of, self.turns.num_turns, len(self.rewards)).astype(np.int64)
@@ -289,10 +290,8 @@ class RecordTable:
 
     def by_index(self) -> Self:
         """Return the table with groups sorted by prompt index."""
-        order = np.argsort(self.groups["index"], kind="stable")
-        if np.array_equal(order, np.arange(len(self))):
-            return self
-        return self.take(order)
+        indices = self.groups["index"]
+        return self if (indices[:-1] <= indices[1:]).all() else self.take(np.argsort(indices, kind="stable"))
 
     def take(self, order: IntArray) -> Self:
         """Return the groups at the given indices, in this order."""

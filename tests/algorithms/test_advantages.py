@@ -152,9 +152,14 @@ def test_standardized_advantages_have_token_mean_zero(groups: list[tuple[list[fl
     assert sum(a * a * n for a, n in pairs) / sum(n for _, n in pairs) <= 1.0 + 1e-9
 
 
-def test_other_methods_depend_only_on_their_group() -> None:
-    groups = [(1.0, 0.0), (5.0, 7.0)]
-    assert batch_advantages(groups, [(1, 1), (9, 9)], "rloo") == [group_advantages(group, "rloo") for group in groups]
+@pytest.mark.parametrize("method", METHODS)
+@given(groups=st.lists(st.permutations([0.0, 0.1, 0.1, 0.7, 1.0]) | st.permutations([1.0, 1.0, 0.0]), min_size=1, max_size=8))
+def test_other_methods_depend_only_on_their_group(method: str, groups: list[list[float]]) -> None:
+    alone = [group_advantages(group, method, pass_k=2) for group in groups]
+    if method != "reinforce_pp_baseline":
+        assert batch_advantages(groups, (), method, pass_k=2) == alone
+    for group, advantages in zip(groups, alone, strict=True):  # exactly, in any order
+        assert group_advantages(group[::-1], method, pass_k=2) == advantages[::-1]
 
 
 HUGE = 1e200

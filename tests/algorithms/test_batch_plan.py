@@ -171,8 +171,11 @@ def test_packing_efficiency_counts_empty_rows_of_idle_ranks(make_record: RecordM
     assert batch.packing_efficiency == 20 / 40
 
 
-def test_batch_without_gradient_gives_ranks_one_empty_micro_batch(make_record: RecordMaker) -> None:
-    batch = plan([make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 3], has_payload=False)], dp_size=2)
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_batch_without_gradient_gives_ranks_one_empty_micro_batch(make_record: RecordMaker, share_prompts: bool) -> None:
+    batch = plan(
+        [make_record(0, rewards=[1.0, 1.0], num_sampled=[3, 3], has_payload=False)], share_prompts=share_prompts, dp_size=2
+    )
     assert rows(batch) == [[[], []]]
     assert batch.packing_efficiency == 0.0
     # Of four answers with three right ones the best of two is always right.

@@ -45,7 +45,8 @@ def batch_advantages(
 ) -> list[tuple[float, ...]]:
     """Compute the advantages of all groups of a step, in the order of the groups.
 
-    The REINFORCE++ estimators also standardize the result of `group_advantages` over the batch.
+    The advantage of a completion depends on its reward and on the rewards of its group, but not on their order. The REINFORCE++
+    estimators also standardize the result of `group_advantages` over the batch.
 
     Args:
         groups: Rewards of the completions of each group.
@@ -57,12 +58,14 @@ def batch_advantages(
     Raises:
         ValueError: See `group_advantages`.
     """
-    by_rewards: dict[tuple[float, ...], tuple[float, ...]] = {}  # many groups have the same rewards
+    known: dict[tuple[float, ...], dict[float, float]] = {}  # many groups have the same rewards, in some order
     advantages = []
-    for rewards in map(tuple, groups):
-        if rewards not in by_rewards:
-            by_rewards[rewards] = group_advantages(rewards, method, std_ddof=std_ddof, pass_k=pass_k)
-        advantages.append(by_rewards[rewards])
+    for rewards in groups:
+        ordered = tuple(sorted(rewards))
+        if ordered not in known:
+            values = group_advantages(rewards, method, std_ddof=std_ddof, pass_k=pass_k)
+            known[ordered] = dict(zip(rewards, values, strict=True))
+        advantages.append(tuple(map(known[ordered].__getitem__, rewards)))
     return standardized(advantages, num_sampled) if ADVANTAGES[method].traits.is_standardized else advantages
 
 

@@ -89,7 +89,8 @@ def plan_batch(
         ValueError: A sequence does not fit a row, the estimator rejects a reward, or it returns invalid advantages.
     """
     ordered = records.by_index()
-    assert (np.diff(ordered.groups["index"]) > 0).all(), "a group must not appear twice in a batch"
+    indices_P = ordered.groups["index"]
+    assert (indices_P[:-1] < indices_P[1:]).all(), "a group must not appear twice in a batch"
     if advantages_N is None:
         advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm, custom_advantage)], weight_of)
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
@@ -118,7 +119,7 @@ def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArra
 
     Args:
         sequences: Table of the sequences, which is modified.
-        prompts_S: Prompt id of each sequence.
+        prompts_S: Prompt id of each sequence, a small integer from 0.
         prompt_lens_S: Number of prompt tokens of each sequence; None shares no prompts.
         row_tokens: Length of a row in tokens.
     """
@@ -126,12 +127,13 @@ def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArra
     if prompt_lens_S is None:
         return pack(lengths_S.tolist(), row_tokens)
     num_shared_S = np.maximum(prompt_lens_S - 1, 0)
-    rows = pack_sharing(lengths_S, np.unique(prompts_S, return_inverse=True)[1], num_shared_S, row_tokens)
+    rows = pack_sharing(lengths_S, prompts_S, num_shared_S, row_tokens)
     could_save_rows = len(rows) > -(-int(lengths_S.sum()) // row_tokens)  # fewer rows could not hold all unshared tokens
     if could_save_rows and len(unshared_rows := pack(lengths_S.tolist(), row_tokens)) < len(rows):
         return unshared_rows
     order = np.fromiter(chain.from_iterable(rows), np.int64, len(lengths_S))
-    shares = np.diff(prompts_S[order], prepend=-1) == 0
+    shares = np.zeros(len(order), np.bool_)
+    shares[1:] = prompts_S[order[1:]] == prompts_S[order[:-1]]
     shares[np.cumsum([0, *map(len, rows)])[:-1]] = False  # the first sequence of a row stores the prompt
     sequences["num_shared"][order[shares]] = num_shared_S[order[shares]]
     return rows
@@ -272,17 +274,17 @@ def _sequences(
     """
     segments = np.flatnonzero(chosen)
     group_of = records.group_of[records.rollout_of[segments]]
-    groups = records.groups[group_of]
-    missing = np.unique(groups["index"][groups["has_payload"] == 0])
-    assert not len(missing), f"groups {missing} have a gradient but no payload"
+    groups = records.groups
+    missing = group_of[groups["has_payload"][group_of] == 0]
+    assert not len(missing), f"groups {np.unique(groups['index'][missing])} have a gradient but no payload"
     sequences = np.zeros(len(segments), SEQUENCE)
-    sequences["handle"] = groups["handle"]
+    sequences["handle"] = groups["handle"][group_of]
     sequences["segment"] = segments - records.segment_starts[records.starts[group_of]]
     sequences["length"] = records.lengths[segments]
     sequences["advantage"], sequences["weight"] = advantages[segments], weights[segments]
     is_first = segments == records.segment_starts[records.rollout_of[segments]]
     prompts = np.where(is_first, group_of, len(records) + segments)
-    return sequences, prompts, np.where(is_first, groups["prompt_len"], 0)
+    return sequences, prompts, np.where(is_first, groups["prompt_len"][group_of], 0)
 
 
 def _microbatches(

@@ -40,8 +40,6 @@ def sequence_weights(
         constant_length: Divisor of `constant`, in tokens.
     """
     counts_N = np.asarray(num_sampled, np.int64)
-    _, prompt_N = np.unique(np.asarray(prompt_of), return_inverse=True)
-    prompt_tokens_P = np.bincount(prompt_N, weights=counts_N).astype(np.int64)
     num_sequences = np.count_nonzero(counts_N)
     match reduction:
         case "sum":
@@ -53,6 +51,8 @@ def sequence_weights(
         case "sequence_mean_token_sum":
             denominators_N = np.full_like(counts_N, num_sequences)
         case "prompt_mean":
+            _, prompt_N = np.unique(np.asarray(prompt_of), return_inverse=True)
+            prompt_tokens_P = np.bincount(prompt_N, weights=counts_N).astype(np.int64)
             denominators_N = np.count_nonzero(prompt_tokens_P) * prompt_tokens_P[prompt_N]
         case "constant":
             denominators_N = np.full_like(counts_N, num_sequences * constant_length)

@@ -58,7 +58,7 @@ def pack_sharing(lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray
 
     Args:
         lengths_S: Number of tokens of each sequence.
-        groups_S: Group of each sequence, from 0.
+        groups_S: Group of each sequence, a small integer from 0.
         num_shared_S: Length of the prefix that all sequences of the group have in common.
         row_tokens: Length of a row in tokens.
 
