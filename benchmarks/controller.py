@@ -92,9 +92,9 @@ async def bytes_per_group(run: GRPO) -> float:
     """Return the pickled size of a batch's records, plan and handles, per group."""
     groups_per_step = run.config.rollout.groups_per_step
     batch = await run.session.rollouts.buffer.take_batch()
-    plan = run._plan(batch)
-    messages = [batch, *plan.microbatches, batch.records.handles.copy()]
-    return sum(len(pickle.dumps(message, -1)) for message in messages) / groups_per_step
+    num_bytes = len(pickle.dumps(batch, -1))  # as it was sent, because planning caches columns in its table
+    messages = [*run._plan(batch).microbatches, batch.records.handles.copy()]
+    return (num_bytes + sum(len(pickle.dumps(message, -1)) for message in messages)) / groups_per_step
 
 
 async def started(folder: Path, name: str, groups_per_step: int, num_tokens: int, *, max_staleness: int) -> GRPO:
