@@ -1,5 +1,7 @@
 """Requirements, layers, layout and figures are consistent everywhere they are written down."""
 
+import ast
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks import table
 from titanrl.packages import packages
@@ -88,6 +91,40 @@ def test_required_packages_match_the_list(device: str) -> None:
 def test_package_ships_the_configs_and_the_lists() -> None:
     for folder in ("configs", "requirements"):
         assert (ROOT / "titanrl" / folder).readlink() == Path("..") / folder
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports, at its top or in a function."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"titanrl"}
+
+
+def test_commands_start_with_only_the_declared_dependencies() -> None:
+    # Before `titanrl doctor --install`, a command must get as far as naming what is missing.
+    declared = {canonicalize_name(Requirement(requirement).name) for requirement in read_project()[""]}
+    distributions = importlib.metadata.packages_distributions()
+    undeclared = {
+        package
+        for package in set[str]().union(*map(imported_packages, (ROOT / "titanrl").rglob("*.py")))
+        if not declared & {canonicalize_name(name) for name in distributions.get(package, ())}
+    }
+    undeclared -= {"pydantic_core", "tokenizers"}  # the cores of pydantic and transformers
+    assert undeclared >= {"httpx", "plotly", "torch", "torchtitan", "vllm"}
+    program = f"""
+import importlib, sys
+
+class Hiding:
+    def __init__(self, finder):
+        self.find_spec = lambda name, *rest: None if name.partition(".")[0] in {undeclared} else finder.find_spec(name, *rest)
+
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+for module, _ in importlib.import_module("titanrl.cli").COMMANDS.values():
+    importlib.import_module(module)
+"""
+    started = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert started.returncode == 0, started.stderr
 
 
 def test_core_has_at_most_eight_dependencies() -> None:

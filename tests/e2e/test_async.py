@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.conftest import Command, Finished, Start
 
-ROLES = ("trainer", "generator_0", "rollout", "store")
+ROLES = ("trainer", "generator_0", "rollout_0", "store")
 
 
 def check_overlap(finished: Finished, bound: int) -> None:

@@ -130,7 +130,7 @@ def test_sigterm_during_start_shuts_down_cleanly_with_143(start_run: Start, plai
     [
         "trainer",
         pytest.param("generator_0", marks=pytest.mark.slow),  # test_replicas.py kills a rank of one
-        pytest.param("rollout", marks=pytest.mark.slow),
+        pytest.param("rollout_0", marks=pytest.mark.slow),
     ],
 )
 def test_killed_process_ends_a_run_without_replacements_and_is_named(start_run: Start, plain_run: Finished, role: str) -> None:

@@ -2,9 +2,11 @@
 
 import os
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import Command, Finished, Start
+from titanrl.launch.templates.bootstrap import NAME
 
 SAME = ("trainer.parallelism.dp_shard=2", "rollout.num_workers=2", "num_steps=12")
 """Overrides of every run of the first test."""
@@ -17,11 +19,11 @@ def curve(run: Finished) -> list[tuple[float, ...]]:
 
 
 def host_of(command: Command, role: str, rank: int = 0) -> str:
-    """Return mesh and index of the emulated host that started a process; empty for the controller's host."""
-    (parent,) = [
-        process for process in command.process_of(role, rank).parents() if "host_process" in " ".join(process.cmdline())
-    ]
-    return parent.cmdline()[3].rpartition("/")[2]
+    """Return mesh and index of the emulated host that started a process, or its stand-in if it is a fork of a template."""
+    hosts = [child for child in psutil.Process(command.process.pid).children() if "emulated_host" in " ".join(child.cmdline())]
+    name = f"{role}_{rank}"
+    (host,) = [host for host in hosts if any(child.environ().get(NAME) == name for child in host.children(recursive=True))]
+    return host.cmdline()[3].rpartition("/")[2]
 
 
 def received(run: Finished) -> list[float]:

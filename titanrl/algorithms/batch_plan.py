@@ -89,8 +89,7 @@ def plan_batch(
         ValueError: A sequence does not fit a row, the estimator rejects a reward, or it returns invalid advantages.
     """
     ordered = records.by_index()
-    indices_P = ordered.groups["index"]
-    assert (indices_P[:-1] < indices_P[1:]).all(), "a group must not appear twice in a batch"
+    assert (ordered.groups["index"][:-1] < ordered.groups["index"][1:]).all(), "a group must not appear twice in a batch"
     if advantages_N is None:
         advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm, custom_advantage)], weight_of)
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)

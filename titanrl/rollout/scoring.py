@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from titanrl.config.data import RewardConfig
 from titanrl.config.rewards import (
@@ -14,12 +15,14 @@ from titanrl.config.rewards import (
 from titanrl.config.schema import Config
 from titanrl.plugins import Plugin, Plugins
 from titanrl.rewards import Answers, BoundReward, Scored
-from titanrl.rollout.judge import Judge
 from titanrl.rollout.scorers import custom
 from titanrl.rollout.token_rewards import TokenCredit
 from titanrl.rollout.trusted import TrustedReward
 from titanrl.sandbox.pool import ScoringPool
 from titanrl.sandbox.scores import RewardSpec, Score
+
+if TYPE_CHECKING:
+    from titanrl.rollout.judge import Judge
 
 SCORERS = "titanrl.rollout.scorers"
 """Module with a factory function, of the same name, for each built-in reward that runs in the sandbox."""
@@ -80,6 +83,8 @@ class Scoring:
         if name in self._trusted:
             return TrustedReward(BoundReward(name, custom(self._trusted[name])), self._timeout_s).score
         if self._rewards[name].function == "judge":
+            from titanrl.rollout.judge import Judge  # httpx is missing until `titanrl doctor --install`
+
             judge = Judge(JudgeOptions.model_validate(self._rewards[name].options), key=f"data.rewards.{name}")
             self._judges.append(judge)
             return TrustedReward(BoundReward(name, judge), judge.limit_s).score
