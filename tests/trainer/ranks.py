@@ -9,7 +9,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,16 +39,27 @@ class World:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a function, importable by name, on all ranks and return their results."""
+        """Call a function, importable by name, on all ranks and return their results.
+
+        Raises:
+            AssertionError: A rank raised, exited, or did not reply.
+        """
         for pipe in self._pipes:
-            pipe.send((function, args))
-        replies = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(DEADLINE_S), f"rank {rank} of {self.size} does not reply"
-            replies.append(pipe.recv())
+            with contextlib.suppress(BrokenPipeError):  # `_reply` names the rank that exited
+                pipe.send((function, args))
+        replies = [self._reply(rank) for rank in range(self.size)]
         for rank, (ok, value) in enumerate(replies):
             assert ok, f"rank {rank} of {self.size}:\n{value}"
         return [value for _, value in replies]
+
+    def _reply(self, rank: int) -> tuple[bool, Any]:
+        """Wait for the reply of a rank; the others wait for a rank that exited, so name it immediately."""
+        ready = wait([self._pipes[rank], *(process.sentinel for process in self._processes)], DEADLINE_S)
+        assert ready, f"rank {rank} of {self.size} does not reply"
+        exited = {number: process.exitcode for number, process in enumerate(self._processes) if process.exitcode is not None}
+        assert not exited, f"ranks of {self.size} exited; their exit codes: {exited}"
+        reply: tuple[bool, Any] = self._pipes[rank].recv()
+        return reply
 
     def __enter__(self) -> Self:
         return self
