@@ -26,7 +26,7 @@ THROUGHPUT_GROUPS = 64
 """Groups per step while throughput is measured."""
 NUM_TOKENS = 256
 """Tokens per completion while throughput is measured."""
-NUM_STEPS = (9, 60)
+NUM_STEPS = (9, 400)
 """Smallest and largest number of steps over which the median overhead is computed."""
 NUM_GROUPS = 16_384
 """Number of groups to train on while the overhead is measured, within the limits of `NUM_STEPS`."""
