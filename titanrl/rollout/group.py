@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,19 +75,17 @@ async def roll_out(
 
 def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[GenerationRequest]:
     """Return the requests of a training group. Their seeds depend only on the run's seed, the prompt and the position."""
+    sampling = partial(
+        SamplingParams,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        supports=config.is_truncated,
+    )
     return [
-        GenerationRequest(
-            token_ids=prompt.token_ids,
-            sampling=SamplingParams(
-                max_new_tokens=config.max_new_tokens,
-                temperature=config.temperature,
-                seed=derive_seed(seed, prompt.index, g),
-                top_p=config.top_p,
-                top_k=config.top_k,
-                min_p=config.min_p,
-                supports=config.is_truncated,
-            ),
-        )
+        GenerationRequest(token_ids=prompt.token_ids, sampling=sampling(seed=derive_seed(seed, prompt.index, g)))
         for g in range(config.num_requests)
     ]
 
@@ -364,11 +362,8 @@ def _token_counts(segments: Sequence[Segment]) -> tuple[tuple[int, ...], int, in
     """
     if not segments:
         return (), 0, -1, -1
-    ends = np.cumsum([len(segment.token_ids) for segment in segments])
-    mask = np.concatenate([segment.mask for segment in segments])
-    counts = mask & np.isfinite(np.concatenate([segment.logprobs for segment in segments]))
-    counts_until = [0, *np.cumsum(counts)[ends - 1].tolist()]
-    num_counted = tuple(until - before for before, until in pairwise(counts_until))
+    num_sampled = sum(int(np.count_nonzero(segment.mask)) for segment in segments)
+    num_counted = tuple(int(np.count_nonzero(segment.mask & np.isfinite(segment.logprobs))) for segment in segments)
     versions = np.concatenate([segment.versions for segment in segments])
     versions = versions[versions >= 0]
-    return num_counted, int(np.count_nonzero(mask)) - counts_until[-1], int(versions.min()), int(versions.max())
+    return num_counted, num_sampled - sum(num_counted), int(versions.min()), int(versions.max())

@@ -85,9 +85,9 @@ class Score:
 
 def encoded_score(parts: Mapping[str, float | TokenRewards]) -> dict[str, Any]:
     """Convert the parts of a reward to JSON values."""
+    if not any(isinstance(value, TokenRewards) for value in parts.values()):
+        return {"parts": parts}
     score = Score.of(parts)
-    if not score.token_rewards:
-        return {"parts": score.parts}
     tokens = {part: [own.whole, own.tokens, own.steps] for part, own in score.token_rewards.items()}
     return {"parts": score.parts, "tokens": tokens}
 
@@ -103,14 +103,14 @@ def parse_scores(reply: bytes, spec: RewardSpec, num_answers: int) -> list[Score
     return [_parse_result(result, spec) for result in results]
 
 
-def _parse_result(result: object, spec: RewardSpec) -> Score:
+def _parse_result(result: Any, spec: RewardSpec) -> Score:
     match result:
+        case {"parts": dict(parts)} if "tokens" not in result and spec.allows(parts):
+            return Score(parts=parts, status="ok")
         case {"parts": dict(parts), "tokens": dict(tokens)} if spec.allows_tokens(tokens):
             score = Score.of(parts | {part: _token_rewards(*rewards) for part, rewards in tokens.items()})
             if spec.allows(score.parts):  # sums recomputed here, because those in the reply cannot be trusted
                 return score
-        case {"parts": dict(parts), **others} if "tokens" not in others and spec.allows(parts):
-            return Score(parts=parts, status="ok")
         case {"error": str(detail)}:
             return Score(parts={}, status="error", detail=ascii(detail)[1:-1])
     low, high = spec.bounds
