@@ -1,9 +1,6 @@
 """Test order for parallel workers (`pytest -n 2 --dist loadfile`), the hypothesis profile, and fixtures of many folders."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +9,7 @@ import hypothesis
 import pytest
 
 from tests.trainer.ranks import World
+from tests.workers import common_folder, warm_templates
 from titanrl.launch.templates.shared import SHARED
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests must not fail on a busy machine
@@ -37,22 +35,15 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared_templates() -> Iterator[None]:
+def shared_templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let runs fork from shared templates, as `titanrl warm` offers them.
 
     Most of a small run's time is spent on imports. Runs with other environment variables or another working directory than this
     process still import everything themselves, and so do runs with an empty SHARED.
     """
-    command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as warm, pytest.MonkeyPatch.context() as patch:
-        assert warm.stdout is not None
-        lines = iter(warm.stdout.readline, "")
-        folder = next(line for line in lines if "export" in line).split("=")[1].strip()
-        patch.setenv(SHARED, folder)
+    with warm_templates(common_folder(tmp_path_factory)) as templates, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SHARED, templates)
         yield
-        warm.send_signal(signal.SIGINT)
-    assert warm.returncode == 130
-    assert not os.path.exists(folder)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import pytest
 from filelock import FileLock
 
 from tests.listeners import exposed, family
+from tests.workers import common_folder
 from titanrl.launch.templates.shared import SHARED
 from titanrl.metrics.run_directory import read_metrics
 
@@ -169,8 +170,7 @@ def plain_run(start_run: Start, tmp_path_factory: pytest.TempPathFactory) -> Fin
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of all runs, the same for all workers of pytest-xdist."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "e2e"
+    folder = common_folder(tmp_path_factory) / "e2e"
     folder.mkdir(exist_ok=True)
     return folder
 

@@ -186,18 +186,23 @@ class ZygoteClient:
 
     async def _acquire(self) -> ScoringProcess:
         """Wait for an idle confined process and return it. The caller must pass it to `_release` afterwards."""
-        try:
-            async with asyncio.timeout(FORK_DEADLINE_S):
-                while (process := await self._ready.get()) is not None:
-                    self._spare.remove(process)
-                    if not process.is_closed:
-                        return process
-                    self._replace(process)  # it was killed while idle
-        except TimeoutError:
-            raise SandboxDied(f"no scoring process was ready within {FORK_DEADLINE_S:g} s") from None
+        while (process := await self._next_ready()) is not None:
+            self._spare.remove(process)
+            if not process.is_closed:
+                return process
+            self._replace(process)  # it was killed while idle
         self._ready.put_nowait(None)  # so that the next caller fails as well
         assert self._failure is not None
         raise self._failure
+
+    async def _next_ready(self) -> ScoringProcess | None:
+        if not self._ready.empty():  # the usual case, without the cost of a timer
+            return self._ready.get_nowait()
+        try:
+            async with asyncio.timeout(FORK_DEADLINE_S):
+                return await self._ready.get()
+        except TimeoutError:
+            raise SandboxDied(f"no scoring process was ready within {FORK_DEADLINE_S:g} s") from None
 
     def _release(self, process: ScoringProcess) -> None:
         """Reuse a process for another group if it replied and has groups left to score; otherwise replace it."""

@@ -20,7 +20,8 @@ SHARED = "TITANRL_TEMPLATES"
 _NOT_READ = {
     *(SHARED, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_RUNTIME_DIR"),  # of a single run
     *("HYPERACTOR_EXECUTION_ID", "MONARCH_CLIENT_TRACE_ID"),  # set by Monarch when it is imported
-    *("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "PYTEST_CURRENT_TEST"),  # of a shell or a test
+    *("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM"),  # of a shell
+    *("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"),  # of a test
 }
 """Environment variables that no import reads."""
 
