@@ -60,8 +60,9 @@ ALLOWED = {
 
 def main() -> int:
     """Print all violations; return 1 if there are any, else 0."""
-    files = [Path(name) for name in subprocess.check_output(["git", "ls-files"], text=True).splitlines()]
-    found = [violation for path in files if path.is_file() for violation in check(path)]
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]  # also files not yet committed
+    files = [path for name in subprocess.check_output(listing, text=True).splitlines() if (path := Path(name)).is_file()]
+    found = [violation for path in files for violation in check(path)]
     print(*found, sep="\n", end="\n" if found else "")
     print(f"{len(found)} violations in {len(files)} files")
     return 1 if found else 0

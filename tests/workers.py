@@ -1,4 +1,4 @@
-"""What the workers of pytest-xdist share: a temporary folder, and the templates of one `titanrl warm`."""
+"""Share a temporary folder and the templates of one `titanrl warm` between the workers of pytest-xdist."""
 
 import fcntl
 import itertools
