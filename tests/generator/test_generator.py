@@ -1,7 +1,9 @@
 """The real engine in its actor: weight updates, versions of tokens, and log-probabilities against transformers."""
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,17 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.forks import fork
 from tests.generator.lab import IMPLEMENTATIONS, PROMPTS, Lab, requests_of, running_lab
 from tests.generator.weights import titan_names
 from titanrl.actors import resolve
+from titanrl.launch.environment import worker_environment
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import Commit
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
+from titanrl.weights.store import spawn_store
 
 
 @pytest.fixture(scope="module")
@@ -348,6 +353,31 @@ def test_generator_starts_over_with_the_weights_of_another_trainer(lab: Lab, imp
             assert other.logprobs.tobytes() == one.logprobs.tobytes()
             assert set(other.versions.tolist()) == {0}
         await lab.generators[impl].start_over.call(WeightReader("lab", lab.store))
+
+    lab.do(scenario())
+
+
+@pytest.mark.parametrize("impl", ["titan", "titan-tp2"])
+def test_generator_starts_over_during_pulls_from_a_stopped_store(lab: Lab, impl: str) -> None:
+    async def scenario() -> None:
+        await pull(lab, impl, 2)
+        before = await lab.generate(impl, GREEDY, PROMPTS[:2])
+        role = f"stopped-{impl}"
+        store = await spawn_store(await fork(lab.fleet, "store", worker_environment(), "titanrl.weights.store", role=role))
+        pid = int((lab.models[1].parent / f"{role}_0.pid").read_text().split()[0])
+        publisher = WeightPublisher("stopped", 0, store, torch.float32, ["arena"])
+        commit = Commit(0, (await publisher.publish(0, titan_names(load_file(lab.models[2] / "model.safetensors"))),))
+        await lab.generators[impl].start_over.call(WeightReader("stopped", store))
+        os.kill(pid, signal.SIGSTOP)  # the first pull waits for the layout, the second one for the first
+        pulls = [asyncio.ensure_future(resolve(lab.generators[impl].pull_weights.call(commit))) for _ in range(2)]
+        await lab.generators[impl].probe.call()
+        await asyncio.wait_for(resolve(lab.generators[impl].start_over.call(WeightReader("lab", lab.store))), 30)
+        for failed in await asyncio.gather(*pulls, return_exceptions=True):
+            assert "the run restarts" in str(failed)
+        os.kill(pid, signal.SIGCONT)
+        await pull(lab, impl, 2)
+        for one, other in zip(before, await lab.generate(impl, GREEDY, PROMPTS[:2]), strict=True):
+            assert other.logprobs.tobytes() == one.logprobs.tobytes()
 
     lab.do(scenario())
 

@@ -75,7 +75,7 @@ class Generator(Actor):
         self._leader: Leader | None = None
         self._follower: Follower | None = None
         self._rounds = Gathering(self._submit_round)
-        self._pulling = asyncio.Lock()
+        self._pulling, self._restarting = asyncio.Lock(), asyncio.Event()
         self._expected = self._pulled = -1
         self._up_to_date = asyncio.Event()
         self._up_to_date.set()
@@ -205,9 +205,11 @@ class Generator(Actor):
         """Drop all requests and weights because the run restarts; later pulls use `reader`."""
         reason = "the run restarts, and the weights are not published yet"
         self._rounds.reset(StoppedError(reason))
+        self._restarting.set()  # ends the fetches of earlier pulls, because the processes they wait for may be dead
         if self._follower is None:
             await self._loop.start_over(reason)  # fails the requests that a draining pull waits for
         async with self._pulling:  # earlier pulls have finished
+            self._restarting.clear()
             if self._follower is None:  # an earlier pull may have let held requests continue
                 await self._loop.start_over(reason)
             if self._setup.reader is not None:
@@ -264,14 +266,22 @@ class Generator(Actor):
     async def _fetch(self, commit: Commit) -> "tuple[Callable[[torch.nn.Module], None], bool]":
         """Fetch a version; return a function that writes it into the model, and whether the fetch succeeded.
 
-        After a failed fetch, the returned function raises the error. So every pull is one weight swap on every rank, and all
-        ranks fail at the same step.
+        A fetch fails if the run restarts. After a failed fetch, the returned function raises the error. So every pull is one
+        weight swap on every rank, and all ranks fail at the same step.
         """
         assert self._setup.reader is not None, "a frozen model pulls no weights"
+        fetching = asyncio.create_task(self._setup.reader.fetch(commit))
+        restarting = asyncio.create_task(self._restarting.wait())
         try:
-            fetched = await self._setup.reader.fetch(commit)
+            await asyncio.wait({fetching, restarting}, return_when=asyncio.FIRST_COMPLETED)
+            if not fetching.done():
+                raise StoppedError("the run restarts")
+            fetched = fetching.result()
         except Exception as error:  # whatever the error, the engine must stop serving older weights
             return partial(_raise, error), False
+        finally:
+            fetching.cancel()
+            restarting.cancel()
         return lambda model: fetched.copy_into(self._weight_targets(model)), True
 
     def _take_received(self) -> int:
