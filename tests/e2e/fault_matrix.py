@@ -51,6 +51,7 @@ OWN_TRIGGERS = {
     ("store", "rollout"): "ReplayBuffer.commit",
     ("store", "pull"): "ReplayBuffer.release",
     ("store", "checkpoint"): "ReplayBuffer.save",
+    ("evaluator", "start"): "Generator.start",
     ("environment", "rollout"): "environment.step",
 }
 """Endpoint in which each part works during a phase. `Outbox.deliver` is a method of the worker, `reward` the reward function,

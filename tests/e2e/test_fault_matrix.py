@@ -41,7 +41,10 @@ COMMON = (
     "data.rewards={answer: reasoning_gym, fault: {function: fault_reward:score, weight: 0.0}}",
 )
 SETTINGS = {"sync": (), "async": ("max_staleness=1",)}
-ENVIRONMENT = "data.environment={function: fault_reward.environment:Task, num_processes: 2, step_timeout_s: 5}"
+ENVIRONMENT = (
+    "data.environment={function: fault_reward.environment:Task, num_processes: 2, step_timeout_s: 5}",
+    "evaluation.num_prompts=0",  # the metrics of steps do not count failed episodes of evaluations
+)
 HIT_LIMIT_S, OUTCOME_LIMIT_S, PROGRESS_LIMIT_S = 60.0, 120.0, 120.0
 """Time limits in seconds for a fault to happen, for its outcome, and for the next step."""
 WITHIN = {"forward/backward": 0.03, "evaluation": 0.1, "rollout": 0.01}
@@ -131,6 +134,7 @@ class Matrix:
             "point": cell.trigger,
             "fault": cell.fault,
             "pid": victim.process.pid if victim is not None and is_aimed else None,
+            "role": cell.part if cell.is_own else "",
             "delay_s": WITHIN.get(cell.phase, 0.0) if can_delay else 0.0,
         }
         ordered = self._order(order)
@@ -323,7 +327,7 @@ def test_faults_in_every_phase_lose_no_sample(start_run: Start, plain_run: Finis
 def test_environment_fault_costs_only_its_episode(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     if not (wanted := [cell for cell in selected(cells("async")) if cell.part == "environment"]):
         pytest.skip("no such cells")
-    matrix = Matrix(start_run, "faults-environment", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS["async"], ENVIRONMENT))
+    matrix = Matrix(start_run, "faults-environment", tmp_path, (*plain_run.as_start, *COMMON, *SETTINGS["async"], *ENVIRONMENT))
     matrix.start()
     matrix.command.wait_for_step(5)
     for cell in wanted:

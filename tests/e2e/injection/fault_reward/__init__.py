@@ -43,11 +43,16 @@ def cause(fault: str) -> None:
             os.kill(os.getpid(), SIGNALS[fault])
 
 
+def log() -> Path:
+    """Return the log of this process, which is named after its role."""
+    return Path(os.readlink("/proc/self/fd/1"))
+
+
 def at(point: str) -> None:
     """Cause a fault if one was requested for this point."""
     try:
         command = json.loads(COMMAND.read_text())
-        if command["point"] != point:
+        if command["point"] != point or not log().name.startswith(command["role"]):
             return
         COMMAND.rename(FOLDER / "taken.json")
     except FileNotFoundError:  # no command, or another process was faster
@@ -62,8 +67,7 @@ def at(point: str) -> None:
 def strike(command: Mapping[str, Any], victim: int) -> None:
     """Record the time, then cause the fault in this process or send the signal to the victim."""
     hit = FOLDER / "hit.tmp"
-    log = os.readlink("/proc/self/fd/1")  # named after the role of this process
-    hit.write_text(json.dumps({"id": command["id"], "time": time.time(), "pid": victim, "log": log}))
+    hit.write_text(json.dumps({"id": command["id"], "time": time.time(), "pid": victim, "log": str(log())}))
     hit.rename(HIT)
     if victim == os.getpid():
         cause(command["fault"])
