@@ -14,6 +14,7 @@ import pytest
 from titanrl.actors import Actor, concurrent_endpoint
 from titanrl.config.faults import FaultsConfig
 from titanrl.config.operations import TimeoutsConfig
+from titanrl.launch.deadlines import Pace
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host, wait_for_stopped_processes
 from titanrl.launch.parts import Part, SharedContext
@@ -51,6 +52,9 @@ class Office:
         self.events: list[dict[str, Any]] = []
         self.told: list[str] = []
         self.dies_while_starting = dies_while_starting
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.probing: Callable[[Part], Awaitable[object]] = lambda part: part.actors.probe.call_one()
         self.supervisor = Supervisor(self.record, Watchdog(faults, folder))
         self.fleet = Fleet(folder, self.supervisor)
         shared = SharedContext(
@@ -65,6 +69,7 @@ class Office:
         return self.fleet.spawn(part.role, local_host(), 1, {}, ()).spawn("clerk", Clerk)
 
     async def bring_up(self, part: Part) -> None:
+        await self.may_start.wait()
         pid = await part.ask("clerk_0.start", lambda clerk: clerk.pid.call_one(), 30)
         if self.dies_while_starting:
             self.dies_while_starting -= 1
@@ -76,8 +81,7 @@ class Office:
         self.told.append("lost")
 
     def probe(self, part: Part) -> Awaitable[object]:
-        reply: Awaitable[object] = part.actors.probe.call_one()
-        return reply
+        return self.probing(part)
 
     async def pid(self) -> int:
         return int(await self.part.until_done("clerk_0.pid", lambda clerk: clerk.pid.call_one(), 30))
@@ -167,6 +171,49 @@ def test_part_that_hangs_is_replaced(tmp_path: Path, stop: bool) -> None:
     assert [event["kind"] for event in office.events] == ["stall", "fault", "respawn"]
     expected = "was stopped by a signal" if stop else "no reply to 'clerk_0.pid'"
     assert expected in office.events[1]["cause"]
+
+
+def test_replacement_is_not_killed_because_its_predecessor_hung(tmp_path: Path) -> None:
+    async def scenario(office: Office) -> None:
+        for _ in range(4):
+            first = await office.pid()
+
+        async def probe() -> None:
+            os.kill(first, signal.SIGKILL)
+            while await office.pid() == first:
+                pass
+            probed.set()
+            raise TimeoutError
+
+        probed = asyncio.Event()
+        office.probing = lambda part: probe()
+        work = asyncio.create_task(office.supervisor.ask("clerk.work", asyncio.Event().wait(), 60, Pace(kind="clerk_0.pid")))
+        await probed.wait()
+        second = await office.pid()
+        await asyncio.sleep(0.5)
+        assert not work.done()
+        assert await office.pid() == second
+        work.cancel()
+
+    office = in_office(tmp_path, scenario, min_stall_s=2.0)
+    assert [event["kind"] for event in office.events] == ["stall", "fault", "respawn"]
+
+
+def test_wait_for_a_replacement_is_not_a_stall(tmp_path: Path) -> None:
+    async def scenario(office: Office) -> None:
+        for _ in range(4):
+            first = await office.pid()
+        office.may_start.clear()
+        os.kill(first, signal.SIGKILL)
+        while office.part.is_up:
+            await asyncio.sleep(0.05)
+        work = asyncio.sleep(2.5, "done")
+        assert await office.supervisor.ask("clerk.work", work, 60, Pace(kind="clerk_0.pid")) == "done"
+        office.may_start.set()
+        assert await office.pid() != first
+
+    office = in_office(tmp_path, scenario, min_stall_s=0.5)
+    assert [event["kind"] for event in office.events] == ["fault", "respawn"]
 
 
 def test_worker_learns_which_replicas_serve_in_its_first_life() -> None:

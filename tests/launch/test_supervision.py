@@ -23,7 +23,8 @@ from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint
 from titanrl.errors import describe
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
-from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Replaceable, Supervisor
+from titanrl.launch.probes import Replaceable
+from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Supervisor
 
 
 class Trace:
@@ -191,7 +192,7 @@ def test_every_actor_on_another_machine_reports_its_role() -> None:
         supervisor.watch_remote("rollout_10_0", 18, "far")
         for role in ("rollout_1", "rollout_10"):
             end, probe = partial(ended.put_nowait, role), partial(asyncio.sleep, 0)
-            supervisor.replace(role, Replaceable(on_death=lambda cause, end=end: end(), probe=probe))
+            supervisor.replace(role, Replaceable(on_death=lambda cause, end=end: end(), probe=probe, is_up=lambda: True))
 
         def report(mesh: str, text: str) -> None:
             monarch.actor.unhandled_fault_hook(SimpleNamespace(mesh_name=mesh, report=lambda: text))  # type: ignore[arg-type]
@@ -252,7 +253,8 @@ def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> No
         patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
         pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
         causes: list[str] = []
-        supervisor.replace("kept", Replaceable(on_death=causes.append, probe=lambda: patients["kept"].pid.call_one()))
+        probe = patients["kept"].pid.call_one
+        supervisor.replace("kept", Replaceable(on_death=causes.append, probe=probe, is_up=lambda: True))
         for role in ("dropped", "kept"):  # the first death ends the run, and the second is noticed before it restarts
             hanging = asyncio.create_task(supervisor.ask("kept.wait", asyncio.Event().wait(), 60))
             os.kill(pids[role], signal.SIGKILL)

@@ -16,8 +16,9 @@ from typing import Any, Protocol, TypeVar
 from titanrl.errors import TitanRLError
 from titanrl.launch.deadlines import Pace
 from titanrl.launch.fleet import Fleet
+from titanrl.launch.probes import Replaceable
 from titanrl.launch.respawns import Respawns
-from titanrl.launch.supervision import ActorDiedError, PartDiedError, Replaceable, Supervisor
+from titanrl.launch.supervision import ActorDiedError, PartDiedError, Supervisor
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class Part:
 
     async def spawn(self) -> None:
         """Spawn the processes for the first time."""
-        self._shared.supervisor.replace(self.role, Replaceable(on_death=self.die, probe=partial(self._recovery.probe, self)))
+        replaceable = Replaceable(on_death=self.die, probe=partial(self._recovery.probe, self), is_up=self._is_up.is_set)
+        self._shared.supervisor.replace(self.role, replaceable)
         await self._spawn_once()
 
     async def start(self) -> None:

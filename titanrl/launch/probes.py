@@ -2,13 +2,32 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from titanrl.actors import ActorError, SupervisionError, resolve
 from titanrl.launch.deadlines import Pace
 
 PROGRESS_S = PROBE_S = 10.0
 """Limits of the two checks, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaceable:
+    """Callbacks of a role whose processes are replaced together, instead of ending the run, when one dies or hangs."""
+
+    on_death: Callable[[str], None]
+    """Called with the cause of death, possibly more than once."""
+    probe: Callable[[], Awaitable[object]]
+    """Sends a request to which every process replies immediately unless it hangs."""
+    is_up: Callable[[], bool]
+    """Returns False while the processes are being started or replaced."""
+
+
+async def unresponsive(parts: Mapping[str, Replaceable]) -> set[str]:
+    """Return the roles that do not reply to a probe."""
+    replies = await asyncio.gather(*(responds(part.probe()) for part in parts.values()))
+    return {role for role, reply in zip(parts, replies, strict=True) if not reply}
 
 
 async def progress_of(pace: Pace) -> object:

@@ -149,14 +149,14 @@ class Watchdog:
         return file
 
 
-def works_on(process: Process, request: str) -> bool:
-    """Return True if a process works on a request."""
+def works_on(role: str, request: str) -> bool:
+    """Return True if the processes of a role work on a request."""
     actor = request.partition(".")[0]
     roles = _ROLES.get(request, _ROLES.get(actor, (actor,)))
-    return any(f"{process.role}_".startswith(f"{role}_") for role in roles)
+    return any(f"{role}_".startswith(f"{worker}_") for worker in roles)
 
 
 def suspects(request: str, processes: Sequence[Process]) -> tuple[Process, ...]:
     """Return the processes that work on a request, sorted by role and rank; all processes if none is known to."""
-    found = [process for process in processes if works_on(process, request)]
+    found = [process for process in processes if works_on(process.role, request)]
     return tuple(sorted(found or processes, key=lambda process: (process.role, process.rank)))

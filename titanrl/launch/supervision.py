@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Iterable
 from typing import Any, TypeVar
 
 import monarch.actor
@@ -16,7 +15,7 @@ import monarch.actor
 from titanrl.actors import ActorError, SupervisionError, cause_of, resolve
 from titanrl.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
-from titanrl.launch.probes import progress_of, responds
+from titanrl.launch.probes import Replaceable, progress_of, unresponsive
 from titanrl.launch.stacks import Process
 from titanrl.launch.stalls import OnEvent, Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
 
@@ -52,16 +51,6 @@ class ActorDiedError(FaultError):
 
 class PartDiedError(ActorDiedError):
     """A replaceable part of the run died, such as a generator replica; the message names it and gives the cause."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replaceable:
-    """Callbacks of a role whose processes are replaced together, instead of ending the run, when one dies or hangs."""
-
-    on_death: Callable[[str], None]
-    """Called with the cause of death, possibly more than once."""
-    probe: Callable[[], Awaitable[object]]
-    """Sends a request to which every process replies immediately unless it hangs."""
 
 
 class Supervisor:
@@ -179,6 +168,7 @@ class Supervisor:
             involved = suspects(name, [*self._pidfds.values(), *self._remote.values()])
             # `_look_at_states` reports stopped processes; a process in a debugger is not a stall.
             excused = seen != before or self._stopped or any(process.is_debugged() for process in involved)
+            excused = excused or self._waits_for_replacement(name)
             if excused and waited_s < timeout_s:
                 continue
             reason = LAST if waited_s >= timeout_s else watchdog.known(name, pace)
@@ -193,6 +183,11 @@ class Supervisor:
             else:
                 await self._act_on_stall(watchdog, stall, report)
                 limit_s *= 2
+
+    def _waits_for_replacement(self, request: str) -> bool:
+        """Return True if a role that works on a request is being replaced. Requests to that role itself are not excused."""
+        actor = request.partition(".")[0]
+        return any(role != actor and works_on(role, request) and not part.is_up() for role, part in self._replaceable.items())
 
     def watch(self, name: str, pid: int) -> None:
         """Watch a process of this machine through a pidfd, which reports any kind of exit immediately.
@@ -323,7 +318,7 @@ class Supervisor:
 
     async def _report_stopped(self, watchdog: Watchdog, process: Process, seconds: float) -> None:
         names = list(self._requests.values())
-        request = next(iter([name for name in names if works_on(process, name)] or names), "")
+        request = next(iter([name for name in names if works_on(process.role, name)] or names), "")
         stall = Stall(request=request, seconds=seconds, suspects=(process,), are_stopped=True)
         report = await self._report_stall(watchdog, stall, interval_s=0.0)
         if process.is_stopped():
@@ -356,6 +351,8 @@ class Supervisor:
                 watchdog.warn(f"{report.text}; still waiting (faults.on_stall)")
             return
         hung = await self._hung_roles(stall) if watchdog.config.on_stall == "respawn" else set()
+        if not set(stall.suspects) <= {*self._pidfds.values(), *self._remote.values()}:
+            return  # a suspect was replaced in the meantime, and its replacement may complete the request
         if not hung:
             self.fail(StallError(report.text, stall.actor))
         for role in hung:
@@ -366,9 +363,7 @@ class Supervisor:
         roles = {process.role for process in stall.suspects}
         if stall.are_stopped:
             return roles & self._replaceable.keys()
-        probes = {role: self._replaceable[role].probe for role in roles & self._replaceable.keys()}
-        replies = await asyncio.gather(*(responds(probe()) for probe in probes.values()))
-        return {role for role, reply in zip(probes, replies, strict=True) if not reply}
+        return await unresponsive({role: self._replaceable[role] for role in roles & self._replaceable.keys()})
 
     def _on_exit(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
