@@ -107,7 +107,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
                 checkpoint_dir=folder / "checkpoints" / family,
                 keep_checkpoints=2,
                 store=store,
-                shards=(),
             )
             return TrainerMesh(trainer_procs.spawn(family, PolicyTrainer, setup), supervisor, config.timeouts)
 

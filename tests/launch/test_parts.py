@@ -216,22 +216,27 @@ def test_wait_for_a_replacement_is_not_a_stall(tmp_path: Path) -> None:
     assert [event["kind"] for event in office.events] == ["fault", "respawn"]
 
 
-def test_worker_learns_which_replicas_serve_in_its_first_life() -> None:
+def test_started_worker_is_connected_to_trainer_and_replicas() -> None:
     """After a restart, a replica may be replaced between the spawn of a worker and its start."""
     told: list[tuple[int, Any]] = []
+    announced: list[tuple[int, Any]] = []
     actor = SimpleNamespace(
         start=SimpleNamespace(call_one=lambda: None),
         use_generator=SimpleNamespace(call_one=lambda replica, leader: told.append((replica, leader))),
     )
 
     async def ask(name: str, call: Callable[[Any], Any], timeout_s: float) -> None:
-        call(SimpleNamespace(worker=actor))
+        call(SimpleNamespace(worker=actor, shard="shard"))
 
     async def scenario() -> None:
         mesh = object.__new__(RolloutMesh)
         mesh.timeouts, mesh._is_running = TimeoutsConfig(), False
         mesh._generators = SimpleNamespace(parts=[1, 2], serving=("new", None))  # type: ignore[assignment]
-        await mesh.bring_up(SimpleNamespace(role="rollout_0", num_lives=1, ask=ask, mark_started=lambda: None))  # type: ignore[arg-type]
+        mesh._trainer = SimpleNamespace(use_shard=lambda *shard: announced.append(shard))  # type: ignore[assignment]
+        part: Any = SimpleNamespace(role="rollout_0", ask=ask, mark_started=lambda: None)
+        mesh.parts = [SimpleNamespace(), part]  # type: ignore[list-item]
+        await mesh.bring_up(part)
 
     asyncio.run(scenario())
+    assert announced == [(1, "shard")]
     assert told == [(0, "new"), (1, None)]

@@ -75,7 +75,6 @@ def running_lab(folder: Path) -> Iterator[Lab]:
                 checkpoint_dir=folder / "checkpoints",
                 keep_checkpoints=2,
                 store=store,
-                shards=(),
             )
             trainer = TrainerMesh(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
             await trainer.start()

@@ -207,14 +207,15 @@ def test_later_failures_of_the_scorer_do_not_end_the_run() -> None:
     run(scenario())
 
 
-def test_failed_worker_ends_the_wait_for_a_batch() -> None:
+def test_failed_worker_ends_the_waits_for_a_batch_and_for_a_failure() -> None:
     async def scenario() -> None:
         groups = buffer(2)
-        taking = asyncio.create_task(groups.take_batch(2))
+        waits = [asyncio.create_task(wait) for wait in (groups.take_batch(2), groups.wait_until_failed())]
         await asyncio.sleep(0)
         await groups.fail("ValueError: no prompts")
-        with pytest.raises(RolloutError, match="no prompts"):
-            await taking
+        for wait in waits:
+            with pytest.raises(RolloutError, match="no prompts"):
+                await wait
 
     run(scenario())
 

@@ -225,21 +225,21 @@ class Assembly:
         store = await spawn_store(store_procs)
         self._reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
         generators, evaluator = await self._generators(roles, kept)
-        rollouts, shards = None, []
+        rollouts = None
         trainer = TrainerMesh(None, shared.supervisor, timeouts)
         if roles.rollouts:
+            if trainer_procs is not None:  # before the workers, which announce their shards
+                trainer.shard_news = trainer_procs.spawn("trainer_shards", ShardNews)
             self.rollouts = rollouts = self._rollouts(store_procs, trainer, generators, first_index)
             if evaluator is not None:
                 evaluator.listeners.append(rollouts.workers.abandon_evaluation)
             await rollouts.workers.spawn()
-            shards = [part.actors.shard for part in rollouts.workers.parts]
         if trainer_procs is not None:
             await shared.fleet.join_process_group(
                 trainer_procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
-            setup = self._trainer_setup(store, shards, transports(config) if roles.generators else ())
+            setup = self._trainer_setup(store, transports(config) if roles.generators else ())
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
-            trainer.shard_news = trainer_procs.spawn("trainer_shards", ShardNews) if shards else None
         weights = WeightSync(
             config.name,
             WatchedStore(store, shared.supervisor, timeouts.sync_s),
@@ -381,7 +381,7 @@ class Assembly:
         await teacher.start()
         return teacher
 
-    def _trainer_setup(self, store: WeightStore, shards: Sequence[Any], offered: Sequence[TransportName]) -> TrainerSetup:
+    def _trainer_setup(self, store: WeightStore, offered: Sequence[TransportName]) -> TrainerSetup:
         config, files = self.config, self.files
         return TrainerSetup(
             run=config.name,
@@ -396,7 +396,6 @@ class Assembly:
             checkpoint_dir=files.run_dir / "checkpoints",
             keep_checkpoints=config.checkpoint.keep_last,
             store=store,
-            shards=shards,
             family=config.model.family,
             plugins=files.plugins,
             faults=config.faults,

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from titanrl.actors import StoppedError, resolve
+from titanrl.actors import ActorError, StoppedError, cause_of, resolve
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.deadlines import DISK_S, Pace
 from titanrl.launch.generators import GeneratorMeshes, Replica
@@ -22,6 +22,8 @@ from titanrl.replay.failures import StarvationError
 from titanrl.replay.saved import Freshness, Restored, Saved, TrainedBatch
 from titanrl.tables import DoubleArray, Table
 from titanrl.types import EvaluationResult
+
+T = TypeVar("T")
 
 _DISK = Pace(min_s=DISK_S)
 
@@ -88,15 +90,18 @@ class RolloutMesh:
             await part.spawn()
 
     async def start(self) -> None:
-        """Load prompts, tokenizer and scoring processes."""
+        """Load prompts, tokenizer and scoring processes. Call this after the trainer was spawned, which gets the shards."""
         await asyncio.gather(*(part.start() for part in self.parts))
 
     async def bring_up(self, part: Part) -> None:
         """Start a worker, connect it to the generators, and let it generate if the other workers do."""
         await part.ask(f"{part.role}.start", lambda actors: actors.worker.start.call_one(), self.timeouts.start_s)
         part.mark_started()
-        if part.num_lives > 1:
-            await self._trainer.use_shard(self.parts.index(part), part.actors.shard)
+        number = self.parts.index(part)
+        # The death of the part ends this request, because a shard whose process died cannot be sent.
+        await part.ask(
+            f"{part.role}.announce_shard", lambda actors: self._trainer.use_shard(number, actors.shard), self.timeouts.step_s
+        )
         for replica in range(len(self._generators.parts)):  # they may have changed since the worker was spawned
             await self._notify(part, replica, self._generators.serving[replica])
         if self._is_running:
@@ -139,16 +144,19 @@ class RolloutMesh:
             await self._buffer.return_batch(handles)
 
     async def evaluate(self, name: str) -> EvaluationResult:
-        """Sample completions of an evaluation set on the first worker, and score them."""
-        pace = Pace(kind=f"rollout.evaluate {name}")
+        """Sample completions of an evaluation set on the first worker, and score them.
+
+        Raises:
+            RolloutError: A rollout worker failed. In synchronous training, the evaluation would wait for its round forever.
+        """
+        first, pace = self.parts[0], Pace(kind=f"rollout.evaluate {name}")
         while True:
             num_rewound = self.num_rewound
             try:
-                return await self.parts[0].until_done(
-                    "rollout.evaluate",
-                    lambda actors: actors.worker.evaluate.call_one(name),
-                    self.timeouts.step_s,
-                    pace,
+                return await self._buffer.unless_failed(
+                    first.until_done(
+                        "rollout.evaluate", lambda actors: actors.worker.evaluate.call_one(name), self.timeouts.step_s, pace
+                    )
                 )
             except StoppedError:  # abandoned by a rewind, which abandons the whole round
                 if num_rewound == self.num_rewound:
@@ -233,6 +241,8 @@ class BufferClient:
     parts: Sequence[Part] = ()
     """Workers, each with a storage shard."""
     _requested: "asyncio.Task[Batch] | None" = None
+    _failed: "asyncio.Task[None] | None" = None
+    """Request that raises the failure of the rollouts."""
     _last_at: float | None = None
     """Time at which the last batch was taken, on the clock of `time.perf_counter`."""
 
@@ -264,6 +274,23 @@ class BufferClient:
             raise StarvationError(await self.supervisor.ask("buffer.why_starved", call, self.timeouts.close_s)) from None
         self._requested, self._last_at = None, time.perf_counter()
         return batch
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work that the rollout workers do; cancel it if one of them fails.
+
+        Raises:
+            RolloutError: A rollout worker failed.
+        """
+        if self._failed is None:
+            self._failed = start_request(resolve(self.actor.wait_until_failed.call_one()), "failure of the rollouts")
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and isinstance(error := self._failed.exception(), ActorError):
+                raise cause_of(error) from error
+            return await task  # if the buffer died, the supervisor ends it
+        finally:
+            task.cancel()
 
     def _why_starved(self, waited_s: float) -> Awaitable[str]:
         """Request a text about the groups that have finished since the last batch."""
@@ -366,6 +393,7 @@ class BufferClient:
         await self.supervisor.ask("buffer.discard", call, self.timeouts.step_s)
 
     def close(self) -> None:
-        """Cancel the request for the next batch."""
-        if self._requested is not None:
-            self._requested.cancel()
+        """Cancel the pending requests."""
+        for request in (self._requested, self._failed):
+            if request is not None:
+                request.cancel()

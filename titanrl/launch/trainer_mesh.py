@@ -198,7 +198,7 @@ class TrainerMesh:
         )
 
     async def use_shard(self, number: int, shard: Any | None) -> None:
-        """Announce the replacement of a storage shard to all ranks, or None while it is missing.
+        """Announce a storage shard or its replacement to all ranks, or None while it is missing.
 
         Fetches from the previous shard fail with `TokensLostError`, because its process is dead. Without a trainer, this does
         nothing.

@@ -116,6 +116,11 @@ class ReplayBuffer(Actor):
         await self._buffer.fail(error)
 
     @concurrent_endpoint
+    async def wait_until_failed(self) -> None:
+        """Wait until a worker has failed, then raise its error."""
+        await self._buffer.wait_until_failed()
+
+    @concurrent_endpoint
     async def take_batch(self, num_groups: int) -> Batch:
         """Wait for the next batch and take it; see `GroupBuffer.take_batch`."""
         return await self._buffer.take_batch(num_groups)

@@ -126,6 +126,12 @@ class GroupBuffer:
             self._failure = error
             self._changed.notify_all()
 
+    async def wait_until_failed(self) -> None:
+        """Wait until a worker has failed, then raise its error as a `RolloutError`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._failure is not None)
+        raise RolloutError(str(self._failure))
+
     async def take_batch(self, num_groups: int) -> Batch:
         """Wait for `num_groups` finished groups and take the first ones in prompt order. At least one has a signal.
 
@@ -173,12 +179,9 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def lose_shard(self, shard: int, worker: int = 0) -> list[int]:
-        """Schedule resampling of the groups that a shard held or was going to hold, because its process died.
+        """Schedule resampling of the groups that a dead shard held or was going to hold; return their positions, ascending.
 
         Groups in batches stay, because the trainer may already have their tokens. If not, `return_batch` resamples them.
-
-        Returns:
-            Positions that will be sampled again, ascending.
         """
         async with self._changed:
             self._dead[shard] = worker
@@ -195,10 +198,8 @@ class GroupBuffer:
         return sorted([*in_flight, *held])
 
     async def return_batch(self, handles: Table) -> list[int]:
-        """Make the groups of a batch that cannot be trained on ready again; resample those whose tokens are lost.
-
-        Returns:
-            Positions that will be sampled again, ascending.
+        """Make the groups of a batch that cannot be trained on ready again; resample those whose tokens are lost, and return
+        their positions, ascending.
         """
         async with self._changed:
             lost = self._return_batch(handles)
@@ -207,14 +208,12 @@ class GroupBuffer:
         return sorted(lost)
 
     async def rewind(self, handles: Table | None = None) -> list[int]:
-        """Schedule resampling of everything after the last trained batch. The rounds, and therefore the results, are then the
-        same as in a run without faults.
+        """Schedule resampling of everything after the last trained batch; return the positions, ascending.
+
+        The rounds, and therefore the results, are then the same as in a run without faults.
 
         Args:
             handles: Groups of a batch that cannot be trained on.
-
-        Returns:
-            Positions that will be sampled again, ascending.
         """
         async with self._changed:
             lost = [] if handles is None else self._return_batch(handles)

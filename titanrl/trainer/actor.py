@@ -68,8 +68,6 @@ class TrainerSetup:
     """Number of checkpoints to keep."""
     store: WeightStore
     """Store of published weights."""
-    shards: Sequence[Any]
-    """Storage shards by number. The `ShardNews` actor of this process replaces them later."""
     family: str | None = None
     """`model.family` of the configuration."""
     plugins: Plugins = field(default_factory=dict)
@@ -96,8 +94,6 @@ class PolicyTrainer(Actor):
     def __init__(self, setup: TrainerSetup) -> None:
         """Store the settings. `start` and `load_model` initialize the rank."""
         self._setup = setup
-        for number, shard in enumerate(setup.shards):
-            SHARDS.use(number, shard)
         self._closing: list[Callable[[], None]] = []
         self._busy_s = 0.0
         # A push copies the weights while other endpoints run, so endpoints that replace the live weights acquire this lock.
