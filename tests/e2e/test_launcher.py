@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import REPO, SMALL, Finished, shared_folder
+from tests.ports import free_port
 from titanrl.metrics.run_directory import read_lines, read_metrics
 
 LAUNCHER = ("hosts.kind=launcher", "hosts.trusted_network=true", "device=cpu")
@@ -27,8 +27,7 @@ class Launched:
 
     def __init__(self, run_dir: Path, launcher: str, arguments: list[str]) -> None:
         self.run_dir = run_dir
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         program = ["-m", "titanrl.grpo", *arguments]
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
         if launcher == "torchrun":

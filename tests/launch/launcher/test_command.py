@@ -2,13 +2,14 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 REPO = Path(__file__).parents[2]
 PROGRAM = """\
@@ -43,8 +44,7 @@ class Ranks:
     """Processes of a platform that sets four variables."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.processes: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, rank: int, *overrides: str, size: int = 2, controller: str = "pass") -> None:
