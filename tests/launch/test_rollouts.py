@@ -73,3 +73,19 @@ def test_death_of_the_buffer_does_not_hide_its_cause(tmp_path: Path) -> None:
             await waiting
 
     with_workers(tmp_path, scenario)
+
+
+def test_evaluation_that_outlives_the_buffer_client_is_not_cancelled(tmp_path: Path) -> None:
+    """Closing the client cancels its requests, which must not look like a cancellation of the evaluation."""
+
+    async def scenario(workers: RolloutMesh, buffer: BufferClient) -> None:
+        finish = asyncio.Event()
+        waiting = asyncio.create_task(buffer.unless_failed(finish.wait()))
+        await buffer.actor.probe.call_one()
+        buffer.close()
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        finish.set()
+        assert await waiting
+
+    with_workers(tmp_path, scenario)

@@ -286,7 +286,8 @@ class BufferClient:
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and isinstance(error := self._failed.exception(), ActorError):
+            has_failed = not task.done() and not self._failed.cancelled()  # `close` cancels it
+            if has_failed and isinstance(error := self._failed.exception(), ActorError):
                 raise cause_of(error) from error
             return await task  # if the buffer died, the supervisor ends it
         finally:
