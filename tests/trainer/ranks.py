@@ -6,13 +6,14 @@ A world lives as long as the test session, so that its start-up time is paid onl
 import contextlib
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from tests.ports import free_port
 
 DEADLINE_S = 240
 FORKED = multiprocessing.get_context("forkserver")
@@ -25,9 +26,7 @@ class World:
 
     def __init__(self, size: int, folder: Path) -> None:
         """Start the ranks, which rendezvous on a free port."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         self.size = size
         self._pipes: list[Connection] = []
         self._processes = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from titanrl.launch.checkup.report import MISSING, digest_of, memory_limit
 
 REPO = Path(__file__).parents[2]
@@ -100,8 +101,7 @@ def launched(
     tmp_path: Path, overrides: Mapping[int, list[str]], paths: Mapping[int, list[Path]]
 ) -> tuple[list[int], list[str]]:
     """Run the command as two processes of a launcher; return their exit codes and outputs."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     options = ["device=cpu", "hosts.kind=launcher", "hosts.trusted_network=true", f"output_dir={tmp_path}/runs"]
     command = [sys.executable, "-m", "titanrl.cli", "doctor", "--config", "quickstart", *options]
     ranks = []
