@@ -54,8 +54,8 @@ async def serve(config: Config) -> int:
         kind: Template(environment, load, folder.path / f"{kind}.log", folder.path / digest_of_imports(environment, load))
         for kind, (environment, load) in needed(config, resolve_device(config.device), Roles(rollouts=True)).items()
     }
+    imports = asyncio.gather(*(template.is_ready() for template in templates.values()))
     try:
-        imports = asyncio.gather(*(template.is_ready() for template in templates.values()))
         waiting: set[asyncio.Future[Any]] = {imports, ended}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
@@ -72,6 +72,7 @@ async def serve(config: Config) -> int:
     finally:
         for template in templates.values():
             template.close()
+        await imports  # an unawaited one would print a traceback
         folder.delete()
 
 
