@@ -88,6 +88,7 @@ def serve(pipe: Connection, rank: int, size: int, port: int, folder: Path) -> No
     }
     torch.set_num_threads(1)
     init_distributed(CommConfig(), base_folder=str(folder))
+    share_meshes()
     while (request := pipe.recv()) is not None:
         function, args = request
         try:
@@ -95,3 +96,19 @@ def serve(pipe: Connection, rank: int, size: int, port: int, folder: Path) -> No
         except Exception:  # sent to the test, which shows it
             pipe.send((False, traceback.format_exc()))
     torch.distributed.destroy_process_group()
+
+
+def share_meshes() -> None:
+    """Let all models of a process with equal degrees of parallelism share their meshes.
+
+    Groups of processes live as long as the process, and each group has a gloo thread that wakes 100 times per second.
+    """
+    from torchtitan.distributed import ParallelDims
+
+    create, created = ParallelDims.from_config, dict[str, ParallelDims]()
+
+    def from_config(*args: Any) -> ParallelDims:
+        dims = create(*args)
+        return created.setdefault(repr(dims), dims)
+
+    ParallelDims.from_config = from_config  # type: ignore[method-assign, assignment]
