@@ -28,20 +28,27 @@ def trained_positions(run: Finished) -> list[int]:
 
 
 def check_every_prompt_once(run: Finished) -> None:
-    """Compare the trained prompts with the last checkpoint, and the counts and files with the trained prompts."""
+    """Compare the trained prompts with the last checkpoint and the dropped ones, and the counts and files with both."""
     last = run.steps[-1]
     trained = trained_positions(run)
     folder = run.run_dir / "checkpoints" / f"step-{last['step']}"
     state = pickle.loads((folder / "groups" / "records.pkl").read_bytes())
     assert isinstance(state, BufferState)
     waiting = [group.record.index for group in state.ready]
-    assert sorted([*trained, *waiting, *state.in_flight]) == list(range(state.next_index))
+    kept = [*trained, *waiting, *state.in_flight]
+    assert len(kept) == len(set(kept)), "a prompt is trained on twice"
+    dropped = set(range(state.next_index)) - set(kept)
+    drops = [event for event in run.events() if event["kind"] == "drop"]
+    assert {event["reason"] for event in drops} <= {"no signal"}, "only a batch in which no group has a signal is dropped"
+    assert len(dropped) == sum(event["groups"] for event in drops)
+    assert max(kept) < state.next_index
+    finished = [*trained, *dropped]
 
     recorded = {row["index"]: row for row in run.rollouts()}
     assert len(recorded) == len(run.rollouts()), "a group is recorded twice"
-    assert recorded.keys() >= {*trained, *waiting}
-    completions = [completion for index in trained for completion in recorded[index]["completions"]]
-    assert last["count/prompts"] == len(trained)
+    assert recorded.keys() >= {*finished, *waiting}
+    completions = [completion for index in finished for completion in recorded[index]["completions"]]
+    assert last["count/prompts"] == len(finished)
     assert last["count/rollouts"] == len(completions)
     assert last["count/generated_tokens"] == sum(completion["num_tokens"] for completion in completions)
     steps = [row["count/trained_tokens"] for row in run.steps]
