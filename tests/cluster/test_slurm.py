@@ -25,20 +25,21 @@ def curve(run: ClusterRun) -> list[tuple[int, float, float, float]]:
 def test_dead_host_is_named_with_its_processes(cluster: Cluster, start_run: Start, fault: str) -> None:
     run = start_run(fault, "num_steps=5000", "faults.max_respawns=0")
     run.wait_for_step(1)
+    _, node = (run.run_dir / "logs" / "trainer_0.pid").read_text().split()
     at = time.time()
     try:
-        (cluster.kill_node if fault == "killed" else cluster.pull_cable)("n1")
+        (cluster.kill_node if fault == "killed" else cluster.pull_cable)(node)
         code, output = run.finish()
     finally:
         if fault == "unplugged":
-            cluster.plug_in("n1")
+            cluster.plug_in(node)
         else:
-            cluster.start_node("n1")
+            cluster.start_node(node)
     (event,) = run.events("host_lost")
     assert event["time"] - at < NAMED_S
-    assert (event["host"], event["ranks"]) == ("n1", ["trainer_0"])
+    assert (event["host"], event["ranks"]) == (node, ["trainer_0"])
     assert code == 1
-    assert "host n1 exited or is unreachable" in output
+    assert f"host {node} exited or is unreachable" in output
     assert "on it: trainer_0" in output
     assert_nothing_left(cluster, run, timeout_s=90)
     cluster.wait_until_idle()
