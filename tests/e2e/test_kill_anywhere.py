@@ -1,9 +1,11 @@
 """Runs that are killed at random moments, some during a checkpoint, and resumed until they finish."""
 
+import contextlib
 import hashlib
 import random
 import signal
 import time
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -34,13 +36,16 @@ def kill(command: Command, rng: random.Random, *, in_checkpoint: bool) -> None:
     checkpoints = command.run_dir / "checkpoints"
     deadline = time.monotonic() + 180
     known = set(checkpoints.glob("step-*/commit.json"))
-    stale = {path.stat().st_ino for path in checkpoints.glob("*")}
+    stale = set[int]()
+    for path in checkpoints.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a starting run renames the incomplete checkpoint of its predecessor
+            stale.add(path.stat().st_ino)
 
     def is_due() -> bool:
         whole = set(checkpoints.glob("step-*/commit.json"))
         if not in_checkpoint:
             return bool(whole - known)
-        return bool(whole) and any(is_partial(path) and path.stat().st_ino not in stale for path in checkpoints.glob("step-*"))
+        return bool(whole) and any(is_being_written(path, stale) for path in checkpoints.glob("step-*"))
 
     while not is_due():
         assert command.process.poll() is None, command.finish().output
@@ -51,9 +56,13 @@ def kill(command: Command, rng: random.Random, *, in_checkpoint: bool) -> None:
     command.finish()
 
 
-def is_partial(checkpoint: Path) -> bool:
-    """Return True if a checkpoint is being written."""
-    return not (checkpoint / "commit.json").exists() and any(checkpoint.iterdir())
+def is_being_written(checkpoint: Path, stale: Set[int]) -> bool:
+    """Return True if a checkpoint is incomplete and new. It may be renamed or deleted meanwhile."""
+    try:
+        is_new = checkpoint.stat().st_ino not in stale
+        return is_new and not (checkpoint / "commit.json").exists() and any(checkpoint.iterdir())
+    except FileNotFoundError:
+        return False
 
 
 def weights(run_dir: Path) -> dict[str, str]:
