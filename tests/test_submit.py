@@ -52,7 +52,7 @@ def test_notice_reaches_controller_and_requeues_job(tmp_path: Path, state: str, 
     environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     # The signal can come before bash has set the trap, as it cannot in a job, so it is set first.
     lines.insert(1, "trap 'ending=1; sleep 0.5; kill -TERM $controller' USR1")
-    # The controller may exit before bash looks for it again.
+    # The controller may exit before the script looks for it again.
     lines = [line.replace("kill -TERM $controller'", "kill -TERM $controller; sleep 0.5'") for line in lines]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], env=environment, timeout=60, check=False)
     assert done.returncode == 143

@@ -31,8 +31,8 @@ export {inside}=1
 ending=
 trap 'ending=1; kill -TERM $controller' {signal}
 trap : TERM INT  # the controller gets these signals itself
-while wait $controller; kill -0 $controller 2>/dev/null; do :; done  # a signal interrupts wait
-wait $controller; code=$?  # bash keeps the exit status
+while wait $controller; kill -0 $controller 2>/dev/null; do :; done  # signals interrupt `wait`
+wait $controller; code=$?  # bash keeps the status of a process that has exited
 """
 _REQUEUE = """\
 # A job that was cancelled is no longer running.

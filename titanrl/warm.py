@@ -72,8 +72,8 @@ async def serve(config: Config) -> int:
     finally:
         for template in templates.values():
             template.close()
-        await imports  # an unawaited one would print a traceback
         folder.delete()
+        await imports  # otherwise asyncio cancels it at the end and prints a traceback
 
 
 if __name__ == "__main__":
