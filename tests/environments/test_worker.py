@@ -320,6 +320,10 @@ def test_environment_that_cannot_be_loaded_fails_the_start(source: str, problem:
         ("result = Done(rewards={'a': 'b'})", "step raised ValueError: could not convert"),
         ("result = Observation(messages=[{'role': object()}])", "step raised TypeError: Object of type object is not JSON"),
         ("result = Observation(messages=['a'])", "step raised ValueError"),
+        (
+            "result = Observation(messages=[{'role': 'user', 'content': 'x' * (9 << 20)}])",
+            r"the reply to step is invalid \(got b'a reply of 94\d+ bytes, more than 8388608'\), so its process was killed",
+        ),
     ],
 )
 def test_invalid_return_values_are_failures(file: str, text: str, problem: str) -> None:

@@ -176,6 +176,8 @@ def test_unreachable_judge_is_a_failure() -> None:
         (saying("It is right."), "the judge replied without a grade (got 'It is right.')"),
         (saying("Grade: 11"), "the grade must be from 0 to 10 (got 11)"),
         (saying("Grade: -1"), "the grade must be from 0 to 10 (got -1)"),
+        ("[" * 100_000, "the judge did not reply with a chat completion (got '[[["),
+        (saying("Grade: 7" + " " * (1 << 20)), "the judge's reply must not have more than 1048576 bytes (status 200)"),
     ],
 )
 def test_reply_without_a_valid_grade_is_a_failure(server: _Server, body: str, error: str) -> None:

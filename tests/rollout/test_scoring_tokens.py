@@ -92,16 +92,14 @@ def test_steps_of_a_truncated_text_keep_their_tokens(monkeypatch: pytest.MonkeyP
 )
 def test_forged_token_rewards_are_an_error(tokens: str) -> None:
     own = RewardSpec(name="a", factory="", is_custom=True)
-    valid, forged = (
-        f'[{{"parts": {{"a": 1.0}}, "tokens": {{"a": {value}}}}}]' for value in ("[0.5, [1.0], [[2, 1.0]]]", tokens)
-    )
-    assert parse_scores(valid.encode(), own, 1) == [Score.of({"a": TokenRewards(tokens=[1.0], steps=[(2, 1.0)], whole=0.5)})]
-    assert parse_scores(valid.encode(), RewardSpec(name="a", factory="", bounds=(0.0, 1.0)), 1)[0].status == "error"  # type: ignore[index]
-    assert parse_scores(forged.encode(), own, 1)[0].status == "error"  # type: ignore[index]
+    valid, forged = (f'{{"parts": {{"a": 1.0}}, "tokens": {{"a": {value}}}}}' for value in ("[0.5, [1.0], [[2, 1.0]]]", tokens))
+    assert parse_scores(valid.encode(), own, [1]) == [Score.of({"a": TokenRewards(tokens=[1.0], steps=[(2, 1.0)], whole=0.5)})]
+    assert parse_scores(valid.encode(), RewardSpec(name="a", factory="", bounds=(0.0, 1.0)), [1])[0].status == "error"  # type: ignore[index]
+    assert parse_scores(forged.encode(), own, [1])[0].status == "error"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("tokens", "high"), [("[1.0, 1.0]", 1.0), ("[1e308, 1e308]", float("inf"))])
 def test_sum_of_token_rewards_stays_within_the_bounds(tokens: str, high: float) -> None:
     own = RewardSpec(name="a", factory="", bounds=(0.0, high), is_custom=True)
-    reply = f'[{{"parts": {{"a": 1.0}}, "tokens": {{"a": [0.0, {tokens}, []]}}}}]'
-    assert parse_scores(reply.encode(), own, 1)[0].status == "error"  # type: ignore[index]
+    reply = f'{{"parts": {{"a": 1.0}}, "tokens": {{"a": [0.0, {tokens}, []]}}}}'
+    assert parse_scores(reply.encode(), own, [1])[0].status == "error"  # type: ignore[index]

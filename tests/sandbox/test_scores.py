@@ -1,6 +1,8 @@
 """Scores from confined processes: valid and invalid ones, and attempts to break out."""
 
 import asyncio
+import gc
+import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,10 @@ from tests.sandbox.processes import needs_confinement
 from tests.sandbox.scoring import FOREVER, RIGHT, WRONG, Bench, rewards, started, statuses, together
 from titanrl.config.data import DataConfig
 from titanrl.config.schema import Config
+from titanrl.rewards import MAX_PARTS, TokenRewards
 from titanrl.rollout.scoring import reward_specs
-from titanrl.sandbox.scores import Score
+from titanrl.sandbox.client import ScoringProcess
+from titanrl.sandbox.scores import RewardSpec, Score, encoded_score, parse_scores
 
 pytestmark = [needs_confinement, pytest.mark.usefixtures("careless_verifier")]
 
@@ -160,8 +164,8 @@ def test_bad_answer_fails_alone(careless: Bench, attempt: str, status: str) -> N
 
 @pytest.mark.parametrize(
     "reply",
-    [b"not json", b"[" * 100_000, b"{}", b"[]", b"null", b"\xff", b"1" * 5000, b" " * (5 << 20)],
-    ids=["text", "deep", "object", "short", "null", "bytes", "digits", "flood"],
+    [b"not json", b"[" * 10_000, b"{}\x1e{}\x1e{}", b"{}\x1e", b"", b"\xff", b"1" * 5000, b" " * (5 << 20)],
+    ids=["text", "deep", "three", "short", "empty", "bytes", "digits", "flood"],
 )
 def test_forged_reply_fails_only_its_answer(careless: Bench, reply: bytes) -> None:
     forge = textwrap.dedent(f"""
@@ -179,6 +183,60 @@ def test_forged_reply_fails_only_its_answer(careless: Bench, reply: bytes) -> No
 def test_forged_score_is_an_error(careless: Bench, result: object) -> None:
     tamper = f"import titanrl.sandbox.zygote as zygote; zygote._score = lambda *_: {result!r}"
     assert statuses(careless.score((tamper, {}), RIGHT)) == ["ok", "error"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "num_tokens", "is_custom", "is_valid"),
+    [
+        (b'{"parts": {"a": 1.0}}', [0], False, True),
+        (b'{"parts": {"a": 1.0}}\x1e{"parts": {"a": 1.0}}', [0, 0], False, True),
+        (b'{"parts": {"a": 1.0}}\x1e{"parts": {"a": 1.0}}', [0], False, False),
+        (b'{"parts": {"a": 1.0}}', [0, 0], False, False),
+        (b'{"parts": {"a": 1.0}}' + b" " * 16_363, [0], False, True),  # 16 KiB
+        (b'{"parts": {"a": 1.0}}' + b" " * 16_364, [0], False, False),
+        (b'{"parts": {"a": 1.0}}' + b" " * 16_364, [1], False, False),
+        (b'{"parts": {"a": 1.0}}' + b" " * 16_427, [1], True, True),  # 64 bytes more
+        (b'{"parts": {"a": 1.0}}' + b" " * 16_428, [1], True, False),
+        (b"", [], True, True),
+        (b"1", [], True, False),
+    ],
+)
+def test_reply_is_limited_per_answer_and_token(reply: bytes, num_tokens: list[int], is_custom: bool, is_valid: bool) -> None:
+    scores = parse_scores(reply, RewardSpec(name="a", factory="", is_custom=is_custom), num_tokens)
+    assert scores == ([Score(parts={"a": 1.0}, status="ok")] * len(num_tokens) if is_valid else None)
+
+
+def test_huge_reply_is_refused_before_it_is_received(careless: Bench) -> None:
+    flood = """
+        import os
+        for fd in range(3, 64):
+            try:
+                for _ in range(31): os.write(fd, b"{}," * (1 << 20))
+            except OSError: pass
+    """
+
+    async def main() -> tuple[list[Score], int]:
+        scoring = asyncio.create_task(careless.pool.score(together((textwrap.dedent(flood), {}))))
+        most = 0
+        while not scoring.done():
+            await asyncio.sleep(0)
+            held = [value for value in gc.get_objects() if type(value) is ScoringProcess]
+            most = max([most, *(len(process._received) for process in held)])
+        return scoring.result(), most
+
+    scores, most = careless.runner.run(main())
+    assert statuses(scores) == ["crash"]
+    assert most <= 2 + 16_384 + 64 + 1
+
+
+def test_longest_names_and_errors_fit_into_a_reply() -> None:
+    names = [f"{'a' * 64}/{i:0>64}" for i in range(MAX_PARTS)]
+    spec = RewardSpec(name="a" * 64, factory="")
+    assert len(json.dumps(encoded_score(dict.fromkeys(names, -1.2345678901234567e-300)))) <= spec.max_result_bytes(0)
+    assert len(json.dumps({"error": "\U0001f600" * 1000})) <= spec.max_result_bytes(0)
+    tokens = TokenRewards(tokens=[-1.2345678901234567e-300] * 1000, steps=[(10_000, -1.2345678901234567e-300)] * 1000)
+    custom = RewardSpec(name="a", factory="", is_custom=True)
+    assert len(json.dumps(encoded_score({"a": tokens}))) <= custom.max_result_bytes(1000)
 
 
 def test_tampering_with_a_reward_affects_only_its_own_group(careless: Bench) -> None:

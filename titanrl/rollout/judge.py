@@ -5,6 +5,7 @@ has no reward and is counted in `reward/error_frac`.
 """
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 """HTTP status codes for which the request is retried."""
 MAX_PAUSE_S = 30.0
 """Maximum pause before a retry in seconds, even if the server requests a longer one."""
+MAX_REPLY_BYTES = 1 << 20
+"""Maximum length of a reply's body."""
 _MAX_CHARS = 80
 
 
@@ -41,7 +44,7 @@ class Judge:
         Raises:
             ValueError: The environment variable with the API key is not set.
         """
-        headers = {}
+        headers = {"Accept-Encoding": "identity"}  # a small compressed body can have any length
         if options.key_variable is not None:
             if not (secret := os.environ.get(options.key_variable)):
                 raise ValueError(
@@ -101,23 +104,23 @@ class Judge:
             JudgeError: The request failed, and a retry would fail as well.
         """
         try:
-            async with asyncio.timeout(self._options.timeout_s):
-                reply = await self._client.post(self._url, json=body)
+            async with asyncio.timeout(self._options.timeout_s), self._client.stream("POST", self._url, json=body) as reply:
+                text = await _text_of(reply)
         except TimeoutError:
             raise _TemporaryError(f"the judge did not reply within timeout_s={self._options.timeout_s:g}") from None
         except httpx.HTTPError as error:
             raise _TemporaryError(f"the judge cannot be reached: {type(error).__name__}: {error}") from None
         if reply.status_code in RETRIED:
-            raise _TemporaryError(_refusal(reply), _seconds(reply.headers.get("Retry-After", "")))
+            raise _TemporaryError(_refusal(reply, text), _seconds(reply.headers.get("Retry-After", "")))
         if reply.status_code != httpx.codes.OK:
-            raise JudgeError(_refusal(reply))
+            raise JudgeError(_refusal(reply, text))
         try:
-            text = reply.json()["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise JudgeError(f"the judge did not reply with a chat completion (got {reply.text[:_MAX_CHARS]!a})")
-        return text
+            content = json.loads(text)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            content = None
+        if not isinstance(content, str):
+            raise JudgeError(f"the judge did not reply with a chat completion (got {text[:_MAX_CHARS]!a})")
+        return content
 
 
 class _TemporaryError(Exception):
@@ -148,8 +151,22 @@ def grade_of(text: str, options: JudgeOptions) -> float:
     return (grade - options.min_score) / (options.max_score - options.min_score)
 
 
-def _refusal(reply: httpx.Response) -> str:
-    return f"the judge replied with HTTP status {reply.status_code} ({reply.text[:_MAX_CHARS]!a})"
+async def _text_of(reply: httpx.Response) -> str:
+    """Receive the body of a reply.
+
+    Raises:
+        JudgeError: The body is too long.
+    """
+    body = bytearray()
+    async for chunk in reply.aiter_bytes():
+        body += chunk
+        if len(body) > MAX_REPLY_BYTES:
+            raise JudgeError(f"the judge's reply must not have more than {MAX_REPLY_BYTES} bytes (status {reply.status_code})")
+    return body.decode(errors="replace")
+
+
+def _refusal(reply: httpx.Response, text: str) -> str:
+    return f"the judge replied with HTTP status {reply.status_code} ({text[:_MAX_CHARS]!a})"
 
 
 def _seconds(text: str) -> float | None:

@@ -22,7 +22,7 @@ FORK_DEADLINE_S = 60.0
 
 _LOAD_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 5.0
-_MAX_REPLY_BYTES = 32 << 20
+_MAX_FIRST_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 10
 _STDERR_TAIL_BYTES = 2000
 _INHERITED = {"PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
@@ -49,6 +49,7 @@ class ScoringProcess:
         self._pidfd = pidfd
         self._on_ready: Callable[[ScoringProcess, bytes], None] | None = on_ready
         self._received = bytearray()
+        self._max_bytes = _MAX_FIRST_BYTES
         # Of the current request; set by a complete reply or when the socket is closed.
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self.is_closed = False
@@ -67,13 +68,14 @@ class ScoringProcess:
     def _has_replied(self) -> bool:
         return self._received.endswith(END)
 
-    async def request(self, request: bytes, timeout_s: float) -> bytes | None:
+    async def request(self, request: bytes, timeout_s: float, max_bytes: int) -> bytes | None:
         """Send a pickled request and return the reply; None after a timeout.
 
-        If the process died, the reply is incomplete or empty. A reply that arrived while this event loop was busy is accepted
-        even after the timeout, because the future is checked after the wait.
+        If the process died or its reply has more than `max_bytes`, the reply is incomplete or empty. A reply that arrived while
+        this event loop was busy is accepted even after the timeout, because the future is checked after the wait.
         """
         self._received.clear()
+        self._max_bytes = max_bytes
         self._finished = self._loop.create_future()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -98,13 +100,14 @@ class ScoringProcess:
             chunk = self._channel.recv(1 << 16)
         except ConnectionResetError:  # the process died before reading the whole request
             chunk = b""
-        if not chunk or len(self._received) + len(chunk) > _MAX_REPLY_BYTES:
+        room = self._max_bytes - len(self._received)
+        if not chunk or len(chunk) > room:
             self._close()
         if self._on_ready is not None:
             on_ready, self._on_ready = self._on_ready, None
             on_ready(self, chunk)
         else:
-            self._received += chunk
+            self._received += chunk[:room]
             if self._has_replied:
                 self._finish()
 
@@ -166,10 +169,15 @@ class ZygoteClient:
             raise ValueError(f"{rewards} cannot be loaded: {self._stderr_tail()}")
         raise self._failure
 
-    async def request(self, request: bytes, timeout_s: float) -> bytes | None:
+    async def request(self, request: bytes, timeout_s: float, max_bytes: int) -> bytes | None:
         """Send a pickled request to an idle process and return the reply; None after a timeout.
 
-        Wait while `num_processes` requests are running. If the process died, the reply is incomplete.
+        Wait while `num_processes` requests are running. If the process died or its reply is too long, the reply is incomplete.
+
+        Args:
+            request: Pickled request.
+            timeout_s: Time limit in seconds.
+            max_bytes: Longest valid reply.
 
         Raises:
             SandboxDied: The zygote died, or no process became ready in time.
@@ -179,7 +187,7 @@ class ZygoteClient:
             while reply == b"":  # the process was killed before it read the request, which is not at fault: retry
                 process = await self._acquire()
                 try:
-                    reply = await process.request(request, timeout_s)
+                    reply = await process.request(request, timeout_s, max_bytes)
                 finally:
                     self._release(process)
             return reply

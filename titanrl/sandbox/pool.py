@@ -9,17 +9,20 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from titanrl.config.sections import SandboxConfig
 from titanrl.rewards import Answers
 from titanrl.sandbox.client import FORK_DEADLINE_S, SandboxDied, ZygoteClient
 from titanrl.sandbox.confine import SandboxUnavailable, missing_features
-from titanrl.sandbox.scores import ProcessFailure, RewardSpec, Score, parse_scores
+from titanrl.sandbox.scores import SEPARATOR, ProcessFailure, RewardSpec, Score, parse_scores
 from titanrl.sandbox.zygote import END, STARTED, Request
 
 MAX_TEXT_CHARS = 1 << 20
 """Maximum length of the text that a reward receives. Longer texts lose their start, because the answer is at the end."""
 
+_PARSED_AT_ONCE_BYTES = 1 << 16
+"""Longer replies are parsed in a thread. Python switches threads between two results, so the event loop keeps running."""
 _MAX_SHARES = 4
 """Maximum divisor of the group's time limit when its answers are scored separately."""
 
@@ -106,10 +109,12 @@ class ScoringPool:
             raise SandboxDied("the scoring pool is closed or was never started")
         token_ids = answers.token_ids if zygote.take_token_ids[reward] else ()
         request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids)
-        reply = await zygote.request(pickle.dumps(request), timeout_s)
+        max_bytes = self._max_reply_bytes(reward, answers)
+        reply = await zygote.request(pickle.dumps(request), timeout_s, max_bytes)
         if reply is None:
             return "timeout"
-        scores = parse_scores(reply.removeprefix(STARTED).removesuffix(END), self._specs[reward], len(answers.completions))
+        parse = partial(parse_scores, reply.removeprefix(STARTED).removesuffix(END), self._specs[reward], answers.num_tokens)
+        scores = parse() if len(reply) <= _PARSED_AT_ONCE_BYTES else await asyncio.to_thread(parse)
         if scores is None:
             await zygote.check()
             return "crash"
@@ -118,9 +123,14 @@ class ScoringPool:
         nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
         return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
 
+    def _max_reply_bytes(self, reward: int, answers: Answers) -> int:
+        """Return the maximum length of a reply to these answers."""
+        spec = self._specs[reward]
+        return len(STARTED) + len(END) + sum(spec.max_result_bytes(num) + len(SEPARATOR) for num in answers.num_tokens)
+
     def _failed(self, status: ProcessFailure) -> Score:
         timeout = (
             f"timeout: the reward did not return in time (sandbox.timeout_s={self._config.timeout_s:g}, for a whole group)"
         )
-        crash = "crash: the scoring process exited, was killed by a signal, or sent an invalid reply"
+        crash = "crash: the scoring process exited, was killed by a signal, or sent a reply that is invalid or too long"
         return Score(parts={}, status=status, detail=timeout if status == "timeout" else crash)

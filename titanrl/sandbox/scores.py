@@ -2,11 +2,18 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from titanrl.rewards import MAX_PARTS, PART_NAME, TokenRewards
+
+SEPARATOR = b"\x1e"
+"""Byte between the results of two answers in a reply; JSON never contains it."""
+MAX_RESULT_BYTES = 16 << 10
+"""Maximum length of the result of one answer: 32 parts with the longest names, or an error."""
+MAX_TOKEN_BYTES = 64
+"""Additional length per token of an answer for a custom reward, which may return token rewards."""
 
 ProcessFailure = Literal["timeout", "crash"]
 """Reason why a scoring process returned no scores."""
@@ -44,6 +51,10 @@ class RewardSpec:
     def allows_tokens(self, rewards: Mapping[object, object]) -> bool:
         """Return True if this reward may return token rewards, and these are in the format of `encoded_score`."""
         return not rewards or (self.is_custom and all(map(self._is_name, rewards)) and all(map(_are_tokens, rewards.values())))
+
+    def max_result_bytes(self, num_tokens: int) -> int:
+        """Return the maximum length of the result of one answer."""
+        return MAX_RESULT_BYTES + MAX_TOKEN_BYTES * num_tokens * self.is_custom
 
     def _is_name(self, name: object) -> bool:
         if not isinstance(name, str) or not name.startswith(f"{self.name}/"):
@@ -92,19 +103,27 @@ def encoded_score(parts: Mapping[str, float | TokenRewards]) -> dict[str, Any]:
     return {"parts": score.parts, "tokens": tokens}
 
 
-def parse_scores(reply: bytes, spec: RewardSpec, num_answers: int) -> list[Score] | None:
-    """Parse the untrusted reply of a scoring process; return None unless it is a list with one result per answer."""
+def parse_scores(reply: bytes, spec: RewardSpec, num_tokens: Sequence[int]) -> list[Score] | None:
+    """Parse the untrusted reply of a scoring process; return None unless it has one JSON value per answer.
+
+    Args:
+        reply: Results of the answers, joined by `SEPARATOR`.
+        spec: Reward that scored them.
+        num_tokens: Number of tokens of each answer, which limits the length of its result.
+    """
+    results = reply.split(SEPARATOR, len(num_tokens)) if num_tokens else []
+    if len(results) != len(num_tokens) or (reply and not num_tokens):
+        return None
+    if any(len(result) > spec.max_result_bytes(num) for result, num in zip(results, num_tokens, strict=True)):
+        return None
     try:
-        results = json.loads(reply)
-    except (ValueError, RecursionError):
+        return [_parse_result(result, spec) for result in results]
+    except (ValueError, RecursionError):  # not JSON
         return None
-    if not isinstance(results, list) or len(results) != num_answers:
-        return None
-    return [_parse_result(result, spec) for result in results]
 
 
-def _parse_result(result: Any, spec: RewardSpec) -> Score:
-    match result:
+def _parse_result(encoded: bytes, spec: RewardSpec) -> Score:
+    match result := json.loads(encoded):
         case {"parts": dict(parts)} if "tokens" not in result and spec.allows(parts):
             return Score(parts=parts, status="ok")
         case {"parts": dict(parts), "tokens": dict(tokens)} if spec.allows_tokens(tokens):
@@ -115,7 +134,9 @@ def _parse_result(result: Any, spec: RewardSpec) -> Score:
             return Score(parts={}, status="error", detail=ascii(detail)[1:-1])
     low, high = spec.bounds
     expected = f"finite numbers from {low:g} to {high:g}"
-    return Score(parts={}, status="error", detail=f"invalid score (got {result!a:.200}). The reward must return {expected}.")
+    return Score(
+        parts={}, status="error", detail=f"invalid score (got {encoded.decode()!a:.200}). The reward must return {expected}."
+    )
 
 
 def _token_rewards(whole: float, tokens: list[float], steps: list[list[Any]]) -> TokenRewards:

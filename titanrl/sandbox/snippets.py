@@ -16,6 +16,7 @@ from titanrl.sandbox.zygote import END, STARTED, Request
 MAX_CODE_CHARS = 100_000
 """Maximum length of a snippet."""
 _RUNNER = "titanrl.sandbox.runner:runner"
+_JSON_BYTES_PER_CHAR = 12  # a character outside the basic plane is written as two escapes of six characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,8 @@ class SnippetPool:
             raise SandboxDied("the snippet pool is closed or was never started")
         zygote = self._zygote
         request: Request = (0, {"max_output_chars": max_output_chars}, (code,), (0,), ("stop",), ())
-        reply = await zygote.request(pickle.dumps(request), self._config.timeout_s)
+        max_bytes = 2 * _JSON_BYTES_PER_CHAR * _limit(max_output_chars)
+        reply = await zygote.request(pickle.dumps(request), self._config.timeout_s, max_bytes)
         if reply is None:
             return SnippetResult(status="timeout")
         result = _parse(reply.removeprefix(STARTED).removesuffix(END), max_output_chars)
@@ -102,10 +104,15 @@ def _parse(reply: bytes, max_output_chars: int) -> SnippetResult:
         parsed = json.loads(reply)
     except (ValueError, RecursionError):
         return SnippetResult(status="crash")
-    limit = max_output_chars + 100  # room for the note about dropped characters
+    limit = _limit(max_output_chars)
     match parsed:
-        case [{"text": {"output": str(output), "error": str(error)}}]:
+        case {"text": {"output": str(output), "error": str(error)}}:
             return SnippetResult(status="error" if error else "ok", output=output[:limit], error=error[:limit])
-        case [{"error": str(error)}]:  # an exception that `runner` could not catch
+        case {"error": str(error)}:  # an exception that `runner` could not catch
             return SnippetResult(status="error", error=error[:limit])
     return SnippetResult(status="crash")
+
+
+def _limit(max_output_chars: int) -> int:
+    """Return the maximum length of the output, or of the error, with room for a note about dropped characters."""
+    return max_output_chars + 100

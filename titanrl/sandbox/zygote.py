@@ -6,7 +6,7 @@ process, the zygote sends a message with two file descriptors: a socket to the p
 socket is closed, the zygote kills and reaps its processes.
 
 A scoring process confines itself and sends READY. For each group it reads a pickled `Request`, sends STARTED, and writes one
-line with a JSON list of results. It exits after `groups_per_process` groups.
+line with the JSON result of each answer. It exits after `groups_per_process` groups.
 """
 
 import gc
@@ -29,7 +29,7 @@ from typing import Any
 from titanrl.loading import import_object
 from titanrl.rewards import Answers, BoundReward
 from titanrl.sandbox.confine import Confinement, end_with_parent, leaks, python_paths
-from titanrl.sandbox.scores import RewardSpec, encoded_score
+from titanrl.sandbox.scores import SEPARATOR, RewardSpec, encoded_score
 
 READY = b"+"
 """First byte that a scoring process sends after confining itself, and a zygote after loading its rewards. The zygote's message
@@ -177,7 +177,7 @@ def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, n
         else:
             results = [_score(loaded, answers, index) for index in range(len(answers.completions))]
         with open(channel, "wb", closefd=False) as reply:
-            reply.write(json.dumps(results).encode() + END)
+            reply.write(SEPARATOR.join(json.dumps(result).encode() for result in results) + END)
 
 
 def _score(loaded: _Loaded, answers: Answers, index: int) -> dict[str, Any]:
