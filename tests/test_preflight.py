@@ -75,7 +75,9 @@ def test_huge_prompt_is_dropped_before_tokenization(monkeypatch: pytest.MonkeyPa
     lines = [{"prompt": "1 " * 25_000_000, "answer": "3"}, *({"prompt": f"{i} =", "answer": "1"} for i in range(50))]
     Path("huge.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     encode, longest = Tokenizer.encode, []
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: longest.append(len(text)) or encode(self, text))
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, **options: longest.append(len(text)) or encode(self, text, **options)
+    )
     Path("run.yaml").write_text(GOOD + "data: {source: jsonl, path: huge.jsonl}\nevaluation: {num_prompts: 1}\n")
     check_data(validate(read_source("run.yaml")), {})
     assert max(longest) < 100

@@ -50,7 +50,7 @@ def test_mask_covers_the_replies_and_the_tokens_that_end_them(chat: Tokenizer) -
 def test_tokens_end_with_the_last_reply(chat: Tokenizer) -> None:
     example = render_conversation(chat, [*conversation("1+2", "3"), {"role": "user", "content": "Bye"}], "assistant")
     # 2 + 0x33 - 0x20 is the id of '3'.
-    assert example.token_ids.tolist() == [*chat.encode("[user] 1+2<eos> [assistant] "), 21, EOS_ID]
+    assert example.token_ids.tolist() == [*chat.encode_chat("[user] 1+2<eos> [assistant] "), 21, EOS_ID]
     assert example.mask.tolist() == [False] * (len(example.token_ids) - 2) + [True, True]
 
 

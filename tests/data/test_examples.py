@@ -97,11 +97,16 @@ def test_long_examples_are_truncated_skipped_or_rejected(tmp_path: Path, tokeniz
 
 def test_huge_example_is_cut_before_tokenization(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, longest = Tokenizer.encode, []
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: longest.append(len(text)) or encode(self, text))
+
+    def recorded(self: Tokenizer, text: str, **options: bool) -> list[int]:
+        longest.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", recorded)
     path = write(tmp_path / "a.jsonl", {"prompt": "1", "completion": "2" * 50_000_000})
     cut = read_examples(config_of(path, max_example_tokens=8, overlong="truncate"), tokenizer)
     assert texts(cut.training, tokenizer) == [("1", "2" * 7)]
-    assert max(longest) == 2 * 8 * 512
+    assert max(longest) == 1 + 2 * 8 * 512
     assert f"{path}:1: the example has" in problem(path, tokenizer, max_example_tokens=8)
 
 

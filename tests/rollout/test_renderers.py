@@ -72,7 +72,7 @@ def test_conversation_with_a_tool_is_one_sequence(qwen3_dir: Path) -> None:
     renderer, tokenizer = automatic(qwen3_dir, enable_thinking=False), load_tokenizer(qwen3_dir)
     prompt = renderer.render(QUESTION, [ADD])
     reply = '<tool_call>\n{"name": "add", "arguments": {"sum": "1+1"}}\n</tool_call><|im_end|>'
-    completion = tokenizer.encode(reply)
+    completion = tokenizer.encode(reply, control_tokens=True)
     assert completion[-1] in renderer.stop_ids
     message = renderer.parse(completion, [ADD])
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"sum": "1+1"}}
@@ -86,7 +86,9 @@ def test_conversation_with_a_tool_is_one_sequence(qwen3_dir: Path) -> None:
 
 def test_malformed_call_keeps_its_text(qwen3_dir: Path) -> None:
     renderer, tokenizer = automatic(qwen3_dir, enable_thinking=False), load_tokenizer(qwen3_dir)
-    message = renderer.parse(tokenizer.encode('<tool_call>\n{"name": "add", "arg\n</tool_call><|im_end|>'), [ADD])
+    message = renderer.parse(
+        tokenizer.encode('<tool_call>\n{"name": "add", "arg\n</tool_call><|im_end|>', control_tokens=True), [ADD]
+    )
     (call,) = message["tool_calls"]
     assert isinstance(call["function"]["arguments"], str)
     assert '"arg' in call["function"]["arguments"]
@@ -113,7 +115,7 @@ def test_extension_keeps_the_sampled_tokens_unchanged(qwen3_dir: Path, tmp_path:
 
 def test_stripped_thinking_starts_a_new_segment(qwen3_dir: Path) -> None:
     tokenizer = load_tokenizer(qwen3_dir)
-    completion = tokenizer.encode("<think>\nhm\n</think>\n\nIt is 2.<|im_end|>")
+    completion = tokenizer.encode("<think>\nhm\n</think>\n\nIt is 2.<|im_end|>", control_tokens=True)
     more = [{"role": "user", "content": "Sure?"}]
     prompt = automatic(qwen3_dir).render(QUESTION, ())
     assert automatic(qwen3_dir).extend(prompt, completion, more, ()) is None

@@ -113,6 +113,9 @@ class DataConfig(Section):
     """System message before the question. Requires a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
     """`auto` applies the tokenizer's chat template, if it has one. `never` uses the question unchanged."""
+    control_tokens: bool = False
+    """Encode the text of a special token in prompts and SFT examples, such as `<|im_end|>`, as the token instead of as text.
+    Set it only for data that you wrote yourself. It has no effect on the messages of environments."""
     max_prompt_tokens: Tokens = 64
     """Maximum prompt length in tokens. Longer prompts are skipped."""
     curriculum: CurriculumConfig | None = None

@@ -7,6 +7,7 @@ the start of the next.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class _Converter:
         self.num_truncated = self.num_skipped = 0
         self._tokenizer, self._train_on, self._overlong = tokenizer, sft.train_on, sft.overlong
         self._max_tokens = sft.max_example_tokens or config.trainer.row_tokens
+        self._control_tokens = config.data.control_tokens
         self._is_chat = config.data.chat_template == "auto" and tokenizer.chat_template
         system = config.data.system_prompt
         self._first_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -111,7 +113,7 @@ class _Converter:
         if not self._is_chat:
             return prompt, self._limited(self._texts(asked, reply))
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
-        return prompt, self._limited(render_conversation(self._tokenizer, [*self._first_messages, *turns], self._train_on))
+        return prompt, self._limited(self._rendered([*self._first_messages, *turns]))
 
     def _cut(self, text: str) -> str:
         """Return only the start of a very long text, because tokenizing all of it could need too much memory.
@@ -126,17 +128,24 @@ class _Converter:
                 "messages require a chat template, but the tokenizer has none",
                 "write prompt and completion, or set model.path to a model with a chat template",
             )
-        return render_conversation(self._tokenizer, messages, self._train_on)
+        return self._rendered(messages)
+
+    def _rendered(self, messages: Sequence[Message]) -> Demonstration:
+        return render_conversation(self._tokenizer, messages, self._train_on, control_tokens=self._control_tokens)
 
     def _texts(self, prompt: str, completion: str) -> Demonstration:
         """Tokenize prompt and completion without a chat template, with an end-of-sequence token after the completion."""
+        encode, eos_id = partial(self._tokenizer.encode_start, control_tokens=self._control_tokens), self._tokenizer.eos_ids[0]
         try:
-            prompt_ids, completion_ids = self._tokenizer.encode(prompt), self._tokenizer.encode(completion)
+            prompt_ids, token_ids = encode(prompt), encode(prompt + completion)
+            if token_ids[: len(prompt_ids)] != prompt_ids:  # a token would span the end of the prompt
+                token_ids = prompt_ids + self._tokenizer.encode(completion, control_tokens=self._control_tokens)
         except ValueError as error:
             raise BadLine(str(error), "correct the line") from error
-        token_ids = np.array([*prompt_ids, *completion_ids, self._tokenizer.eos_ids[0]], np.int64)
+        if token_ids[-1:] != [eos_id]:
+            token_ids.append(eos_id)
         first = 0 if self._train_on == "all" else len(prompt_ids)
-        return Demonstration(token_ids=token_ids, mask=np.arange(len(token_ids)) >= first)
+        return Demonstration(token_ids=np.array(token_ids, np.int64), mask=np.arange(len(token_ids)) >= first)
 
     def _limited(self, example: Demonstration) -> Demonstration | None:
         """Return an example within the length limit, or None if it is left out."""

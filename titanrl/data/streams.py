@@ -369,7 +369,8 @@ class _ListSource:
 def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     """Return the function that tokenizes questions and conversations.
 
-    With a chat template, a question becomes a user message; otherwise it is tokenized unchanged.
+    With a chat template, a question becomes a user message; otherwise it is tokenized unchanged, after the tokens that the
+    tokenizer puts before a text.
 
     Raises:
         ValueError: A system prompt is set, but there is no chat template.
@@ -377,7 +378,8 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     if uses_chat_template(config, tokenizer):
         system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         return lambda asked: tokenizer.render_chat(
-            [*system, {"role": "user", "content": asked}] if isinstance(asked, str) else _opened(system, asked)
+            [*system, {"role": "user", "content": asked}] if isinstance(asked, str) else _opened(system, asked),
+            control_tokens=config.control_tokens,
         )
     why = "data.chat_template is never" if tokenizer.chat_template else "the tokenizer has no chat template"
     if config.system_prompt is not None:
@@ -388,7 +390,7 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
         if not isinstance(asked, str):
             fix = "write prompt instead of messages, or use a model with a chat template"
             raise _broken({"data.path": str(config.path)}, f"conversations require a chat template, but {why}", fix)
-        return tokenizer.encode(asked)
+        return tokenizer.encode_start(asked, control_tokens=config.control_tokens)
 
     return encode
 

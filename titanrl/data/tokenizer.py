@@ -1,22 +1,49 @@
-"""A small typed wrapper around a Hugging Face tokenizer."""
+"""A small typed wrapper around a Hugging Face tokenizer, and the only place that turns text and messages into token ids.
+
+Text is encoded as text: the text of a special token, such as `<|im_end|>` in a prompt or in the output of a tool, does not
+become the token. Only the chat template's own control tokens do. Without such text, the ids are those of transformers.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from titanrl.data.recipe import is_recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 MAX_TOKEN_CHARS = 512
 """Upper bound on the length of a token in characters. The longest tokens of known vocabularies have 256."""
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model")
+"""Files of which a directory with a tokenizer has at least one."""
+
+_RESERVED_OPTIONS = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length", "messages"}
+    | {"padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools"}
+    | {"truncation"}
+)
+"""Arguments of transformers' `apply_chat_template` that are not variables of a template."""
 
 
 class Tokenizer:
-    """A tokenizer with the ids of its end-of-sequence tokens. Created by `load_tokenizer`."""
+    """A tokenizer with its chat template and the ids of its end-of-sequence tokens. Created by `load_tokenizer`."""
 
-    def __init__(self, path: Path, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, path: Path, backend: tokenizers.Tokenizer, renderer: "PreTrainedTokenizerFast | None" = None) -> None:
         """Read the special tokens from the configuration files in the directory.
+
+        Args:
+            path: Hugging Face directory.
+            backend: The tokenizer. Truncation and padding that its file sets are disabled.
+            renderer: transformers' tokenizer of the same directory; None loads it when a chat template is rendered.
 
         Raises:
             ValueError: No file defines an end-of-sequence token.
@@ -24,12 +51,21 @@ class Tokenizer:
         self.path = path
         """Hugging Face directory of the tokenizer."""
         self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._renderer = renderer
         config = _read_json(path / "tokenizer_config.json")
-        self._unk_id = self._id_of(config.get("unk_token"))
+        self._unk_id = self._id_of(config.get("unk_token")) if renderer is None else renderer.unk_token_id
         self.eos_ids: tuple[int, ...] = self._find_eos_ids(config)
-        """Token ids that end a completion; the first one is appended to demonstrations."""
-        self.chat_template: bool = "chat_template" in config or (path / "chat_template.jinja").is_file()
+        """Token ids that end a text; the first one is appended to demonstrations."""
+        self.chat_template: bool = (
+            bool(config.get("chat_template") or (path / "chat_template.jinja").is_file())
+            if renderer is None
+            else bool(renderer.chat_template)
+        )
         """True if the directory contains a chat template."""
+        self._nonce = secrets.token_hex(8)  # marks and spellings that contain it cannot occur in any text
+        self._marks = re.compile(f"{self._nonce}x([0-9a-f]*)z")
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -37,19 +73,34 @@ class Tokenizer:
         ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return ids
 
-    def encode(self, text: str) -> list[int]:
+    @cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """Tokens that the tokenizer puts before a text without a chat template: usually BOS or nothing."""
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        added = takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+        return tuple(token_id for token_id, _ in added)
+
+    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
         """Return the token ids of a text, without adding special tokens.
+
+        Args:
+            text: The text.
+            control_tokens: True to encode the text of a special token as the token. Never set it for text of other people.
 
         Raises:
             ValueError: The tokenizer has no token for some characters of the text.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        if self._unk_id is not None and self._unk_id in ids:
-            raise ValueError(
-                f"{self.path}: the tokenizer has no token for some characters (got {text[:200]!r}). "
-                "Use a model whose tokenizer covers the text of the task, or another task."
-            )
-        return ids
+        encoding = self._encoding(text)
+        if self._unk_id not in encoding.ids and (control_tokens or self._special_ids.isdisjoint(encoding.ids)):
+            ids: list[int] = encoding.ids
+            return ids
+        return self._literal_ids(self._with_spelled_controls(text, encoding) if control_tokens else text)
+
+    def encode_start(self, text: str, *, control_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text that starts a sequence, after `start_ids`. The arguments are those of `encode`."""
+        ids = self.encode(text, control_tokens=control_tokens)
+        start = list(self.start_ids)
+        return ids if start and ids[: len(start)] == start else start + ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens and ids that have no token."""
@@ -63,25 +114,78 @@ class Tokenizer:
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation in the chat template, up to the start of the assistant's reply."""
-        return self.encode(self.chat_text(messages, reply_follows=True))
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply_follows: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        control_tokens: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a conversation in the chat template. The arguments are those of `chat_text`."""
+        return self.encode_chat(
+            self.chat_text(messages, reply_follows=reply_follows, tools=tools, options=options, control_tokens=control_tokens)
+        )
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, reply_follows: bool) -> str:
-        """Return the text of a conversation in the chat template. `reply_follows` adds the start of the assistant's reply.
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the token ids of a text from `chat_text`, or of its start.
 
         Raises:
-            ValueError: The template rejects the conversation.
+            ValueError: The tokenizer has no token for some characters of the text.
+        """
+        encoding = self._encoding(text)
+        if self._unk_id not in encoding.ids and self._nonce not in text:
+            ids: list[int] = encoding.ids
+            return ids
+        return self._literal_ids(self._with_spelled_controls(text, encoding))
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply_follows: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        control_tokens: bool = False,
+    ) -> str:
+        """Return the text of a conversation in the chat template, for `encode_chat`.
+
+        The text of special tokens in messages and tools is replaced by marks, which `encode_chat` encodes as that text. The
+        same text always has the same mark, so the texts of a conversation and of its start can be compared.
+
+        Args:
+            messages: The conversation.
+            reply_follows: True to add the start of the assistant's reply.
+            tools: JSON schemas of the functions that the policy may call.
+            options: Other variables of the template, such as `enable_thinking`.
+            control_tokens: True to encode the text of a special token in the messages as the token.
+
+        Raises:
+            ValueError: The template rejects the conversation, or an option cannot be set.
         """
         import jinja2
 
+        if reserved := sorted(_RESERVED_OPTIONS & options.keys()):
+            raise ValueError(f"{reserved[0]} is not an option of a chat template. Remove it.")
+        content: tuple[Any, Any] = ([dict(message) for message in messages], None if tools is None else list(tools))
+        conversation, functions = content if control_tokens else self._marked(content)
         try:
-            text: str = self._template_renderer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=reply_follows
+            text = self._template_renderer.apply_chat_template(
+                conversation, tools=functions, tokenize=False, add_generation_prompt=reply_follows, **options
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:  # a template's operations raise any of them
             raise ValueError(f"the chat template rejects the conversation: {error}") from error
+        assert isinstance(text, str)
+        if self._nonce in self._marks.sub("", text).lower():
+            raise ValueError("the chat template changes the text of special tokens in a message. Remove this text.")
         return text
+
+    def unknown_options(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the options that the chat template does not mention, so that they have no effect."""
+        templates = self._template_renderer.chat_template if self.chat_template else ""
+        source = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+        return [name for name in options if re.search(rf"\b{re.escape(name)}\b", source) is None]
 
     def is_special(self, token_id: int) -> bool:
         """Return True if the token is special, such as the end of a turn."""
@@ -89,14 +193,133 @@ class Tokenizer:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        added = self._backend.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        return frozenset(self._special_texts)
 
     @cached_property
-    def _template_renderer(self) -> Any:
-        from transformers import AutoTokenizer
+    def _special_texts(self) -> dict[int, str]:
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
 
-        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str] | None:
+        """Pattern that occurs in every text with a special token; None if only the tokenizer can tell."""
+        added = self._backend.get_added_tokens_decoder()
+        if self._backend.normalizer is not None and any(token.special and token.normalized for token in added.values()):
+            return None
+        return re.compile("|".join(map(re.escape, self._special_texts.values())) or r"(?!)")
+
+    @cached_property
+    def _template_renderer(self) -> "PreTrainedTokenizerFast":
+        return self._renderer or _load_with_transformers(self.path)
+
+    @cached_property
+    def _literal(self) -> tuple[tokenizers.Tokenizer, dict[int, int], str]:
+        """A copy of the tokenizer that encodes special tokens as text, except for their spellings by `_spelled`.
+
+        The second value maps ids of these spellings to the special tokens; the third is a text that only separates tokens.
+        """
+        literal = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        literal.encode_special_tokens = True
+        spelled = {token_id: self._spelled(token_id) for token_id in self._special_ids}
+        separator = self._spelled(-1)
+        literal.add_tokens(
+            [tokenizers.AddedToken(text, normalized=False, special=False) for text in (*spelled.values(), separator)]
+        )
+        vocabulary = literal.get_vocab()
+        ids = {vocabulary[text]: token_id for token_id, text in spelled.items()}
+        return literal, ids, separator
+
+    def _spelled(self, token_id: int) -> str:
+        return f"<{self._nonce}:{token_id}>"
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except TypeError as error:  # the library's answer to a lone surrogate
+            raise ValueError(f"the text is not valid Unicode (got {text[:200]!r})") from error
+
+    def _with_spelled_controls(self, text: str, encoding: tokenizers.Encoding) -> str:
+        """Return a text with its special tokens spelled for `_literal`, and with its marks replaced by the marked text."""
+        parts, end = [], 0
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            special = self._special_texts.get(token_id)
+            # Characters without a token have the id of the unknown token, too.
+            if special is not None and (token_id != self._unk_id or text[start:stop].strip() == special.strip()):
+                parts += [self._unmarked(text[end:start]), self._spelled(token_id)]
+                end = stop
+        return "".join([*parts, self._unmarked(text[end:])])
+
+    def _literal_ids(self, text: str) -> list[int]:
+        literal, controls, separator = self._literal
+        while True:
+            encoding = literal.encode(text, add_special_tokens=False)
+            if self._unk_id is not None and self._unk_id in encoding.ids:
+                start, stop = encoding.offsets[encoding.ids.index(self._unk_id)]
+                shown = f"{text[start:stop]!r} in {re.sub(f'<{self._nonce}:-?[0-9]+>', '', text)[:200]!r}"
+                raise ValueError(
+                    f"{self.path}: the tokenizer has no token for some characters (got {shown}). "
+                    "Use a model whose tokenizer covers the text of the task, or another task."
+                )
+            # Some vocabularies have the special token itself as an entry, which a separator in its text keeps from being found.
+            found = [
+                start + 1
+                for token_id, (start, _) in zip(encoding.ids, encoding.offsets, strict=True)
+                if token_id in self._special_ids
+            ]
+            if not found:
+                dropped = literal.token_to_id(separator)
+                return [controls.get(token_id, token_id) for token_id in encoding.ids if token_id != dropped]
+            for place in reversed(found):
+                text = text[:place] + separator + text[place:]
+
+    def _marked(self, value: Any) -> Any:
+        """Return messages in which marks replace the text of special tokens.
+
+        They also replace the start or the end of such text at the end or the start of a string, because a template may join
+        strings. The keys that a template reads, and the roles, contain no such text.
+        """
+        if isinstance(value, str):
+            parts, end = [], 0
+            for start, stop in sorted([*self._special_spans(value), *self._fragments(value)]):
+                start = max(start, end)
+                if start < stop:
+                    parts += [value[end:start], f"{self._nonce}x{value[start:stop].encode().hex()}z"]
+                    end = stop
+            return "".join([*parts, value[end:]])
+        if isinstance(value, Mapping):
+            return {self._marked(key): self._marked(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(item) for item in value]
+        return value
+
+    def _unmarked(self, text: str) -> str:
+        return self._marks.sub(lambda mark: bytes.fromhex(mark[1]).decode(), text)
+
+    def _special_spans(self, text: str) -> list[tuple[int, int]]:
+        if self._special_pattern is not None and self._special_pattern.search(text) is None:
+            return []
+        encoding = self._encoding(text)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        return [span for token_id, span in pairs if token_id in self._special_ids]
+
+    def _fragments(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield where a string ends with the start of a special token's text, and where it starts with the end of one."""
+        starts, ends, longest = self._special_fragments
+        first, last = len(text) - len(text.lstrip()), len(text.rstrip())  # templates trim messages
+        for size in range(min(longest, last - first), 0, -1):
+            if text[last - size : last] in starts:
+                yield last - size, last
+            if text[first : first + size] in ends:
+                yield first, first + size
+
+    @cached_property
+    def _special_fragments(self) -> tuple[frozenset[str], frozenset[str], int]:
+        """Starts and ends of the texts of special tokens that contain more than letters, digits and _, and the longest size."""
+        texts = self._special_texts.values()
+        starts = {text[:size] for text in texts for size in range(1, len(text))}
+        ends = {text[size:] for text in texts for size in range(1, len(text))}
+        starts, ends = ({text for text in texts if re.search(r"\W", text)} for texts in (starts, ends))
+        return frozenset(starts), frozenset(ends), max(map(len, starts | ends), default=0)
 
     def _find_eos_ids(self, tokenizer_config: Mapping[str, Any]) -> tuple[int, ...]:
         found: dict[int, None] = {}
@@ -121,27 +344,27 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory, without network access.
+    """Load the tokenizer of a Hugging Face directory as transformers does, without network access.
 
     Raises:
         ValueError: The directory has no tokenizer that the `tokenizers` library supports.
     """
-    if not (path / "tokenizer.json").is_file() and not (path / "vocab.json").is_file():
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{path}: no tokenizer found. Use a directory with tokenizer.json, or with vocab.json and merges.txt.")
-    # Importing transformers takes seconds, importing tokenizers 20 ms. So transformers is imported only to convert older files
-    # and by the first `render_chat`.
-    file = path / "tokenizer.json"
-    backend = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else _convert(path)
-    return Tokenizer(path, backend)
+    # Importing transformers takes seconds, importing tokenizers 20 ms. The recipe's tokenizer needs nothing of transformers.
+    if is_recipe(path):
+        return Tokenizer(path, tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")))
+    renderer = _load_with_transformers(path)
+    return Tokenizer(path, renderer.backend_tokenizer, renderer)
 
 
-def _convert(path: Path) -> tokenizers.Tokenizer:
+def _load_with_transformers(path: Path) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"{path}: {type(tokenizer).__name__} has no fast version. Save the tokenizer with tokenizer.json.")
-    return tokenizer.backend_tokenizer
+    return tokenizer
 
 
 def _read_json(file: Path) -> dict[str, Any]:

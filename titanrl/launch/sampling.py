@@ -21,7 +21,7 @@ from titanrl.types import Completion, FinishReason, FloatArray, GenerationReques
 T = TypeVar("T")
 
 PromptLike = str | Sequence[int] | IntArray | Prompt
-"""A prompt: text (tokenized without a chat template), token ids, or a prompt of a task."""
+"""A prompt: text (tokenized without a chat template, after BOS if the tokenizer adds it), token ids, or a prompt of a task."""
 
 
 class VersionGoneError(TitanRLError):
@@ -230,7 +230,7 @@ class SamplingClient:
     def _token_ids(self, prompt: PromptLike) -> tuple[int, ...]:
         if isinstance(prompt, Prompt):
             return prompt.token_ids
-        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else map(int, prompt))
+        return tuple(self.tokenizer.encode_start(prompt) if isinstance(prompt, str) else map(int, prompt))
 
     def _sample(self, prompt: tuple[int, ...], completion: Completion) -> Sample:
         return Sample(

@@ -63,14 +63,14 @@ class PlainRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a conversation. Each turn of the policy ends with the end-of-sequence token."""
-        return [token for message in messages for token in self._message(message)]
+        return [*self._tokenizer.start_ids, *self._messages(messages)]
 
     def extend(
         self, token_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
         """Return the tokens of the messages, preceded by an end-of-sequence token if the completion lacks one."""
         has_ended = len(completion_ids) > 0 and completion_ids[-1] in self.stop_ids
-        return [*(() if has_ended else self.stop_ids[:1]), *self.render(messages, tools)]
+        return [*(() if has_ended else self.stop_ids[:1]), *self._messages(messages)]
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
         """Parse a completion into the text outside of tool calls, and the calls."""
@@ -78,6 +78,9 @@ class PlainRenderer:
         message: dict[str, Any] = {"role": "assistant", "content": _CALL.sub("", text)}
         calls = [self._call(match.group(1).strip(), number, tools) for number, match in enumerate(_CALL.finditer(text))]
         return message | ({"tool_calls": calls} if calls else {})
+
+    def _messages(self, messages: Sequence[Message]) -> list[int]:
+        return [token for message in messages for token in self._message(message)]
 
     def _message(self, message: Message) -> list[int]:
         match message["role"]:
