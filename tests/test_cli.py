@@ -42,12 +42,52 @@ def test_help_and_version_import_only_the_standard_library() -> None:
         assert result.stderr == "set()\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", "--config"], ["chat"], ["doctor", "tpu"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["trian"],
+        ["train"],
+        ["train", "--config"],
+        ["train", "--config", ""],
+        ["chat"],
+        ["chat", "runs", "--temperature", "nan"],
+        ["doctor", "tpu"],
+    ],
+)
 def test_invalid_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("usage: titanrl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["train", "--config", "/dev/null"], "must be a YAML file, but it is not a regular file"),
+        (["train", "--resume", "nowhere"], "must be the directory of a run, but it does not exist"),
+        (["sft", "--resume", "empty"], "must be the directory of a run, but its config.yaml does not exist"),
+        (["submit", "--resume", "file"], "must be the directory of a run, but it is not a directory"),
+        (["chat", "nowhere"], "RUN_DIR: it does not exist (got nowhere)"),
+        (["chat", "empty"], "RUN_DIR: checkpoints/final has no trained model (got empty)"),
+        (["chat", "a" * 300], "RUN_DIR: it cannot be read (File name too long)"),
+        (["evaluate", "--model", "file"], "--model: it is not a directory (got file)"),
+        (["manifest", "--config", "empty"], "must be a YAML file, but it is a directory"),
+        (["warm", "--config", "nowhere"], "must be a YAML file, but it does not exist"),
+        (["doctor", "--config", "nowhere"], "must be a YAML file, but it does not exist"),
+    ],
+)
+def test_unusable_path_is_named_with_its_reason(
+    arguments: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert shown in capsys.readouterr().err
 
 
 def test_train_and_grpo_module_are_the_same_command() -> None:

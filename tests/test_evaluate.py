@@ -63,7 +63,15 @@ def test_configuration_without_prompts_is_rejected(tmp_path: Path) -> None:
         evaluate.chosen_sets(config, [])
 
 
-@pytest.mark.parametrize(("folder", "problem"), [("nowhere", "no config.json"), ("run", "checkpoints/final has no exported")])
+@pytest.mark.parametrize(
+    ("folder", "problem"),
+    [
+        ("nowhere", "it does not exist"),
+        ("", "no config.json"),
+        ("a" * 300, "it cannot be read"),
+        ("run", "checkpoints/final has no exported"),
+    ],
+)
 def test_missing_model_exits_with_2_and_suggests_fix(
     folder: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

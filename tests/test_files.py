@@ -4,12 +4,24 @@ import errno
 import hashlib
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from titanrl.files import COMMIT_FILE, DamagedError, check_folder, commit_folder, digests_of, replace_text, uncommit_folder
+from titanrl.files import (
+    COMMIT_FILE,
+    DamagedError,
+    check_folder,
+    commit_folder,
+    digests_of,
+    in_shell,
+    replace_text,
+    uncommit_folder,
+    why_no_file,
+    why_no_folder,
+)
 
 
 def write_folder(folder: Path) -> Path:
@@ -90,3 +102,29 @@ def test_failed_replacement_keeps_old_text_and_names_file(tmp_path: Path) -> Non
     assert raised.value.errno == errno.ENOSPC
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "two words", "it's", "-dash", "$HOME", "a;b", "new\nline", os.fsdecode(b"caf\xe9 'x\\")]
+)
+def test_path_in_a_printed_command_is_one_argument_for_a_shell(name: str) -> None:
+    shown = subprocess.run(["bash", "-c", f"printf %s {in_shell(Path(name))}"], capture_output=True, check=True).stdout
+    assert Path(os.fsdecode(shown)) == Path(name)
+    assert not in_shell(Path(name)).startswith("-")
+
+
+def test_reasons_why_a_path_is_no_file_or_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    reasons = [
+        (why_no_file(tmp_path / name), why_no_folder(tmp_path / name)) for name in ("none", "file", "file/x", "pipe", ".")
+    ]
+    assert reasons == [
+        ("does not exist", "does not exist"),
+        (None, "is not a directory"),
+        ("does not exist", "does not exist"),
+        ("is not a regular file", "is not a directory"),
+        ("is a directory", None),
+    ]
+    long = tmp_path / ("a" * 300)
+    assert why_no_file(long) == why_no_folder(long) == "cannot be read (File name too long)"

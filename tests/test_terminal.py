@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from titanrl import terminal
 
 ROOT = Path(__file__).parents[1]
 PRINT = r"from titanrl import terminal; terminal.prepare(); print('first \u2192 line'); print('second'); "
@@ -62,3 +65,25 @@ def test_early_signal_exits_without_traceback(number: signal.Signals) -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
+
+
+def test_deleted_working_directory_exits_with_2(tmp_path: Path) -> None:
+    program = 'mkdir here && cd here && rmdir ../here && "$1" -m titanrl.cli configs'
+    command = ["bash", "-c", program, "bash", sys.executable]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("(No such file or directory). Change to an existing one: cd ~\n")
+    assert "Traceback" not in ended.stderr
+
+
+def test_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(terminal, "QUIET_S", 0.05)
+    with terminal.announcing("importing"):
+        time.sleep(0.5)
+    assert capfd.readouterr().err == "importing ...\n"
+    monkeypatch.setattr(terminal, "QUIET_S", 0.5)
+    with terminal.announcing("importing"):
+        pass
+    time.sleep(0.8)
+    assert capfd.readouterr().err == ""

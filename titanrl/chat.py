@@ -4,33 +4,50 @@ transformers loads the policy from the run's Hugging Face export, so it behaves 
 """
 
 import argparse
+import io
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanrl import terminal
 from titanrl.config import Config, ConfigError, load_config
+from titanrl.config.errors import refusing
+from titanrl.errors import describe
+from titanrl.files import why_no_file, why_no_folder
 from titanrl.metrics.run_directory import read_lines
 from titanrl.packages import installed_version
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.chat") -> None:
     """Complete one prompt per line until end of input."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(prog=prog, description="Chat with a trained policy.")
-    parser.add_argument("run_dir", type=Path, help="directory of a finished run")
+    parser.add_argument("run_dir", type=terminal.path, help="directory of a finished run")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 (the default) is greedy")
     arguments = parser.parse_args(argv)
+    if not 0.0 <= arguments.temperature < math.inf:
+        parser.error(f"--temperature: must be a finite number >= 0 (got {arguments.temperature}). Give one such as 0.7.")
     model_dir = arguments.run_dir / "checkpoints" / "final"
-    if not (model_dir / "config.json").is_file():
-        parser.exit(2, f"RUN_DIR: checkpoints/final has no trained model (got {arguments.run_dir}). Name a finished run.\n")
-    if installed_version("torch") is None:
-        parser.exit(2, "torch: the package is not installed. Install the required packages: titanrl doctor --install\n")
-    try:
+    with refusing():
+        if found := why_no_folder(arguments.run_dir):
+            raise ConfigError(f"RUN_DIR: it {found} (got {arguments.run_dir}). Give the directory of a finished run.")
+        if why_no_file(model_dir / "config.json"):
+            raise ConfigError(
+                f"RUN_DIR: checkpoints/final has no trained model (got {arguments.run_dir}). "
+                "Give the directory of a finished run."
+            )
+        if installed_version("torch") is None:
+            raise ConfigError("torch: the package is not installed. Install the required packages: titanrl doctor --install")
         config = load_config(arguments.run_dir / "config.yaml")
-    except ConfigError as error:
-        parser.exit(2, f"{error}\n")
-    complete = load_policy(model_dir, config, arguments.temperature)
+    try:
+        with terminal.announcing("loading the policy"):
+            complete = load_policy(model_dir, config, arguments.temperature)
+    except Exception as error:  # transformers and safetensors raise anything for a damaged model
+        print(f"error: {describe(error)}. The model is in {model_dir}", file=sys.stderr)
+        sys.exit(1)
     rollouts = arguments.run_dir / "rollouts.jsonl"  # a fine-tuning has none
     example = next(read_lines(rollouts), None) if rollouts.is_file() else None
     if example is not None:
@@ -44,6 +61,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.ch
 
 def read_prompts() -> Iterator[str]:
     """Yield the non-empty lines of standard input until end of file or Ctrl-C."""
+    if sys.stdin is None:  # closed
+        return
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:

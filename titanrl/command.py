@@ -23,9 +23,10 @@ import rich.console
 
 from titanrl import temporary, terminal
 from titanrl.config import Config, ConfigError, Source
+from titanrl.config.errors import refusing
 from titanrl.config.load import validate
 from titanrl.config.program import check_program
-from titanrl.config.source import read_source
+from titanrl.config.source import config_of_run, read_source
 from titanrl.errors import describe
 from titanrl.launch.environment import temporary_folder
 from titanrl.launch.launcher.command import run_launched, tell_failure
@@ -45,12 +46,13 @@ def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "tit
     """Run the command of a kind of run, then exit the process."""
     terminal.prepare()
     arguments = parse(argv, prog=prog, purpose=kind.purpose)
-    try:
+    with refusing():
         config, source = read(kind, arguments)
         if arguments.dry_run:
             dry_run(config, source)
             sys.exit(0)
-        start = partial(run, kind, config, arguments.resume, source)
+    start = partial(run, kind, config, arguments.resume, source)
+    try:
         code = run_launched(config, source, start) if config.hosts.kind == "launcher" else start()
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -63,8 +65,8 @@ def parse(argv: Sequence[str] | None, *, prog: str = "titanrl train", purpose: s
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog=prog, description=purpose)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--config", type=Path, help="YAML file of the run, or the name of a shipped configuration")
-    which.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
+    which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     return parser.parse_args(argv)
@@ -78,7 +80,7 @@ def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source
     """
     source = None
     try:
-        source = read_source(arguments.resume / "config.yaml" if arguments.resume else arguments.config, arguments.overrides)
+        source = read_source(config_of_run(arguments.resume) if arguments.resume else arguments.config, arguments.overrides)
         config = validate(source)
         check_program(config, kind.program, source)
     except ConfigError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titanrl import __version__
+from titanrl import __version__, terminal
 from titanrl.config.choices import DeviceKind
 from titanrl.config.sizes import gigabytes, host_bytes
 from titanrl.device import DEVICES, missing_for, resolve_device
@@ -51,9 +51,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.do
         metavar="DEVICE | key.path=value",
         help="device to check: auto, cpu, cuda or npu (default: auto); with --config, values that override the file's",
     )
-    parser.add_argument("--config", type=Path, help="configuration whose hosts are acquired and checked")
+    parser.add_argument("--config", type=terminal.path, help="configuration whose hosts are acquired and checked")
     parser.add_argument("--install", action="store_true", help="first install the device's pinned packages with pip")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    terminal.prepare()
     arguments = parser.parse_intermixed_args(argv)  # positional values may come before and after an option
     if arguments.config is not None:
         if arguments.install:
@@ -119,14 +120,15 @@ def check_imports(device: DeviceKind) -> Finding:
         program += ", vllm.platforms; print('vLLM on', vllm.platforms.current_platform.device_type)"
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
-        child = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_LIMIT_S,
-            check=False,
-        )
+        with terminal.announcing("importing the packages, which takes up to a minute the first time"):
+            child = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", program],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=IMPORT_LIMIT_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         return Finding(name="imports", found=f"took more than {IMPORT_LIMIT_S:g} s", status="error", fix="check the disk")
     if child.returncode:

@@ -22,9 +22,11 @@ from titanrl import command, terminal
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.choices import ConsoleMode
 from titanrl.config.dry_run import print_table
+from titanrl.config.errors import refusing
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
 from titanrl.errors import describe
+from titanrl.files import why_no_file, why_no_folder
 from titanrl.launch.environment import temporary_folder
 from titanrl.metrics.console import Console
 from titanrl.preflight import preflight
@@ -39,13 +41,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.ev
     """Run the command, then exit the process."""
     terminal.prepare()
     arguments = parse(argv, prog=prog)
-    try:
+    with refusing():
         model, config, source = evaluated_model(arguments.model, arguments.config, arguments.overrides)
         names = chosen_sets(config, arguments.set)
-        preflight(config, source, training=False)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        with terminal.announcing("checking the data, the model and the rewards"):
+            preflight(config, source, training=False)
     command.exit_process(run(model, config, names, as_json=arguments.json))
 
 
@@ -54,14 +54,14 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description="Evaluate a model on the evaluation sets of a configuration.")
     parser.add_argument(
         "--model",
-        type=Path,
+        type=terminal.path,
         required=True,
         metavar="DIR",
         help="Hugging Face directory of a model, or directory of a finished run",
     )
     parser.add_argument(
         "--config",
-        type=Path,
+        type=terminal.path,
         help="YAML file with the evaluation sets, or the name of a shipped configuration (default: the run's configuration)",
     )
     parser.add_argument(
@@ -83,9 +83,11 @@ def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[
     Raises:
         ConfigError: The model or the configuration is missing, or the configuration has no prompts.
     """
+    if found := why_no_folder(folder):
+        raise ConfigError(f"--model: it {found} (got {folder}). Give a Hugging Face model directory, or a finished run.")
     is_run = (folder / "checkpoints").is_dir()
     model = folder / "checkpoints" / "final" if is_run else folder
-    if not (model / "config.json").is_file():
+    if why_no_file(model / "config.json"):
         where = "checkpoints/final has no exported model" if is_run else "no config.json"
         raise ConfigError(f"--model: {where} (got {folder}). Give a Hugging Face model directory, or a finished run.")
     if config_file is None and not is_run:
@@ -94,9 +96,10 @@ def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[
     source = read_source(config_file or folder / "config.yaml", [*overrides, *fixed])
     config = validate(source)
     if config.sft is not None:
+        option = "--model" if config_file is None else "--config"
         raise ConfigError(
-            f"--config: a fine-tuning run has no prompts to evaluate (got {source.path}). "
-            "Give a configuration of `titanrl train`."
+            f"{option}: a fine-tuning run has no prompts to evaluate (got {source.path}). "
+            "Give a configuration of `titanrl train` with --config."
         )
     return model, config, source
 

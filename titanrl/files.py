@@ -7,6 +7,8 @@ reads every byte again, and reports the first file that differs.
 import hashlib
 import json
 import os
+import shlex
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,6 +38,46 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+def in_shell(path: Path) -> str:
+    """Return a path as an argument of a shell command: quoted if it contains special characters, and never like an option."""
+    text = str(path)
+    text = f"./{text}" if text.startswith("-") else text
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that are not UTF-8, which a terminal cannot show
+        plain = (chr(byte) if 32 <= byte < 127 and chr(byte) not in "'\\" else f"\\x{byte:02x}" for byte in os.fsencode(text))
+        return f"$'{''.join(plain)}'"
+    return shlex.quote(text)
+
+
+def why_no_folder(path: Path) -> str | None:
+    """Return why a path is not a directory that can be read, such as `does not exist`; None if it is one."""
+    try:
+        with os.scandir(path):
+            return None
+    except FileNotFoundError:
+        return "does not exist"
+    except NotADirectoryError:
+        return "is not a directory" if os.path.lexists(path) else "does not exist"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def why_no_file(path: Path) -> str | None:
+    """Return why a path is not a regular file that can be read, such as `is a directory`; None if it is one."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if stat.S_ISDIR(mode):
+        return "is a directory"
+    if not stat.S_ISREG(mode):
+        return "is not a regular file"
+    return None if os.access(path, os.R_OK) else "cannot be read (Permission denied)"
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:

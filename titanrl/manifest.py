@@ -6,15 +6,13 @@ controller's Job discovers them, trains, and deletes them.
 
 import argparse
 import secrets
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
 from titanrl import terminal
 from titanrl.config import Config, ConfigError
-from titanrl.config.errors import BrokenRule
+from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
 from titanrl.config.places import host_counts
@@ -29,13 +27,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl manifest") -
     """Check the configuration, and print the objects."""
     terminal.prepare()
     arguments = parse(argv, prog=prog)
-    try:
+    with refusing():
         source = read_source(arguments.config, arguments.overrides)
         config = validate(source)
         check(config, source)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
     text = dump(source.values)
     if arguments.doctor:
         printed = controller(config, text, namespace_of(config), examines=True)
@@ -50,7 +45,7 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
         prog=prog, description="Print the Kubernetes objects of a run as YAML, for kubectl apply. No cluster is needed."
     )
     help_text = "YAML file of the run, or the name of a shipped configuration"
-    parser.add_argument("--config", type=Path, required=True, help=help_text)
+    parser.add_argument("--config", type=terminal.path, required=True, help=help_text)
     help_text = "run directory in the pods, to continue from its newest checkpoint"
     parser.add_argument("--resume", metavar="RUN_DIR", help=help_text)
     help_text = "print only the pods of the hosts, or only the controller, which then creates those pods itself"

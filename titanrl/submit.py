@@ -13,11 +13,11 @@ from pathlib import Path
 
 from titanrl import terminal
 from titanrl.config import Config, ConfigError, dump_config
-from titanrl.config.errors import BrokenRule
+from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
 from titanrl.config.places import host_counts
-from titanrl.config.source import read_source
+from titanrl.config.source import config_of_run, read_source
 from titanrl.device import resolve_device
 from titanrl.launch.progress import JOB_SCRIPT
 from titanrl.launch.run_lock import claim_new_run, claim_run
@@ -46,20 +46,18 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -> 
     """Check the configuration, prepare the run directory, and submit the job."""
     terminal.prepare()
     arguments = parse(argv, prog=prog)
-    try:
-        source = read_source(arguments.resume / "config.yaml" if arguments.resume else arguments.config, arguments.overrides)
+    with refusing():
+        source = read_source(config_of_run(arguments.resume) if arguments.resume else arguments.config, arguments.overrides)
         config = validate(source)
         if config.hosts.kind != "slurm":
             rule, fix = "titanrl submit needs hosts that Slurm starts", "set hosts.kind to slurm"
             raise ConfigError(explain_rule(BrokenRule(values={"hosts.kind": config.hosts.kind}, rule=rule, fix=fix), source))
-        preflight(config, source, rollouts=config.sft is None)
+        with terminal.announcing("checking the data, the model and the rewards"):
+            preflight(config, source, rollouts=config.sft is None)
         if arguments.dry_run:
             print(script(config, arguments.resume or config.run_dir), end="")
             return
         run_dir = prepare(config, arguments.resume)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
     try:
         job_id = asyncio.run(submit_job((run_dir / JOB_SCRIPT).read_text(encoding="utf-8")))
     except SlurmError as error:
@@ -74,8 +72,8 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
         prog=prog, description="Submit a configuration as one Slurm job, with the controller on its first node."
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--config", type=Path, help="YAML file of the run, or the name of a shipped configuration")
-    which.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
+    which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the job script, and submit nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     return parser.parse_args(argv)

@@ -1,27 +1,67 @@
-"""Standard streams and signal handlers of the commands. A closed or full output does not stop a command."""
+"""Standard streams, signal handlers and arguments of the commands. A closed or full output does not stop a command."""
 
+import argparse
 import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that terminate a command."""
+QUIET_S = 3.0
+"""Time in seconds after which a command says what it is waiting for."""
 
 _is_ending = False
 
 
 def prepare() -> None:
-    """Make the standard streams safe to write to, and let signals exit the process without a traceback."""
+    """Make the standard streams safe to write to, and let signals exit the process without a traceback.
+
+    Exit with code 2 if the working directory was deleted, since relative paths and modules of the user are looked up in it.
+    """
     exit_on_signals()
     _open_standard_descriptors()
     if sys.stdout is None or sys.stdout is sys.__stdout__:  # otherwise a caller has replaced it
         sys.stdout = lasting_stream(1, lambda error: _warn(f"stdout: {error.strerror}; the command continues without it"))
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         sys.stderr = lasting_stream(2)
+    try:
+        os.getcwd()
+    except OSError as error:
+        print(
+            f"working directory: it was deleted, or cannot be entered ({error.strerror}). Change to an existing one: cd ~",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def path(text: str) -> Path:
+    """Return the path given as an argument. Pass this to `argparse` as `type`.
+
+    Raises:
+        ArgumentTypeError: The argument is empty, which `Path` would take for the working directory.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("a path must not be empty")
+    return Path(text)
+
+
+@contextmanager
+def announcing(text: str) -> Iterator[None]:
+    """Print a line on stderr if the body takes longer than `QUIET_S`, so that a command is never silent for long."""
+    timer = threading.Timer(QUIET_S, print, (f"{text} ...",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def exit_on_signals() -> None:

@@ -5,12 +5,13 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from titanrl import terminal
-from titanrl.config import Config, ConfigError, load_config
+from titanrl.config import Config, load_config
+from titanrl.config.errors import refusing
 from titanrl.device import resolve_device
+from titanrl.files import in_shell
 from titanrl.launch.roles import Roles
 from titanrl.launch.templates.imports import needed
 from titanrl.launch.templates.shared import SHARED, digest_of_imports
@@ -26,15 +27,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.wa
         description="Import the packages of a run once, for the runs that are started on this machine while the command runs.",
     )
     parser.add_argument(
-        "--config", type=Path, required=True, help="YAML file of the runs, or the name of a shipped configuration"
+        "--config", type=terminal.path, required=True, help="YAML file of the runs, or the name of a shipped configuration"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     arguments = parser.parse_args(argv)
-    try:
+    with refusing():
         config = load_config(arguments.config, arguments.overrides)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
     sys.exit(asyncio.run(serve(config)))
 
 
@@ -57,7 +55,8 @@ async def serve(config: Config) -> int:
     imports = asyncio.gather(*(template.is_ready() for template in templates.values()))
     try:
         waiting: set[asyncio.Future[Any]] = {imports, ended}
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        with terminal.announcing("importing the packages"):
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             return ended.result()
         are_ready = imports.result()
@@ -66,7 +65,8 @@ async def serve(config: Config) -> int:
                 print(f"{kind}: {template.log.read_text(errors='replace').strip()}", file=sys.stderr)
         if not any(are_ready):
             return 1
-        print(f"Ready. Start runs in this directory, in a shell with this variable:\n\n  export {SHARED}={folder.path}\n")
+        print("Ready. Start runs in this directory, in a shell with this variable:")
+        print(f"\n  export {SHARED}={in_shell(folder.path)}\n")
         print("Ctrl-C ends this command, and the processes of runs that use it.", flush=True)
         return await ended
     finally:

@@ -1,4 +1,5 @@
 import math
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +50,15 @@ def test_outcome_of_fine_tuning_shows_losses(tmp_path: Path) -> None:
     outcome = summarize(run_dir, code=1, cause="boom", num_steps=3)
     assert outcome.sentence.endswith("Loss: held-out 2.000 -> 1.000, training 2.000 -> 2.000 over 2 steps")
     assert f"resume   titanrl sft --resume {relative(run_dir)}" in last_lines(run_dir, outcome, command="titanrl sft")
+
+
+def test_printed_commands_quote_the_run_directory(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "my run", {"loss/eval": 2.0, "loss/train": 2.5})
+    (run_dir / "checkpoints" / "final").mkdir()
+    (run_dir / "checkpoints" / "final" / "config.json").write_text("{}")
+    shown = last_lines(run_dir, summarize(run_dir, code=1, cause="boom", num_steps=3))
+    commands = [shlex.split(line) for line in shown if line.split()[0] in ("chat", "resume")]
+    assert [command[-1] for command in commands] == [str(relative(run_dir))] * 2
 
 
 @pytest.mark.parametrize("values", [{}, {"eval/sums/mean": math.nan, "reward/mean": math.nan, "time/train_s": math.nan}])

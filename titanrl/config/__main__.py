@@ -3,11 +3,13 @@
 import argparse
 import sys
 
+from titanrl import terminal
 from titanrl.config.docs import reference_text, schema_text
 
 
 def main() -> None:
     """Print the schema or the reference."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m titanrl.config", description="Print a file generated from the configuration models."
     )

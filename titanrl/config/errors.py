@@ -2,7 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from titanrl.errors import TitanRLError
@@ -76,10 +78,29 @@ class ConfigError(TitanRLError, ValueError):
         return "\n".join(self.messages)
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Exit with code 2 and a message, without a traceback, if the body raises a `ConfigError` or cannot read a file.
+
+    Use this at the edge of a command, around everything that precedes its work.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(
+            f"{_shortened(str(error.filename), 200)}: {error.strerror}. Correct the path or its permissions.", file=sys.stderr
+        )
+        sys.exit(2)
+
+
 def message(where: str, what: str, rule: str, fix: str) -> str:
     """Format a mistake. `where` is a file and line or an override; `what` is the key with its value."""
-    parts = (text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..." for text in (where, what, rule, fix))
-    where, what, rule, fix = parts
+    where, what, rule, fix = (_shortened(text, MAX_CHARS) for text in (where, what, rule, fix))
     return f"{where}: {what}\n  rule: {rule}\n  fix:  {fix}"
 
 
@@ -98,5 +119,8 @@ def rule_of(text: str, values: Mapping[str, object], *, prefix: str = "") -> Bro
 
 def inline(value: object, max_chars: int = 80) -> str:
     """Format a value as YAML on one line, truncated to `max_chars`."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    return _shortened(json.dumps(value, ensure_ascii=False, default=str), max_chars)
+
+
+def _shortened(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."

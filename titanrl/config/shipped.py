@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanrl import terminal
+from titanrl.files import in_shell
+
 FOLDER = Path(__file__).parents[1] / "configs"
 """Directory of the shipped configurations. In a checkout, a link to `configs/`."""
 
@@ -39,7 +42,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
         prog=prog, description="List the configurations shipped with TitanRL, print one, or copy one to a new file."
     )
     parser.add_argument("name", nargs="?", help="configuration to print; without it, all are listed")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="copy it to a new file instead")
+    parser.add_argument("--to", type=terminal.path, metavar="FILE", help="copy it to a new file instead")
+    terminal.prepare()
     arguments = parser.parse_args(argv)
     configs = shipped_configs()
     if arguments.name is None:
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
             file.write(text)
     except OSError as error:
         parser.error(f"--to: the file cannot be created: {error.strerror} (got {arguments.to}). Give the path of a new file.")
-    print(f"Copied to {arguments.to}. Use it with `--config {arguments.to}`.")
+    print(f"Copied to {arguments.to}. Use it with `--config {in_shell(arguments.to)}`.")
 
 
 if __name__ == "__main__":

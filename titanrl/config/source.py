@@ -1,6 +1,5 @@
 """The source of a configuration: a YAML file with overrides, and the location where each value was set."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 from titanrl.config.errors import ConfigError, inline, message
 from titanrl.config.shipped import config_file
 from titanrl.config.strict_yaml import explain_yaml_error, line_of, parse
+from titanrl.files import why_no_file, why_no_folder
 
 MAX_FILE_BYTES = 1_000_000
 """Maximum size of a configuration file. Larger files would take long to parse."""
@@ -85,9 +85,30 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     return Source(path=path, node=node, overrides=good, values=values)
 
 
+def config_of_run(run_dir: Path) -> Path:
+    """Return the configuration file of a run that `--resume` names.
+
+    Raises:
+        ConfigError: The directory or its configuration cannot be read.
+    """
+    file = run_dir / "config.yaml"
+    found = why_no_folder(run_dir) or why_no_file(file)
+    if found is None:
+        return file
+    what = "it" if why_no_folder(run_dir) else "its config.yaml"
+    raise ConfigError(
+        message(
+            f"--resume {inline(str(run_dir))}",
+            "run directory",
+            f"must be the directory of a run, but {what} {found} (current directory: {Path.cwd()})",
+            "give the directory that the run printed, such as runs/quickstart, or start a new run with --config",
+        )
+    )
+
+
 def _read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node]:
-    if not os.path.isfile(path):  # unlike Path.is_file, does not raise for a name that is too long
-        found = "is a directory" if os.path.isdir(path) else "does not exist"
+    found = why_no_file(path)
+    if found is not None:
         rule = f"must be a YAML file, but it {found} (current directory: {Path.cwd()})"
         fix = "give the path of a YAML file, or a name from `titanrl configs`, such as quickstart"
         raise ConfigError(message(str(path), "configuration file", rule, fix))

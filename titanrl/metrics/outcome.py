@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanrl.files import COMMIT_FILE
+from titanrl.files import COMMIT_FILE, in_shell
 from titanrl.metrics.balance import balance_line
 from titanrl.metrics.report import write_report
 from titanrl.metrics.run_directory import read_metrics
@@ -94,7 +94,7 @@ def last_lines(run_dir: Path, outcome: Outcome, *, command: str = "titanrl train
         outcome: Result of the run.
         command: Command that resumes the run, without its arguments.
     """
-    where = relative(run_dir)
+    where, argument = relative(run_dir), in_shell(relative(run_dir))
     lines = [outcome.sentence] if outcome.sentence else []
     lines += [f"warning  {problem}" for problem in outcome.problems]
     if outcome.idle:
@@ -103,9 +103,9 @@ def last_lines(run_dir: Path, outcome: Outcome, *, command: str = "titanrl train
     if outcome.report is not None:
         lines.append(f"report   {relative(outcome.report)}")
     if outcome.exported:
-        lines += [f"model    {where}/checkpoints/final", f"chat     python -m titanrl.chat {where}"]
+        lines += [f"model    {where}/checkpoints/final", f"chat     python -m titanrl.chat {argument}"]
     if outcome.resumable:
-        lines.append(f"resume   {command} --resume {where}")
+        lines.append(f"resume   {command} --resume {argument}")
     return lines
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from titanrl.files import naming, replace_lines, replace_text, sync_file
+from titanrl.files import in_shell, naming, replace_lines, replace_text, sync_file
 from titanrl.types import StepMetrics
 
 
@@ -232,7 +232,7 @@ def _check_holds_no_run(path: Path) -> None:
     if metrics.exists() and metrics.stat().st_size > 0:
         raise ValueError(
             f"name: {path} already contains a run (got {path.name}). "
-            f"Choose another name, remove the folder, or continue the run with --resume {path}."
+            f"Choose another name, remove the folder, or continue the run with --resume {in_shell(path)}."
         )
 
 

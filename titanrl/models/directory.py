@@ -11,6 +11,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import ModelConfig
 from titanrl.config.shapes import ModelShape
 from titanrl.device import Device
+from titanrl.files import in_shell, why_no_folder
 from titanrl.loading import import_object
 from titanrl.models.families import FAMILIES
 from titanrl.models.family import HFConfig, ModelFamily
@@ -87,9 +88,9 @@ def read_model(path: Path, family: str | None = None) -> ModelDirectory | Broken
     Unsupported options of a supported model type are listed in `ModelDirectory.problems`.
     """
     values = {"model.path": str(path)}
-    fix = f"correct the path, or download a model: `hf download {_hub_id(path.name)} --local-dir {path}`"
-    if not path.is_dir():
-        return BrokenRule(values=values, rule="must be a directory, but it does not exist", fix=fix)
+    fix = f"correct the path, or download a model: `hf download {_hub_id(path.name)} --local-dir {in_shell(path)}`"
+    if why := why_no_folder(path):
+        return BrokenRule(values=values, rule=f"must be a directory, but it {why}", fix=fix)
     file = path / "config.json"
     if not file.is_file():
         return BrokenRule(values=values, rule="must be a Hugging Face model directory, but it has no config.json", fix=fix)
