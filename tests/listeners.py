@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-NOBODY = 65534
+from tests.foreign import as_nobody
 
 
 def family(pid: int) -> set[int]:
@@ -43,20 +43,8 @@ def exposed(pids: Iterable[int]) -> set[str]:
 def reachable_by_nobody(pids: Iterable[int]) -> set[str]:
     """Return the Unix sockets to which another user's process can connect. Only root can start such a process."""
     names = [listener.removeprefix("unix ") for listener in listeners(pids) if listener.startswith("unix ")]
-    ours, theirs = os.pipe()
-    pid = os.fork()  # that user may be unable to execute this Python
-    if pid == 0:
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            os.write(theirs, "\n".join(name for name in names if _connects(name)).encode())
-        finally:
-            os._exit(0)
-    os.close(theirs)
-    os.waitpid(pid, 0)
-    with open(ours) as found:
-        return set(found.read().split())
+    with as_nobody(lambda: "\n".join(name for name in names if _connects(name)).encode()) as found:
+        return set(found.read().decode().split())
 
 
 def _connects(name: str) -> bool:

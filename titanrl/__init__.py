@@ -8,6 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from titanrl.ownership import protect_monarch_log
+
 __version__ = "0.1.0"
 
 # torchmonarch reads these variables at import. The first detects a dead process within 1 s instead of 10 s. The second permits
@@ -15,6 +17,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 os.environ.setdefault("MONARCH_FILE_LOG", "error")  # a user's runs share this log, which would otherwise grow by 100 kB each
+protect_monarch_log()
 
 if sys.argv[:1] == ["-m"]:  # `python -m titanrl.grpo`: imports take a second, during which Ctrl-C would print a traceback
     from titanrl.terminal import exit_on_signals

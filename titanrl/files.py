@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from titanrl.errors import TitanRLError
+from titanrl.ownership import open_regular
 
 COMMIT_FILE = "commit.json"
 """Name of the file that marks a folder as complete."""
@@ -96,7 +97,7 @@ def replace_lines(path: Path, lines: Iterable[str], *, durable: bool = False) ->
     partial = path.with_name(path.name + ".partial")
     with naming(path):
         try:
-            with partial.open("w", encoding="utf-8", newline="") as file:
+            with open(partial, "w", encoding="utf-8", newline="", opener=open_regular) as file:  # may lie in a shared folder
                 file.writelines(lines)
                 file.flush()
                 if durable:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from titanrl import dumps, packages
+from titanrl import caches, dumps, packages
 from titanrl.child_checks import policy_tokenizer, start_checks
 from titanrl.config.choices import DeviceKind
 from titanrl.config.dry_run import print_dry_run, print_table
@@ -39,6 +39,7 @@ from titanrl.launch.core_rules import broken_by_cores
 from titanrl.launch.kubernetes.rules import broken_by_kubernetes
 from titanrl.launch.launcher.world import broken_by_launcher
 from titanrl.launch.slurm.rules import broken_by_slurm
+from titanrl.launch.templates.shared import broken_by_templates
 from titanrl.models.directory import model_shape, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
 from titanrl.plugins import Plugins
@@ -85,6 +86,7 @@ def preflight(
     Raises:
         ConfigError: The run cannot start. The error lists all reasons.
     """
+    caches.secure()  # before packages are imported, also by the children
     plugins = plugins_of(config, {}) if plugins is None else plugins
     has_tokenizer = config.model.path is None or not any(_broken_by_model(config, sampling=sampling))
     children = start_checks(config, plugins, with_data=rollouts, has_tokenizer=has_tokenizer)
@@ -106,6 +108,7 @@ def broken_rules(config: Config, *, training: bool = True, sampling: bool = True
     yield from _broken_by_machine(config)
     yield from _broken_by_model(config, sampling=sampling)
     yield from _broken_by_teacher(config)
+    yield from broken_by_templates()
     if sampling:
         yield from _broken_by_engine_args(config)
     yield from packages.broken_rules(config, _device_kind(config), training=training, sampling=sampling)

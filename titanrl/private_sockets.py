@@ -24,10 +24,8 @@ import numpy as np
 from monarch import _rust_bindings
 
 from titanrl.errors import TitanRLError
+from titanrl.ownership import ALLOW, is_only_user
 from titanrl.temporary import TemporaryFolder
-
-ALLOW = "TITANRL_ALLOW_OPEN_SOCKETS"
-"""Environment variable that permits a run to start although every user of the machine can connect to it."""
 
 _SLOT_TYPES = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
 """Relocation types (GLOB_DAT, JUMP_SLOT) by machine, whose target holds the address of an imported function."""
@@ -186,7 +184,7 @@ def _protect(page: int, protection: int) -> None:
 
 
 def _refuse(reason: str) -> None:
-    if os.environ.get(ALLOW) != "1":
+    if not is_only_user():
         raise OpenSocketsError(
             f"every user of this machine could connect to the run's processes and execute code as you, because Monarch's "
             f"sockets cannot be made private ({reason}). If you are the only user of this machine or container, set {ALLOW}=1."

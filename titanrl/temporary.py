@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from titanrl.ownership import is_private, open_regular
+
 PREFIX = "titanrl-"
 _LOCK = "owner.lock"
 _FOLDERS: "set[TemporaryFolder]" = set()
@@ -49,8 +51,10 @@ def delete_all() -> None:
 
 
 def _delete_abandoned(parent: Path) -> None:
+    """Delete folders whose owner was killed. Other users can create names in the parent, also links, FIFOs and folders."""
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open() as file:  # owned by another user, or still in use
-            if os.fstat(file.fileno()).st_uid == os.geteuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+        if not is_private(lock.parent):
+            continue
+        with contextlib.suppress(OSError), open(open_regular(lock, os.O_RDONLY)) as file:  # still in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)

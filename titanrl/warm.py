@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from titanrl import terminal
+from titanrl import caches, terminal
 from titanrl.config import Config, load_config
 from titanrl.config.errors import refusing
 from titanrl.device import resolve_device
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.wa
     arguments = parser.parse_args(argv)
     with refusing():
         config = load_config(arguments.config, arguments.overrides)
+        caches.secure()
     sys.exit(asyncio.run(serve(config)))
 
 

@@ -1,6 +1,8 @@
 """Locks on run directories, with several processes."""
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.foreign import ROOT_ONLY, USER, nobody_does, shared_folder
 from titanrl.config import ConfigError
 from titanrl.launch.run_lock import claim_new_run, claim_run
 
@@ -58,3 +61,34 @@ def test_only_directories_without_a_run_are_reused(tmp_path: Path) -> None:
     second.release()
     (tmp_path / "a" / "run-7").mkdir()
     assert claim_new_run(tmp_path / "a" / "run").path.name == "run-8"
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link", "socket"])
+def test_lock_that_is_no_file_is_refused_with_its_path(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    run.mkdir()
+    victim.write_text("precious")
+    monkeypatch.chdir(run)  # the path of a socket must be short
+    match kind:
+        case "folder":
+            (run / "run.lock").mkdir()
+        case "fifo":
+            os.mkfifo(run / "run.lock")
+        case "link":
+            (run / "run.lock").symlink_to(victim)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind("run.lock")
+    for claim in (claim_new_run, claim_run):
+        with pytest.raises(ConfigError, match=rf"^output_dir: run.lock .* must be a file \(got {run}/run.lock: .*Delete it"):
+            claim(run)
+    assert victim.read_text() == "precious"
+
+
+@ROOT_ONLY
+def test_new_run_does_not_start_in_a_directory_of_another_user() -> None:
+    with shared_folder() as shared:
+        nobody_does((shared / "run").mkdir)
+        with pytest.raises(ConfigError, match=rf"^output_dir: .*\({shared}/run belongs to the user {USER}\)\. Choose another"):
+            claim_new_run(shared / "run")
+        claim_new_run(shared / "mine").release()

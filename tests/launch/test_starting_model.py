@@ -1,9 +1,14 @@
 """Names of cached models, and several processes that create the same model."""
 
+import os
 import shutil
 from pathlib import Path
 
+import pytest
+
+from tests.foreign import NOBODY, ROOT_ONLY, USER
 from titanrl.config import load_config
+from titanrl.config.errors import BrokenRules
 from titanrl.launch.starting_model import StartingModel, new_base, prepare_starting_model
 
 
@@ -37,3 +42,11 @@ def test_first_of_two_processes_provides_the_base(tmp_path: Path) -> None:
         assert model.is_ready
     assert (model.base / "config.json").read_text() == "fast"
     assert [path.name for path in model.base.parent.iterdir()] == ["base-1"]
+
+
+@ROOT_ONLY
+def test_cached_model_of_another_user_is_refused(tmp_path: Path) -> None:
+    initial = base_in(tmp_path).initial
+    os.chown(initial, NOBODY, NOBODY)
+    with pytest.raises(BrokenRules, match=rf"cache_dir=.*must have been made by you \(.* belongs to the user {USER}\)"):
+        base_in(tmp_path)

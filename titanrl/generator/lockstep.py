@@ -7,12 +7,15 @@ An idle engine sends nothing, and the other ranks never reply.
 """
 
 import logging
+import os
 import queue
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 
 from torch import nn
@@ -20,6 +23,7 @@ from torch import nn
 from titanrl.errors import TitanRLError
 from titanrl.generator.compat import gather_objects
 from titanrl.generator.engine import Engine, Finished
+from titanrl.ownership import is_own_peer
 from titanrl.private_sockets import private_folder
 from titanrl.types import EngineLoad, GenerationRequest
 from titanrl.weights.manifest import WeightMismatchError
@@ -237,8 +241,16 @@ def connect(rank: int, num_ranks: int) -> list[Connection]:
         try:
             with Listener(str(folder.path / "ranks"), family="AF_UNIX", backlog=num_ranks, authkey=key) as listener:
                 gather_objects((listener.address, key))
-                return [listener.accept() for _ in range(num_ranks - 1)]
+                return [_of_own_user(listener.accept()) for _ in range(num_ranks - 1)]
         finally:
             folder.delete()
     name, key = gather_objects(None)[0]
-    return [Client(name, family="AF_UNIX", authkey=key)]
+    return [_of_own_user(Client(name, family="AF_UNIX", authkey=key))]
+
+
+def _of_own_user(connection: Connection) -> Connection:
+    """Return a connection after checking that a process of this user is at the other end, because messages are unpickled."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        if not is_own_peer(end):
+            raise AuthenticationError("a process of another user is at the other end of the ranks' socket")
+    return connection

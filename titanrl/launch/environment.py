@@ -1,12 +1,11 @@
 """Environment variables, devices and CPU cores of each role's processes, set before the interpreter starts."""
 
-import getpass
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+from titanrl import caches
 from titanrl.config.places import replica_hosts, replica_slot, worker_hosts
 from titanrl.config.schema import Config
 from titanrl.device import Device, num_threads
@@ -33,11 +32,10 @@ def temporary_folder() -> Iterator[None]:
     """Redirect the temporary files of this process, and of processes started in the body, to a folder that is deleted on exit.
 
     It collects Monarch's sockets, which would remain because the run's processes exit without the teardown that deletes them.
-    torch's compile cache stays in the usual location, where other runs find it.
+    Caches stay in their usual locations, where other runs find them.
     """
-    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    caches.secure()
     before = os.environ.get("TMPDIR")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     folder = TemporaryFolder()
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.launch.templates.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
 from titanrl.launch.templates.shared import shared_template
 from titanrl.launch.templates.template import Template
+from titanrl.ownership import receive_own
 from titanrl.private_sockets import private_folder
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 _PROGRAM = "from titanrl.launch.templates.bootstrap import main; main()"
 RETIRE_S = 5.0
 """Seconds that the processes of a part have to stop before the part is respawned."""
+logger = logging.getLogger(__name__)
+
 _LOOPBACK = "127.0.0.1"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK_VARIABLES = {
@@ -199,12 +203,17 @@ class _Announcements:
         self._folder = private_folder()
         self.path = str(self._folder.path / "announcements")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind(self.path)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._receive)
 
     def _receive(self) -> None:
-        pid, host, name = self._socket.recv(1024).decode().split()
+        message = receive_own(self._socket, 1024)
+        if message is None:
+            logger.warning("another user sent an announcement, which was ignored")
+            return
+        pid, host, name = message.decode().split()
         if host == socket.gethostname():  # another host may reach the socket on a shared file system, but its pids differ
             self._supervisor.watch(name, int(pid))
 

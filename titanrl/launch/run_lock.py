@@ -9,9 +9,11 @@ import socket
 from pathlib import Path
 
 from titanrl.config.errors import ConfigError
+from titanrl.ownership import ALLOW, is_only_user, open_regular, own_flaw
 
 LOCK_FILE = "run.lock"
 """File that the owner of a run directory keeps locked; it contains the owner's process id and host name."""
+_NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -23,9 +25,18 @@ class RunLock:
 
         Raises:
             BlockingIOError: Another process holds the lock.
+            ConfigError: The name of the lock file is taken by something else, such as a folder, a link or a FIFO.
         """
         self.path = path
-        self._file = (path / LOCK_FILE).open("a+", encoding="utf-8")
+        try:
+            self._file = os.fdopen(open_regular(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
+        except OSError as error:
+            if error.errno not in _NOT_A_FILE:
+                raise
+            raise ConfigError(
+                f"output_dir: {LOCK_FILE} in the directory of a run must be a file (got {path / LOCK_FILE}: {error.strerror}). "
+                "Delete it, or choose another output_dir or name."
+            ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -50,7 +61,11 @@ class RunLock:
 
 
 def claim_new_run(wanted: Path) -> RunLock:
-    """Create and lock `wanted`; if it contains a run or is locked, use `wanted-<n>` with the next free number."""
+    """Create and lock `wanted`; if it contains a run or is locked, use `wanted-<n>` with the next free number.
+
+    Raises:
+        ConfigError: The directory exists and another user could change it, or it cannot be locked.
+    """
     path = wanted
     while True:
         lock = _claim_without_run(path)
@@ -63,7 +78,7 @@ def claim_run(run_dir: Path) -> RunLock:
     """Lock the directory of a run that is to be resumed.
 
     Raises:
-        ConfigError: Another process holds the lock, so the run is still active.
+        ConfigError: Another process holds the lock, so the run is still active, or the directory cannot be locked.
     """
     try:
         return RunLock(run_dir)
@@ -84,6 +99,11 @@ def _claim_without_run(path: Path) -> RunLock | None:
     """Lock a directory; return None if it contains a run or is locked."""
     if holds_run(path):
         return None
+    if path.is_dir() and not is_only_user() and (found := own_flaw(path)):
+        raise ConfigError(
+            f"output_dir: other users must not be able to replace the files of a run ({found}). Choose another output_dir or "
+            f"name, or set {ALLOW}=1 if you are the only user of this machine or container."
+        )
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(BlockingIOError):
         lock = RunLock(path)

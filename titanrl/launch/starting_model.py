@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.schema import Config
+from titanrl.ownership import is_only_user, own_flaw
 
 RECIPE_REVISION = 2
 """Increased when the recipe or the demonstrations change; cached models of other revisions are not used."""
@@ -91,6 +93,14 @@ def new_base(model: StartingModel) -> Iterator[Path]:
 
 
 def cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) -> Path:
-    """Return the cache folder of a model created with these settings."""
+    """Return the cache folder of a model created with these settings.
+
+    Raises:
+        BrokenRules: The folder exists, and another user could have put another model there.
+    """
     text = json.dumps([RECIPE_REVISION, seed, settings], sort_keys=True)
-    return cache_dir.resolve() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    folder = cache_dir.resolve() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    if folder.exists() and not is_only_user() and (found := own_flaw(folder)):
+        rule = f"a cached model must have been made by you ({found})"
+        raise BrokenRules(BrokenRule(values={"cache_dir": str(cache_dir)}, rule=rule, fix="set it to a folder of yours"))
+    return folder

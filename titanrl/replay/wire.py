@@ -5,6 +5,7 @@ for every call in progress. A session ends when its anchor closes, and therefore
 end when a call fails, because the caller may still be reading or writing rows. For the same reason there is no keep-alive.
 """
 
+import errno
 import os
 import pickle
 import socket
@@ -17,6 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from titanrl.ownership import is_own_peer
 from titanrl.replay.batches import ReplayClosedError
 
 Address = str | tuple[str, int]
@@ -69,6 +71,9 @@ class Server:
     def _accept(self) -> None:
         while True:
             client, _ = self._listener.accept()
+            if client.family == socket.AF_UNIX and not is_own_peer(client):
+                client.close()
+                continue
             threading.Thread(target=self._serve, args=(_connection(client),), name="client", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
@@ -233,6 +238,8 @@ class Link:
         with socket.socket(socket.AF_UNIX if isinstance(self._address, str) else socket.AF_INET) as client:
             client.settimeout(self._reply_s)
             client.connect(self._address)
+            if client.family == socket.AF_UNIX and not is_own_peer(client):
+                raise PermissionError(errno.EACCES, "a process of another user listens there")
             client.setblocking(True)
             # A peer that hangs in the middle of a message must not block this process forever.
             limit = struct.pack("ll", int(self._reply_s), int(self._reply_s % 1 * 1e6))

@@ -29,6 +29,7 @@ import torch
 
 from titanrl.actors import portable
 from titanrl.host import HOST_FOLDER
+from titanrl.ownership import is_own_peer
 from titanrl.weights.arena import Arena, MappedArena, OwnerExitedError
 from titanrl.weights.manifest import VERSIONS_HELD, ArenaHandle, RdmaHandle, TransportHandle, WeightManifest
 from titanrl.weights.transport import Payload, RdmaTransport
@@ -183,6 +184,7 @@ class HostTransport:
         """Serve one request from another process on this host."""
         assert self._receiver is not None, "the server starts after the receiver"
         with contextlib.suppress(ConnectionError, EOFError):  # the other process has exited
+            _check_peer(writer)
             manifest = await _receive(reader)
             try:
                 reply: HostCopy | Exception = await self._receiver.receive(manifest)
@@ -199,6 +201,7 @@ class HostTransport:
         """
         reader, writer = await asyncio.open_unix_connection(self._path)
         try:
+            _check_peer(writer)
             await _send(writer, manifest)
             reply: HostCopy | Exception = await _receive(reader)
             return reply
@@ -230,6 +233,17 @@ def _listen(path: Path) -> socket.socket | None:
     return listener
 
 
+def _check_peer(writer: asyncio.StreamWriter) -> None:
+    """Check who is at the other end, because messages are unpickled.
+
+    Raises:
+        ConnectionError: A process of another user.
+    """
+    if not is_own_peer(writer.get_extra_info("socket")):
+        writer.close()
+        raise ConnectionRefusedError("a process of another user is at the other end")
+
+
 async def _send(writer: asyncio.StreamWriter, message: object) -> None:
     data = pickle.dumps(message)
     writer.write(_SIZE.pack(len(data)) + data)
@@ -237,7 +251,7 @@ async def _send(writer: asyncio.StreamWriter, message: object) -> None:
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    """Read a pickled message. It is safe to unpickle, because only processes of the same user can have sent it.
+    """Read a pickled message. It is safe to unpickle, because `_check_peer` has shown that a process of the same user sent it.
 
     Raises:
         EOFError: The sender has exited.

@@ -14,10 +14,12 @@ import os
 import runpy
 import signal
 import socket
+import sys
 from typing import NoReturn
 
 from titanrl.launch.cores import CORES, bind
 from titanrl.launch.templates.messages import Order, receive_number, send_order
+from titanrl.ownership import is_own_peer
 from titanrl.sandbox.confine import allow_tracing, end_with_parent
 
 PARENT = "TITANRL_PARENT_PID"
@@ -66,6 +68,9 @@ def stand_in(template: str, controller: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(template)
+            if not is_own_peer(connection):
+                print(f"{template}: another user listens there, so this process imports its packages itself", file=sys.stderr)
+                return
             send_order(connection, Order(environment=dict(os.environ), folder=os.getcwd(), controller=controller))
             fork = receive_number(connection)
         except OSError:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from titanrl.launch.templates import bootstrap
 from titanrl.launch.templates.messages import Order, receive_order, send_number
 from titanrl.loading import loading
+from titanrl.ownership import is_own_peer
 from titanrl.sandbox.confine import allow_tracing, end_with_parent
 from titanrl.terminal import ENDING
 
@@ -89,6 +90,10 @@ class _Forker:
     def _accept(self) -> Order | None:
         """Fork for the next process. Return its order in the fork, and None in the template."""
         connection, _ = self._listener.accept()
+        if not is_own_peer(connection):
+            logger.warning("a process of another user connected, which was refused")
+            connection.close()
+            return None
         connection.settimeout(_ORDER_S)
         try:
             order, streams = receive_order(connection)

@@ -9,8 +9,11 @@ import os
 import pickle
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+from titanrl.config.errors import BrokenRule
+from titanrl.ownership import is_private
 
 PACKAGE = Path(__file__).parents[2]
 """Folder of TitanRL's source."""
@@ -34,8 +37,24 @@ def shared_template(environment: Mapping[str, str], load: Callable[[], None]) ->
         load: function that imports the packages.
     """
     folder = os.environ.get(SHARED)
-    path = None if not folder else Path(folder) / digest_of_imports(environment, load)
-    return str(path) if path is not None and path.is_socket() else None
+    if not folder or any(broken_by_templates()):
+        return None
+    path = Path(folder) / digest_of_imports(environment, load)
+    return str(path) if path.is_socket() else None
+
+
+def broken_by_templates() -> Iterator[BrokenRule]:
+    """Check that no other user has created the folder of the shared templates, for example after they ended.
+
+    Templates receive the environment of a run, with its keys, and its output.
+    """
+    folder = os.environ.get(SHARED)
+    if folder and os.path.lexists(folder) and not is_private(Path(folder)):
+        yield BrokenRule(
+            values={SHARED: folder},
+            rule="must be a folder of mode 0700 that belongs to you, and no link, because templates in it receive your keys",
+            fix="unset the variable, or start `titanrl warm` and export what it prints",
+        )
 
 
 def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) -> str:
