@@ -198,6 +198,14 @@ def options(**values: object) -> JudgeOptions:
         ("Grade: 7", {}, 0.7),
         ("Grade: 2? No. **Grade: 7.5**", {}, 0.75),  # the last one
         ("grade:\n**7**/10", {}, 0.7),
+        ("**Grade**: 7", {}, 0.7),
+        ("**Grade:** 7.", {}, 0.7),
+        ("Grade: 7,5", {}, 0.75),
+        ("Grade: $\\boxed{7}$", {}, 0.7),
+        ("Grade: [[7]]", {}, 0.7),
+        ("Grade: 7 out of 10", {}, 0.7),
+        ("Grade: \uff17", {}, 0.7),
+        ("Grade: 1,000", {"max_score": 1000}, 1.0),
         ("2", {"score_pattern": r"[1-5]", "min_score": 1, "max_score": 5}, 0.25),
         ("[[B]] 3", {"score_pattern": r"\[\[[AB]\]\] (\d)", "max_score": 4}, 0.75),
         ("0.4", {"score_pattern": r"[\d.]+", "min_score": -1, "max_score": 1}, 0.7),
@@ -205,6 +213,17 @@ def options(**values: object) -> JudgeOptions:
 )
 def test_grade_is_the_last_match_scaled_by_the_bounds(text: str, values: dict[str, object], grade: float) -> None:
     assert grade_of(text, options(**values)) == pytest.approx(grade, rel=1e-15)
+
+
+@pytest.mark.parametrize("text", ["Grade: 3/5", "Grade: **3** out of 5", "Grade: 3 / 100"])
+def test_grade_out_of_another_maximum_is_an_error(text: str) -> None:
+    with pytest.raises(JudgeError, match=r"^the grade must be out of 10, but the judge wrote 3 out of 5|100$"):
+        grade_of(text, options())
+
+
+def test_grade_is_found_in_linear_time() -> None:
+    with pytest.raises(JudgeError, match="without a grade"):
+        grade_of("grade:" + " " * 100_000 + "x", options())  # a pattern with three runs of spaces would take minutes
 
 
 def test_match_that_is_not_a_number_is_an_error() -> None:

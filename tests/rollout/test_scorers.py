@@ -1,6 +1,11 @@
 """The built-in rewards, called without a sandbox."""
 
+import json
 import re
+import time
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -8,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.utils import extract_answer
 
+from tests.rollout.notations import NOTATIONS
 from titanrl.rewards import Answers, BoundReward
-from titanrl.rollout.scorers import exact, last_answer, math_verify, overlong, reasoning_gym, regex, repetition
+from titanrl.rollout.answers import equal, read
+from titanrl.rollout.scorers import exact, last_answer, last_boxed, math_verify, overlong, reasoning_gym, regex, repetition
 
 
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", " ", "\n", "7", "x y"]), max_size=12).map("".join))
@@ -50,6 +57,23 @@ def test_reasoning_gym_scores_the_text_in_answer_tags() -> None:
     entry = {"question": "3 + 4 =", "answer": "7", "metadata": {}}
     assert score("so <answer>7</answer>", entry) == 1.0
     assert score("so 7", entry) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "reward"),
+    [
+        ("1,234", "1234", 1.0),
+        ("**7**", "7", 1.0),
+        ("\u22127", "-7", 1.0),
+        ("$7$", "7", 1.0),
+        ("7.", "7", 1.0),
+        ("+7", "7", 1.0),
+    ],
+)
+def test_reasoning_gym_scores_other_notations_of_a_number(answer: str, right: str, reward: float) -> None:
+    entry = {"question": "", "answer": right, "metadata": {}}
+    assert reasoning_gym("chain_sum", {})(f"<answer>{answer}</answer>", entry) == reward
+    assert reasoning_gym("chain_sum", {})(f"<answer>{answer}9</answer>", entry) < 1.0
 
 
 def test_malformed_answer_of_a_gym_task_is_wrong_not_an_error() -> None:
@@ -146,6 +170,90 @@ def verify_math() -> object:
     return math_verify(timeout_s=2)
 
 
+@pytest.mark.parametrize(("completion", "answer", "right", "right_math"), NOTATIONS)
+def test_notations_have_the_right_reward(
+    verify_math, completion: str, answer: str, right: int | None, right_math: int | None
+) -> None:
+    assert right in (None, exact()(completion, {"answer": answer}))
+    assert right_math in (None, verify_math(completion, {"answer": answer}))
+
+
+def test_cases_of_other_people_have_the_right_reward(verify_math) -> None:
+    cases = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text().splitlines()]
+    assert len(cases) == 17
+    for case in cases:
+        assert case["exact"] in (None, exact()(case["completion"], case)), case
+        assert case["math"] in (None, verify_math(case["completion"], case)), case
+
+
+WRITTEN = [
+    "{0}", "{0:,}", "{0}.", "{0}.0", "**{0}**", "${0}$", "{0} dollars", "${0}", "{0} km", "x = {0}", "\\boxed{{{0}}}", "{0}/1",
+    "{0} million", "{0}e3", "{0}/3", "{0}00%", "1 {0}/99999", "-{0}", "({0}, 2)", "{{{0}}}", "{0}, 2", "{0},5", "0{0}",
+    "{0} or 1",
+]  # fmt: skip
+VALUE = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 10**6, 1000, Fraction(1, 3), 1, None, -1, None, 1, None, None, 1, None]
+"""Factors of the numbers in `WRITTEN`; None for other values."""
+
+
+@given(st.data())
+def test_wrong_number_never_equals_the_right_one(data: st.DataObject) -> None:
+    number, other = data.draw(st.integers(1, 9999)), data.draw(st.integers(1, 9999))
+    first, second = data.draw(st.sampled_from(range(len(WRITTEN)))), data.draw(st.sampled_from(range(len(WRITTEN))))
+    right, answer = read(WRITTEN[first].format(number), is_reference=True), read(WRITTEN[second].format(other))
+    values = VALUE[first], VALUE[second]
+    is_share = "%" in right.text + answer.text
+    if values[0] is not None and values[1] is not None and values[0] * number != values[1] * other and not is_share:
+        assert not equal(right, answer, lambda one, two: False)
+    if values[0] is None and values[1] is not None:
+        assert not equal(right, answer, lambda one, two: False) or other == number
+
+
+def test_right_notations_of_a_number_are_equal() -> None:
+    for first, second in product(range(len(WRITTEN)), repeat=2):
+        if VALUE[first] == VALUE[second] == 1 and {WRITTEN[first], WRITTEN[second]}.isdisjoint(("{0} km", "{0}00%")):
+            right, answer = read(WRITTEN[first].format(1234), is_reference=True), read(WRITTEN[second].format(1234))
+            assert equal(right, answer, lambda one, two: False), (right, answer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 1900,
+        "(" * 900 + "1" + ")" * 900,
+        "$" * 1999,
+        "1," * 900,
+        "1 and " * 300,
+        r"\frac{" * 300,
+        "x=" * 900,
+        "a " * 900 + "1",
+    ],
+)
+def test_hostile_answers_are_read_in_time(text: str) -> None:
+    started_s = time.monotonic()
+    assert not equal(read("18"), read(text), lambda one, two: False)
+    assert time.monotonic() - started_s < 1.0
+
+
+def test_completion_of_many_marks_is_searched_in_linear_time(verify_math) -> None:
+    started_s = time.monotonic()
+    for part in ("\\boxed{", "answer is ", "<answer>", "</think>", "{", "1 or "):
+        assert verify_math(part * 100_000, {"answer": "18"}) == 0.0
+        assert last_boxed(part * 100_000) is None
+    assert time.monotonic() - started_s < 20.0  # a quadratic search would take minutes
+
+
+def test_long_marked_answer_is_wrong_and_not_parsed(verify_math) -> None:
+    assert verify_math(f"<answer>{'(' * 3000}</answer>", {"answer": "18"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "code", ["__import__('os').abort()", r"\boxed{__import__('os').abort()}", "exit()", "1 if exit() else 2"]
+)
+def test_math_verify_executes_no_code(verify_math, code: str) -> None:
+    for text in (code, f"<answer>{code}</answer>", f"The answer is {code}"):
+        assert verify_math(text, {"answer": "18"}) == 0.0
+
+
 @pytest.mark.parametrize(
     ("text", "answer", "reward"),
     [
@@ -176,5 +284,5 @@ def test_math_verify_raises_if_a_comparison_takes_too_long(verify_math) -> None:
 
 
 def test_math_verify_raises_without_a_parsable_answer(verify_math) -> None:
-    with pytest.raises(ValueError, match=re.escape("the expected answer contains no mathematical expression (got '')")):
+    with pytest.raises(ValueError, match=re.escape("the expected answer must not be empty (got '')")):
         verify_math("36", {"answer": ""})

@@ -88,7 +88,7 @@ class JudgeOptions(Section):
     """User message, with the placeholders `{question}`, `{answer}`, `{completion}` and `{metadata[key]}`."""
     system_prompt: str | None = None
     """System message; null sends none."""
-    score_pattern: str = r"(?i)grade:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    score_pattern: str = r"(?i)grade[*_`\s]*:[*_`\s\[({$]*(?:\\boxed\{\s*)?([-+\u2212]?[\d.,]*\d)"
     """Regular expression that finds the grade in the response: its first group or, without groups, the whole match. The last
     match is used."""
     min_score: float = 0.0

@@ -9,11 +9,13 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import httpx
 
 from titanrl.config.rewards import JudgeOptions
+from titanrl.rollout.answers import number
 
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 """HTTP status codes for which the request is retried."""
@@ -22,6 +24,7 @@ MAX_PAUSE_S = 30.0
 MAX_REPLY_BYTES = 1 << 20
 """Maximum length of a reply's body."""
 _MAX_CHARS = 80
+_SCALE = re.compile(r"[*_`\s}$]*(?:/|\bout\s+of\b)[*_`\s]*(\d[\d.,]*\d|\d)")
 
 
 class JudgeError(Exception):
@@ -136,16 +139,22 @@ def grade_of(text: str, options: JudgeOptions) -> float:
     """Extract the grade from the judge's reply, and scale it to the range 0 to 1.
 
     Raises:
-        JudgeError: The reply contains no grade, or the grade is out of bounds.
+        JudgeError: The reply contains no grade, the grade is out of bounds, or it is out of another maximum, as `3/5`.
     """
     matches = list(re.finditer(options.score_pattern, text))
     if not matches:
         raise JudgeError(f"the judge replied without a grade (got {text[-_MAX_CHARS:]!a})")
-    written = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
-    try:
-        grade = float(written)
-    except (TypeError, ValueError):  # the value is None if the pattern matched without its group
-        raise JudgeError(f"score_pattern matched text that is not a number (got {written!a:.60})") from None
+    group = min(matches[-1].re.groups, 1)
+    written: str | None = matches[-1][group]  # None if the pattern matched without its group
+    exact = None if written is None else number(written)
+    if written is not None and exact is None and "." not in written:
+        exact = number(written.replace(",", "."))
+    if exact is None:
+        raise JudgeError(f"score_pattern matched text that is not a number (got {written!a:.60})")
+    grade = float(exact)
+    scale = _SCALE.match(text, matches[-1].end(group))
+    if scale is not None and number(scale[1]) != Fraction(options.max_score):
+        raise JudgeError(f"the grade must be out of {options.max_score:g}, but the judge wrote {grade:g} out of {scale[1]}")
     if not options.min_score <= grade <= options.max_score:
         raise JudgeError(f"the grade must be from {options.min_score:g} to {options.max_score:g} (got {grade:g})")
     return (grade - options.min_score) / (options.max_score - options.min_score)
