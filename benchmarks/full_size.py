@@ -30,9 +30,10 @@ from titanrl.config.shapes import ModelShape
 from titanrl.config.sizes import Sizes, cpu_bytes, derive
 from titanrl.data.recipe import write_tokenizer
 from titanrl.metrics.run_directory import read_metrics
+from titanrl.models.dense import weight_shapes
 from titanrl.models.directory import model_shape, published_shapes
 from titanrl.models.families import QWEN3
-from titanrl.models.recipe import weight_shapes, write_model_config
+from titanrl.models.recipe import write_model_config
 
 MODEL = "Qwen3-0.6B"
 """Published model whose shape the random model copies."""

@@ -72,7 +72,7 @@ def test_invalid_command_line_exits_with_2(arguments: list[str], capsys: pytest.
         (["chat", "nowhere"], "RUN_DIR: it does not exist (got nowhere)"),
         (["chat", "empty"], "RUN_DIR: checkpoints/final has no trained model (got empty)"),
         (["chat", "a" * 300], "RUN_DIR: it cannot be read (File name too long)"),
-        (["evaluate", "--model", "file"], "--model: it is not a directory (got file)"),
+        (["evaluate", "--model", "file"], '--model="file": must be a directory, but it is a file'),
         (["manifest", "--config", "empty"], "must be a YAML file, but it is a directory"),
         (["warm", "--config", "nowhere"], "must be a YAML file, but it does not exist"),
         (["doctor", "--config", "nowhere"], "must be a YAML file, but it does not exist"),

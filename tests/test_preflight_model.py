@@ -68,7 +68,7 @@ def test_incomplete_download_is_reported() -> None:
     for file in model.glob("tokenizer*"):
         file.unlink()
     weights, tokenizer = problems(f"model: {{path: {model}}}")
-    assert "must contain the weights (*.safetensors)" in weights
+    assert "must contain model.safetensors, or model.safetensors.index.json and" in weights
     assert "must contain the tokenizer" in tokenizer
 
 
@@ -79,8 +79,18 @@ def test_truncated_or_missing_weight_file_is_reported() -> None:
     assert "model.safetensors must be a complete safetensors file" in problem(f"model: {{path: {model}}}")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    missing, _ = problems(f"model: {{path: {model}}}")
-    assert "model-2.safetensors must be a complete safetensors file" in missing
+    missing = problem(f"model: {{path: {model}}}")
+    assert "the 2 files that model.safetensors.index.json names, but 1 are missing: model-2.safetensors" in missing
+
+
+def test_weights_that_do_not_fit_are_reported_for_policy_and_teacher() -> None:
+    model = write_model(num_hidden_layers=3)
+    text = problem(f"model: {{path: {model}}}")
+    assert text.startswith('run.yaml:4: model.path="model"')
+    assert "11 of 35 tensors are missing: model.layers.2.input_layernorm.weight" in text
+    teacher = problem("", "distill={teacher: {path: model}}", "warm_start=null")
+    assert teacher.startswith('override distill={teacher: {path: model}}: distill.teacher.path="model"')
+    assert "11 of 35 tensors are missing" in teacher
 
 
 def test_rules_on_the_size_of_the_model() -> None:

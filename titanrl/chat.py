@@ -18,6 +18,7 @@ from titanrl.config.errors import refusing
 from titanrl.errors import describe
 from titanrl.files import why_no_file, why_no_folder
 from titanrl.metrics.run_directory import read_lines
+from titanrl.models.directory import open_model
 from titanrl.packages import installed_version
 
 
@@ -42,6 +43,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.ch
         if installed_version("torch") is None:
             raise ConfigError("torch: the package is not installed. Install the required packages: titanrl doctor --install")
         config = load_config(arguments.run_dir / "config.yaml")
+        try:
+            open_model(model_dir, config.model.family).weight_files()
+        except ValueError as error:
+            raise ConfigError(f"RUN_DIR: {error}") from None
     try:
         with terminal.announcing("loading the policy"):
             complete = load_policy(model_dir, config, arguments.temperature)

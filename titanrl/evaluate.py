@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,14 +23,15 @@ from titanrl import command, terminal
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.choices import ConsoleMode
 from titanrl.config.dry_run import print_table
-from titanrl.config.errors import refusing
+from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
 from titanrl.errors import describe
 from titanrl.files import why_no_file, why_no_folder
 from titanrl.launch.environment import temporary_folder
 from titanrl.metrics.console import Console
-from titanrl.preflight import preflight
+from titanrl.models.directory import read_model
+from titanrl.preflight import model_notes, preflight
 from titanrl.rollout.evaluating import evaluation_set
 from titanrl.types import EvaluationResult
 
@@ -83,13 +85,14 @@ def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[
     Raises:
         ConfigError: The model or the configuration is missing, or the configuration has no prompts.
     """
-    if found := why_no_folder(folder):
-        raise ConfigError(f"--model: it {found} (got {folder}). Give a Hugging Face model directory, or a finished run.")
-    is_run = (folder / "checkpoints").is_dir()
+    is_run = not why_no_folder(folder / "checkpoints")
     model = folder / "checkpoints" / "final" if is_run else folder
+    if is_run and why_no_file(model / "config.json"):
+        raise ConfigError(f"--model: checkpoints/final has no exported model (got {folder}). Give a finished run.")
     if why_no_file(model / "config.json"):
-        where = "checkpoints/final has no exported model" if is_run else "no config.json"
-        raise ConfigError(f"--model: {where} (got {folder}). Give a Hugging Face model directory, or a finished run.")
+        found = read_model(folder)
+        assert isinstance(found, BrokenRule)
+        raise ConfigError(str(replace(found, values={"--model": str(folder)})))
     if config_file is None and not is_run:
         raise ConfigError("--config: required, unless --model is a run directory. Give the file with the evaluation sets.")
     fixed = (f"model.path={json.dumps(str(model.absolute()))}", "warm_start=null", "distill=null")
@@ -144,6 +147,8 @@ async def evaluate_sets(config: Config, names: Sequence[str], console: Console) 
     """Start generators with the configured model, and evaluate it on the named sets."""
     from titanrl.session import connect  # imports torch
 
+    for note in model_notes(config):
+        console.note(note)
     results = {}
     async with connect(config, training=False, console=console) as session:
         task = await session.task()

@@ -6,7 +6,6 @@ This module does not import torch or vLLM. `titanrl.child_checks` checks data an
 import ast
 import difflib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -40,7 +39,7 @@ from titanrl.launch.kubernetes.rules import broken_by_kubernetes
 from titanrl.launch.launcher.world import broken_by_launcher
 from titanrl.launch.slurm.rules import broken_by_slurm
 from titanrl.launch.templates.shared import broken_by_templates
-from titanrl.models.directory import model_shape, read_model, recipe_model
+from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
 from titanrl.plugins import Plugins
 
@@ -58,8 +57,6 @@ SCALARS: Mapping[str, tuple[type, ...]] = {
     "None": (type(None),),
 }
 """Types of vLLM options that are checked, with the Python types of valid YAML values."""
-MAX_HEADER_BYTES = 100 << 20
-"""Largest header that the safetensors format allows."""
 
 
 def preflight(
@@ -146,6 +143,8 @@ def dry_run(config: Config, source: Source | None = None) -> None:
     if config.sft is not None:
         numbers = read_examples(config, source).summary(config.sft.batch_size, config.num_steps)
         print_table(console, "Examples", ("number", "value"), numbers.items())
+    for note in model_notes(config):
+        console.print(f"note: {note}", markup=False, highlight=False)
     console.print("Ready to start. The dry run started and wrote nothing.", highlight=False)
 
 
@@ -312,7 +311,7 @@ def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
         return
     shape_rules = [*_broken_by_shape(config, model.shape), *(_broken_by_vocabulary(config, model.shape) if sampling else ())]
     yield from shape_rules or (_broken_by_vllm(config, model.hf) if sampling else ())
-    yield from _broken_by_weights(path, "model.path")
+    yield from _broken_by_weights(model, "model.path")
     if not any(path.glob("tokenizer*")):
         yield BrokenRule(
             values={"model.path": str(path)}, rule="must contain the tokenizer (tokenizer*)", fix="complete the download"
@@ -400,7 +399,9 @@ def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
     if isinstance(model, BrokenRule):
         yield replace(model, values=values)
         return
-    yield from _broken_by_weights(path, "distill.teacher.path")
+    for problem in model.problems:
+        yield rule_of(problem, values, prefix="config.json: ")
+    yield from _broken_by_weights(model, "distill.teacher.path")
     if model.shape.max_positions < config.max_sequence_tokens:
         yield BrokenRule(
             values={"rollout.max_new_tokens": config.rollout.max_new_tokens, **values},
@@ -423,30 +424,18 @@ def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
         )
 
 
-def _broken_by_weights(path: Path, key: str) -> Iterator[BrokenRule]:
-    """Yield the rules that missing or truncated weight files break; reads only their headers."""
-    values, fix = {key: str(path)}, "complete the download"
-    files = {file.name for file in path.glob("*.safetensors")}
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, LookupError, AttributeError, TypeError):
-            yield BrokenRule(values=values, rule=f"{index.name} must be an index of weight files", fix=fix)
-    if not files:
-        yield BrokenRule(values=values, rule="must contain the weights (*.safetensors)", fix=fix)
-    for name in sorted(files):
-        if not _is_complete(path / name):
-            yield BrokenRule(values=values, rule=f"{name} must be a complete safetensors file", fix=fix)
-
-
-def _is_complete(file: Path) -> bool:
-    """Return True if a safetensors file exists and has the size given by its header."""
+def _broken_by_weights(model: ModelDirectory, key: str) -> Iterator[BrokenRule]:
+    """Yield the rules that the weight files of a model break; reads their headers."""
     try:
-        with file.open("rb") as stream:
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(header_bytes, MAX_HEADER_BYTES)))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return False
-    return file.stat().st_size == 8 + header_bytes + max(ends, default=0)
+        model.weight_files()
+    except BrokenRules as error:
+        for rule in error.broken:
+            yield replace(rule, values={key: str(model.path)})
+
+
+def model_notes(config: Config) -> Iterator[str]:
+    """Yield remarks on weights of the policy and the teacher that are not used. Call this after `preflight`."""
+    policy, teacher = config.model.path, None if config.distill is None else config.distill.teacher.path
+    for path, family in ((policy, config.model.family), (teacher, None)):
+        if path is not None:
+            yield from open_model(path, family).notes()

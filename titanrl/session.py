@@ -6,12 +6,13 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titanrl.config import Config, GeneratorConfig, dump_config
+from titanrl.config.errors import BrokenRules
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.device import resolve_device
 from titanrl.errors import FaultError, TitanRLError
@@ -28,6 +29,7 @@ from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.training import TrainingClient
 from titanrl.launch.warm_start import warm_start
 from titanrl.metrics.console import Console
+from titanrl.models.directory import open_model
 from titanrl.plugins import Plugins
 from titanrl.preflight import preflight
 from titanrl.task import Task
@@ -120,11 +122,13 @@ class Session:
             generator: Engine options; the section `generator` by default. The teacher always has one replica.
 
         Raises:
-            TitanRLError: There is no model in the directory.
+            ValueError: The directory has no complete model of a supported family.
         """
         folder = Path(path).resolve()
-        if not (folder / "config.json").is_file():
-            raise TitanRLError(f"teacher: no config.json (got {path}). Give the path of a Hugging Face model directory.")
+        try:
+            open_model(folder).weight_files()
+        except BrokenRules as error:
+            raise BrokenRules(*(replace(rule, values={"teacher": str(path)}) for rule in error.broken)) from None
         tokenizer = load_tokenizer(folder)
         files = RunFiles(run_dir=self.run_dir, model_dir=folder, stop_ids=tokenizer.eos_ids)
         config = self.config if generator is None else self.config.model_copy(update={"generator": generator})
@@ -206,7 +210,7 @@ class Session:
             if not base.is_ready and config.warm_start is not None:
                 await warm_start(self._training, config, config.warm_start, self.tokenizer, self._setup.console)
                 with new_base(base) as folder:
-                    await self.trainer.export_model(folder)
+                    await self.trainer.export_model(folder, config.trainer.dtype)  # RL continues without rounding
                 await self.trainer.start_over()
         await asyncio.gather(*starting)
         self._is_loaded = True

@@ -5,19 +5,22 @@ All trainers share one process, and so do all generators: importing vLLM takes m
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from tests.forks import fork, prepare_templates
-from tests.models.tiny import FAMILIES, write_model
+from tests.models.tiny import FAMILIES, add_changed_weights, write_model
 from titanrl.actors import resolve
 from titanrl.config import load_config
 from titanrl.datums import sampled_datum
 from titanrl.device import DEVICES
-from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.generator.actor import LOAD_FORMAT, Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.roles import Roles
@@ -44,6 +47,9 @@ class Family:
     trainer: TrainerMesh
     client: TrainingClient
     generators: dict[str, Any]
+    frozen: Any
+    """Generator that loads the weights of the directory itself."""
+    model: Path
     version: int = 0
 
     async def publish(self) -> None:
@@ -53,7 +59,8 @@ class Family:
 
     async def sample(self, impl: str, seed: int) -> list[Completion]:
         """Return a group of completions for each prompt."""
-        pool = GeneratorPool([self.generators[impl].slice(procs=0)], max_num_seqs=64)
+        generator = self.frozen if impl == "frozen" else self.generators[impl]
+        pool = GeneratorPool([generator.slice(procs=0)], max_num_seqs=64)
         requests = [
             GenerationRequest(
                 token_ids=prompt,
@@ -80,6 +87,8 @@ class Lab:
 def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("families")
     models = {family: write_model(family, folder / family) for family in FAMILIES}
+    for model in models.values():
+        add_changed_weights(model, "model-old.safetensors")
     config = load_config("configs/quickstart.yaml", ["generator.kv_cache_bytes=8000000"])
     device = DEVICES["cpu"]
 
@@ -119,6 +128,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
                 stop_ids=(),
                 reader=WeightReader(family, store),
             )
+            if impl == "frozen":
+                frozen = setup.config.model_copy(update={"model_impl": "native", "vllm": {"load_format": LOAD_FORMAT}})
+                setup = replace(setup, config=frozen, reader=None)
             return generator_procs.spawn(f"{family}_{impl}", Generator, setup)
 
         async def start_trainers() -> dict[str, TrainerMesh]:
@@ -129,7 +141,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
             return trainers
 
         async def start_generators() -> dict[tuple[str, str], Any]:
-            generators = {(family, impl): generator_of(family, impl) for family in FAMILIES for impl in IMPLEMENTATIONS}
+            kinds = (*IMPLEMENTATIONS, "frozen")
+            generators = {(family, impl): generator_of(family, impl) for family in FAMILIES for impl in kinds}
             for generator in generators.values():  # vLLM builds one engine of a process at a time
                 await resolve(generator.start.call())
             return generators
@@ -140,6 +153,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
                 trainer,
                 TrainingClient(trainer, folder / "states"),
                 {impl: generators[family, impl] for impl in IMPLEMENTATIONS},
+                generators[family, "frozen"],
+                models[family],
             )
             for family, trainer in trainers.items()
         }
@@ -195,3 +210,15 @@ def test_trainer_and_generator_agree_across_grpo_steps(family: str, impl: str, l
     for mismatch, grad_norm in lab.do(scenario()):
         assert mismatch < 1e-4
         assert grad_norm > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_model_has_the_weights_that_transformers_loads(family: str, lab: Lab) -> None:
+    parts = lab.families[family]
+    policy = transformers.AutoModelForCausalLM.from_pretrained(parts.model, dtype=torch.float32)
+    for index, completion in enumerate(lab.do(parts.sample("frozen", 5))):
+        prompt = PROMPTS[index // GROUP_SIZE]
+        tokens = torch.tensor([*prompt, *completion.token_ids])
+        with torch.no_grad():
+            logprobs = policy(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, logprobs[len(prompt) - 1 :].numpy(), atol=1e-4)

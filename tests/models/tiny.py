@@ -1,11 +1,13 @@
 """Create tiny checkpoints of every family with transformers, with the tokenizer of the recipe."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from titanrl.data.recipe import EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
 
@@ -37,6 +39,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
 }
 FAMILIES = tuple(OPTIONS)
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
 def write_model(model_type: str, path: Path, std: float = 0.05, **options: Any) -> Path:
@@ -50,3 +53,44 @@ def write_model(model_type: str, path: Path, std: float = 0.05, **options: Any) 
     model.save_pretrained(path)
     write_tokenizer(path)
     return path
+
+
+def add_changed_weights(model: Path, name: str) -> None:
+    """Write a second weight file with the tensor names of `model.safetensors`, and other values."""
+    weights = load_file(model / "model.safetensors")
+    save_file({key: value + 1 for key, value in weights.items()}, model / name, metadata={"format": "pt"})
+
+
+def shard(
+    model: Path, names: tuple[str, ...] = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+) -> Path:
+    """Replace `model.safetensors` with shards and an index."""
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    weight_map = {key: names[number % len(names)] for number, key in enumerate(sorted(weights))}
+    for name in names:
+        part = {key: value for key, value in weights.items() if weight_map[key] == name}
+        save_file(part, model / name, metadata={"format": "pt"})
+    write_index(model, weight_map)
+    return model
+
+
+def write_index(model: Path, weight_map: Mapping[str, object]) -> None:
+    """Write the index of the weight files."""
+    text = json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    (model / "model.safetensors.index.json").write_text(text)
+
+
+def change_weights(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Change the tensors of `model.safetensors`."""
+    weights = load_file(model / "model.safetensors")
+    change(weights)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def change_config(model: Path, **changes: Any) -> Path:
+    """Change keys of config.json; None removes a key."""
+    config = json.loads((model / "config.json").read_text()) | changes
+    (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return model

@@ -36,7 +36,7 @@ def save_until_full(model_dir: Path, plan: Plan, folder: Path, in_background: bo
     for act in (
         save_checkpoint,
         lambda: checkpoints.save_state(folder / "state"),
-        lambda: export_hf(learner.model, model_dir, folder / "final"),
+        lambda: export_hf(learner.model, model_dir, folder / "final", "float32"),
         lambda: checkpoints.load(7),
     ):
         try:

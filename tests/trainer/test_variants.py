@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
@@ -70,6 +71,61 @@ def test_hugging_face_export_loads_bitwise_equal(layout: str, world: Worlds, mod
     assert ("lm_head.weight" in load_file(next((tmp_path / "out").glob("*.safetensors")))) == (model.name == "untied")
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OTHER_FILES = (
+    "pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf", "optimizer.pt", "old.safetensors",
+    "other.safetensors.index.json", "adapter_model.safetensors", "training_args.bin", "trainer_state.json",
+    "README.md", "recipe.json",
+)  # fmt: skip
+TOKENIZER_FILES = (
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "merges.txt",
+    "LICENSE",
+    "additional_chat_templates/tool.jinja",
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+def test_export_has_one_dtype_and_only_files_of_a_model(
+    dtype: str, layout: str, world: Worlds, tiny_model: Path, tmp_path: Path
+) -> None:
+    size, plan = LAYOUTS[layout]
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text()) | {"torch_dtype": "float32", "transformers_weights": None}
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "additional_chat_templates").mkdir()
+    for name in (*OTHER_FILES, *TOKENIZER_FILES):
+        (base / name).write_text("{}")
+    stale = tmp_path / "out.partial" / "sharded" / "shard-00009-model-00001-of-00001.safetensors"
+    stale.parent.mkdir(parents=True)
+    save_file({"stale": np.ones(3, np.float32)}, stale)
+    world(size).run(variants.export, base, {"parallelism": plan}, out := tmp_path / "out", 1, dtype)
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert written == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", *TOKENIZER_FILES,
+        "model-00001-of-00001.safetensors", "model.safetensors.index.json",
+    }  # fmt: skip
+    config = json.loads((out / "config.json").read_text())
+    assert (config["dtype"], "torch_dtype" in config, "transformers_weights" in config) == (dtype, False, False)
+    with safe_open(out / "model-00001-of-00001.safetensors", framework="pt") as tensors:
+        assert {tensors.get_tensor(name).dtype for name in tensors.keys()} == {DTYPES[dtype]}  # noqa: SIM118
+    assert next(transformers.AutoModelForCausalLM.from_pretrained(out).parameters()).dtype == DTYPES[dtype]
+
+
+def test_export_in_bfloat16_rounds_trained_weights_to_nearest(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    for dtype in ("float32", "bfloat16"):
+        world(2).run(variants.export, tiny_model, {"parallelism": FSDP}, tmp_path / dtype, 1, dtype)
+    exact, rounded = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype).state_dict()[name]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert torch.equal(exact.to(torch.bfloat16), rounded)
+    assert not torch.equal(exact, rounded.float())
+
+
 @pytest.mark.parametrize("section", [{}, {"dtype": "bfloat16"}, {"lora": LORA}], ids=["float32", "bfloat16", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loading_without_random_init_gives_same_tensors(layout: str, section: dict, world: Worlds, model: Path) -> None:
@@ -84,21 +140,24 @@ def test_tensor_missing_from_the_checkpoint_is_named(layout: str, world: Worlds,
     weights = load_file(tiny_model / "model.safetensors")
     del weights[name]
     folder = with_weights(tiny_model, tmp_path / "model", weights)
-    with pytest.raises(AssertionError, match=rf"model\.path: 1 tensors are missing, such as {re.escape(name)} \(got"):
+    with pytest.raises(AssertionError, match=rf"1 of 24 tensors are missing: {re.escape(name)}\."):
         world(size).run(variants.loaded_bytes, folder, {"parallelism": plan})
 
 
 def test_missing_slice_of_tensor_is_an_error(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
-    """A sharded export without the file of the middle rows still lists all names and sizes."""
+    """A file of torch's sharded checkpoints holds rows that begin at an offset, under the name of the tensor."""
     name = "model.layers.1.mlp.up_proj.weight"
-    weights = load_file(tiny_model / "model.safetensors")
-    rows = weights.pop(name)
-    folder = with_weights(tiny_model, tmp_path / "model", weights)
-    for first, last in ((0, 32), (64, 96)):
-        places = json.dumps({name: {SAVED_OFFSETS_KEY: [first, 0]}})
-        save_file({name: rows[first:last]}, folder / f"rows-{first}.safetensors", metadata={CUSTOM_METADATA_KEY: places})
-    missing = r"model\.path: 1 tensors were not loaded completely, such as layers\.1\.feed_forward\.w3\.weight \(got"
-    with pytest.raises(AssertionError, match=missing):
+    folder = with_weights(tiny_model, tmp_path / "model", weights := load_file(tiny_model / "model.safetensors"))
+    places = json.dumps(
+        {key: {SAVED_OFFSETS_KEY: [32 * (key == name)] + [0] * (value.ndim - 1)} for key, value in weights.items()}
+    )
+    save_file(weights, folder / "model.safetensors", metadata={CUSTOM_METADATA_KEY: places})
+    with pytest.raises(AssertionError, match=rf"(?s)load the model in .*{name}|1 tensors were not loaded completely"):
+        world(1).run(variants.loaded_bytes, folder, {})
+    save_file(weights | {name: weights[name][:32]}, folder / "model.safetensors")
+    with pytest.raises(
+        AssertionError, match=rf"1 tensors have other shapes, such as {re.escape(name)}: \[32, 64\], not \[96, 64\]"
+    ):
         world(1).run(variants.loaded_bytes, folder, {})
 
 

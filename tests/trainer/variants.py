@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.trainer import checks
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.choices import FileDtype
 from titanrl.config.objective import KLConfig
 from titanrl.config.sections import TrainerConfig
 from titanrl.device import DEVICES
@@ -69,11 +70,13 @@ def scores(learner: Learner) -> list[np.ndarray]:
     return [found[slot] for slot in range(len(plans))]
 
 
-def export(model_dir: Path, trainer: Plan, target: Path, num_steps: int) -> tuple[list[np.ndarray], dict[str, bytes]]:
+def export(
+    model_dir: Path, trainer: Plan, target: Path, num_steps: int, dtype: FileDtype = "float32"
+) -> tuple[list[np.ndarray], dict[str, bytes]]:
     """Train some steps and export the model; return its log-probabilities and local bytes."""
     learner = checks.make_learner(model_dir, **trainer)
     train(learner, num_steps)
-    export_hf(learner.model, model_dir, target)
+    export_hf(learner.model, model_dir, target, dtype)
     return scores(learner), checks.local_bytes(learner)
 
 
@@ -86,7 +89,7 @@ def tensors_after_loading(model_dir: Path, trainer: Plan, seed: int) -> None:
     config = TrainerConfig.model_validate({"row_tokens": checks.ROW_TOKENS, **trainer})
     source = open_model(model_dir)
     drawn = build_model(source, config, DEVICES["cpu"], seed=seed)
-    load_hf(drawn, model_dir)
+    load_hf(drawn, source)
     before = torch.get_rng_state()
     loaded = load_model(source, config, DEVICES["cpu"], seed=seed)
     assert torch.equal(torch.get_rng_state(), before)

@@ -3,6 +3,7 @@
 from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
+FileDtype = Literal["float32", "bfloat16", "float16"]
 DeviceKind = Literal["cpu", "cuda", "npu"]
 DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 

@@ -134,7 +134,7 @@ def _step_rows(config: Config, sizes: Sizes) -> Iterator[Sequence[str]]:
 
 def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str]]:
     if memory is None:
-        yield "parameters", "unknown: model.path has no readable config.json"
+        yield "parameters", "unknown: the model cannot be read, for the reason below"
         return
     yield "parameters", f"{memory.num_parameters:,}"
     if config.train:

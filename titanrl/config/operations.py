@@ -18,6 +18,8 @@ class CheckpointConfig(Section):
     """Number of steps between checkpoints; 0 saves only at the end."""
     keep_last: Annotated[int, Field(ge=2, le=1_000_000)] = 2
     """Number of checkpoints to keep; older ones are deleted."""
+    export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
+    """Dtype of the weights in exported models, such as `checkpoints/final`. `base` uses that of the weights in `model.path`."""
     on_interrupt: bool = False
     """Save a checkpoint when a signal interrupts the run, after the current step, if that takes at most 10 seconds."""
 

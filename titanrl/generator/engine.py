@@ -31,6 +31,7 @@ from titanrl.generator.compat import (
     step_core,
     temporary_rendezvous,
 )
+from titanrl.generator.frozen import register_loader
 from titanrl.generator.truncation import SupportRecording, support_words
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.vllm_limits import CPU_BLOCK_TOKENS
@@ -237,6 +238,7 @@ def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device
         from titanrl.generator.titan import register_titan_model
 
         register_titan_model(source, device, max_len, config.tp)
+    register_loader(source)
     with temporary_rendezvous():
         engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(source.path, config, device, max_len)))
     if config.model_impl == "titan" and config.tp == 1:

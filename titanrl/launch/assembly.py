@@ -19,7 +19,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
 from titanrl.data.mixture import make_mixture
 from titanrl.device import Device
-from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.generator.actor import LOAD_FORMAT, Generator, GeneratorSetup
 from titanrl.launch.environment import (
     generator_cores,
     generator_device,
@@ -43,7 +43,7 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.launch.templates.imports import needed
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.watched_store import WatchedStore
-from titanrl.models.directory import open_model
+from titanrl.models.directory import export_dtype, open_model
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.replay.directory import ShardNews
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
@@ -396,6 +396,7 @@ class Assembly:
             checkpoint_dir=files.run_dir / "checkpoints",
             keep_checkpoints=config.checkpoint.keep_last,
             store=store,
+            export_dtype=export_dtype(config, files.model_dir),
             family=config.model.family,
             plugins=files.plugins,
             faults=config.faults,
@@ -418,7 +419,7 @@ def generator_setup(
     """Return the setup of a generator. Without a reader, it loads the weights in the directory into vLLM's native model."""
     generator = config.generator
     if reader is None:
-        options = {"model_impl": "native", "vllm": {**generator.vllm, "load_format": "auto"}}
+        options = {"model_impl": "native", "vllm": {**generator.vllm, "load_format": LOAD_FORMAT}}
         generator = generator.model_copy(update=options)
     limit = open_model(files.model_dir, family).shape.max_positions
     return GeneratorSetup(

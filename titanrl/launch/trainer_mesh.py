@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titanrl.config.choices import FileDtype
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.datums import Datum, ForwardBackwardOutput
 from titanrl.files import DamagedError, Digests, check_folder, commit_folder
@@ -259,9 +260,9 @@ class TrainerMesh:
         self.version = same_on_all_ranks("load_state", versions)
         return self.version
 
-    async def export_model(self, target: Path) -> None:
-        """Write the policy as a Hugging Face directory."""
-        await self._all("export_model", self.mesh.export_model.call(target), pace=_DISK)
+    async def export_model(self, target: Path, dtype: FileDtype | None = None) -> None:
+        """Write the policy as a Hugging Face directory, by default in the dtype of `checkpoint.export_dtype`."""
+        await self._all("export_model", self.mesh.export_model.call(target, dtype), pace=_DISK)
 
     async def close(self) -> None:
         """Leave the process group."""

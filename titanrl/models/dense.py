@@ -84,6 +84,7 @@ def dense_family(
         shape=partial(_shape, qk_norm=qk_norm, qkv_bias=qkv_bias),
         spec=partial(_spec, name=model_type, qk_norm=qk_norm, qkv_bias=qkv_bias),
         vllm_names={**VLLM_NAMES, **(QK_NORM_NAMES if qk_norm else {}), **(QKV_BIAS_NAMES if qkv_bias else {})},
+        tensors=partial(_tensors, qk_norm=qk_norm, qkv_bias=qkv_bias),
         lora_targets={"attention": ("wq", "wkv", "wo"), "mlp": ("w1", "w2", "w3")},
         renderer=renderer,
         defaults=defaults,
@@ -110,6 +111,39 @@ def _shape(hf: HFConfig, *, qk_norm: bool, qkv_bias: bool) -> ModelShape:
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
     )
+
+
+def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a dense decoder's checkpoint, by Hugging Face name."""
+    hidden, head_dim, feed_forward = shape.hidden_size, shape.head_dim, shape.intermediate_size
+    query, key_value = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key_value, hidden),
+        "self_attn.v_proj.weight": (key_value, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+    }
+    if shape.qkv_bias:
+        layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else key_value,) for name in "qkv"}
+    if shape.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    layer |= {
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (feed_forward, hidden),
+        "mlp.up_proj.weight": (feed_forward, hidden),
+        "mlp.down_proj.weight": (hidden, feed_forward),
+    }
+    return {
+        "model.embed_tokens.weight": (shape.vocab_size, hidden),
+        **{f"model.layers.{i}.{name}": size for i in range(shape.num_layers) for name, size in layer.items()},
+        "model.norm.weight": (hidden,),
+        **({} if shape.tied_embeddings else {"lm_head.weight": (shape.vocab_size, hidden)}),
+    }
+
+
+def _tensors(hf: HFConfig, *, qk_norm: bool, qkv_bias: bool) -> dict[str, tuple[int, ...]]:
+    return weight_shapes(_shape(hf, qk_norm=qk_norm, qkv_bias=qkv_bias))
 
 
 def _spec(

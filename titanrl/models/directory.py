@@ -2,19 +2,22 @@
 
 import difflib
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanrl.config.choices import FileDtype
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.schema import Config
 from titanrl.config.sections import ModelConfig
 from titanrl.config.shapes import ModelShape
 from titanrl.device import Device
-from titanrl.files import in_shell, why_no_folder
+from titanrl.files import in_shell, why_no_file, why_no_folder
 from titanrl.loading import import_object
 from titanrl.models.families import FAMILIES
 from titanrl.models.family import HFConfig, ModelFamily
+from titanrl.models.weight_files import MERGE_ADAPTER, ORIGINAL, WeightFiles, broken_by_tensors, read_weight_files
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -32,6 +35,8 @@ SIZES = (
 """Keys of config.json that must be positive integers."""
 SUPPORTED = ", ".join(FAMILIES)
 ADD_FAMILY = "use a model of one of these types, or set model.family to a custom family (docs/howto/model_families.md)"
+MODELS_IN = ("*", "checkpoints/final", "snapshots/*")
+"""Places of model directories in a parent folder, a run directory, and the hub's cache."""
 VARIANTS = ("-Base", "-Instruct")
 """Suffixes of model names whose models have the sizes of the model without the suffix."""
 
@@ -56,6 +61,31 @@ class ModelDirectory:
     def problems(self) -> list[str]:
         """Error messages for options of config.json that the family does not support."""
         return self.family.problems(self.hf)
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]] | None:
+        """Shapes of all tensors of a checkpoint by name; None if the family does not know them."""
+        return None if self.family.tensors is None else self.family.tensors(self.hf)
+
+    def weight_files(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> WeightFiles:
+        """Choose the weight files and compare their headers with the model; see `read_weight_files`.
+
+        Args:
+            shapes: Tensors of the model; by default those that the family knows.
+
+        Raises:
+            BrokenRules: The weights cannot be read, or do not fit.
+        """
+        found = read_weight_files(self.path, self.hf.get("transformers_weights"))
+        shapes = self.tensors if shapes is None else shapes
+        if shapes is not None and (broken := list(broken_by_tensors(found, shapes))):
+            raise BrokenRules(*broken)
+        return found
+
+    def notes(self) -> Iterator[str]:
+        """Yield remarks on files and tensors of the directory that are not used. The weights must be readable."""
+        shapes, found = self.tensors, self.weight_files()
+        yield from found.notes(dict.fromkeys(found.tensors, ()) if shapes is None else shapes)
 
     def spec(self, device: Device, max_positions: int) -> "ModelSpec":
         """Return torchtitan's spec of the model on a device, for rows of at most `max_positions` tokens."""
@@ -88,12 +118,12 @@ def read_model(path: Path, family: str | None = None) -> ModelDirectory | Broken
     Unsupported options of a supported model type are listed in `ModelDirectory.problems`.
     """
     values = {"model.path": str(path)}
-    fix = f"correct the path, or download a model: `hf download {_hub_id(path.name)} --local-dir {in_shell(path)}`"
     if why := why_no_folder(path):
-        return BrokenRule(values=values, rule=f"must be a directory, but it {why}", fix=fix)
-    file = path / "config.json"
-    if not file.is_file():
-        return BrokenRule(values=values, rule="must be a Hugging Face model directory, but it has no config.json", fix=fix)
+        return _not_a_directory(path, why)
+    file, fix = path / "config.json", "correct it, or download the model again"
+    if why := why_no_file(file):
+        rule = f"must be a directory whose config.json is a file that can be read, but it {why}"
+        return _without_config(path) if why == "does not exist" else BrokenRule(values=values, rule=rule, fix=fix)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -113,6 +143,9 @@ def read_model(path: Path, family: str | None = None) -> ModelDirectory | Broken
 
 def _family_of(raw: dict[str, Any], family: str | None, values: dict[str, str]) -> ModelFamily | BrokenRule:
     model_type = str(raw.get("model_type"))
+    if "model_type" not in raw:
+        rule = f"its config.json must have a model_type, such as {SUPPORTED}, but it has none"
+        return BrokenRule(values=values, rule=rule, fix="download the version of the model for transformers")
     if family is None:
         if model_type in FAMILIES:
             return FAMILIES[model_type]
@@ -171,6 +204,12 @@ def recipe_model(model: ModelConfig, path: Path = Path()) -> ModelDirectory | Br
     return ModelDirectory(path=path, family=family, hf=family.completed(family.recipe(model.recipe)))
 
 
+def export_dtype(config: Config, base: Path) -> FileDtype:
+    """Return the dtype of exported weights of a run that starts from the model directory `base`."""
+    chosen = config.checkpoint.export_dtype
+    return open_model(base, config.model.family).weight_files().dtype if chosen == "base" else chosen
+
+
 def model_shape(config: Config) -> ModelShape | None:
     """Return the sizes of the policy model, from the recipe or the checkpoint.
 
@@ -195,7 +234,62 @@ def _without_variant(name: str) -> str:
     return name
 
 
-def _hub_id(name: str) -> str:
-    """Return the hub id of the published model with this name, or a default: the first model of the first family."""
-    ids = [hub_id for family in FAMILIES.values() for hub_id in family.published]
-    return next((hub_id for hub_id in ids if hub_id.partition("/")[2] == name), ids[0])
+def _not_a_directory(path: Path, why: str) -> BrokenRule:
+    """Return the rule that a path breaks which is a file, does not exist, or is a name on the hub."""
+    values = {"model.path": str(path)}
+    if not why_no_file(path):
+        what, fix = ("GGUF ", ORIGINAL) if path.suffix == ".gguf" else ("", f"give its directory, {path.parent}")
+        return BrokenRule(values=values, rule=f"must be a directory, but it is a {what}file", fix=fix)
+    if why != "does not exist":
+        fix = "correct the path or its permissions"
+        return BrokenRule(values=values, rule=f"must be a directory, but it {why}", fix=fix)
+    hub_id = _published_id(path)
+    is_hub_id = str(path) == hub_id or (len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists())
+    if is_hub_id and hub_id in (None, str(path)):
+        return BrokenRule(
+            values=values,
+            rule="must be a directory on this machine, but it does not exist",
+            fix=f"if it is a name on the Hugging Face hub, download the model: `hf download {in_shell(path)} --local-dir "
+            f"{in_shell(Path('models', path.name))}`, and give that directory",
+        )
+    fix = f"correct the path, or download a model: {_download(path)}"
+    return BrokenRule(values=values, rule="must be a directory, but it does not exist", fix=fix)
+
+
+def _without_config(path: Path) -> BrokenRule:
+    """Return the rule that a directory without config.json breaks, with the fix for what it contains."""
+    values, rule = {"model.path": str(path)}, "must be a Hugging Face model directory, but it has no config.json"
+    try:
+        names = {file.name for file in path.iterdir()}
+        models = sorted(file.parent for pattern in MODELS_IN for file in path.glob(f"{pattern}/config.json"))
+    except OSError as error:
+        return BrokenRule(values=values, rule=f"must be a readable directory: {error}", fix="correct its permissions")
+    if "adapter_config.json" in names:
+        rule = "must be the directory of a complete model, but it is that of a PEFT adapter"
+        return BrokenRule(values=values, rule=rule, fix=MERGE_ADAPTER)
+    if models:
+        others = f", which is one of {len(models)} model directories in it" if len(models) > 1 else ""
+        return BrokenRule(values=values, rule=rule, fix=f"set it to {models[0]}{others}")
+    if "commit.json" in names or "checkpoints" in names:
+        rule = "must be a Hugging Face model directory, but it is a checkpoint or a run without an exported model"
+        fix = "finish the run, which exports the model to checkpoints/final, and give that directory"
+        return BrokenRule(values=values, rule=rule, fix=fix)
+    if any(name.endswith(".gguf") for name in names):
+        rule = "must be a Hugging Face model directory, but it has GGUF files and no config.json"
+        return BrokenRule(values=values, rule=rule, fix=ORIGINAL)
+    if "params.json" in names or any(name.startswith("consolidated") for name in names):
+        rule = "must be a Hugging Face model directory, but it is in the format of the model's authors"
+        return BrokenRule(values=values, rule=rule, fix="download the version of the model for transformers")
+    return BrokenRule(values=values, rule=rule, fix=f"complete the download: {_download(path)}")
+
+
+def _download(path: Path) -> str:
+    """Return the command that downloads the model of a directory."""
+    hub_id = _published_id(path) or f"ORGANIZATION/{path.name}"
+    return f"`hf download {in_shell(Path(hub_id))} --local-dir {in_shell(path)}`"
+
+
+def _published_id(path: Path) -> str | None:
+    """Return the hub id of the published model that has the name of a directory; None if there is none."""
+    ids = (hub_id for family in FAMILIES.values() for hub_id in family.published)
+    return next((hub_id for hub_id in ids if hub_id.partition("/")[2] == path.name), None)

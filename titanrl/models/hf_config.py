@@ -17,8 +17,12 @@ def option_problems(hf: HFConfig, supported: Mapping[str, Any]) -> list[str]:
     problems = []
     for key, value in supported.items():
         if hf.get(key) not in (value, None):
-            fix = f"with {value}" if value else "without it"
+            fix = f"with {value}" if value else "that is not quantized" if key == "quantization_config" else "without it"
             problems.append(f"{key}: not supported (got {hf[key]!r}). Use a checkpoint {fix}.")
+    if not isinstance(tied := hf.get("tie_word_embeddings"), bool | None):
+        problems.append(f"tie_word_embeddings: must be true or false (got {tied!r}). Correct config.json.")
+    if not is_positive(eps := hf.get("rms_norm_eps")):
+        problems.append(f"rms_norm_eps: must be a number above 0 (got {eps!r}). Correct config.json.")
     layer_types = set(hf.get("layer_types") or [])
     if not layer_types <= {"full_attention"}:
         problems.append(f"layer_types: not supported (got {sorted(layer_types)}). Use a checkpoint with full attention only.")
@@ -37,13 +41,17 @@ def rope_problems(hf: HFConfig) -> list[str]:
     if not isinstance(hf.get(key) or {}, Mapping):
         return [f"{key}: must be an object (got {hf[key]!r}). Correct config.json."]
     rope = rope_parameters(hf)
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        return [f"{key}: must be the same for all layers (got separate ones for {', '.join(nested)}). Use another checkpoint."]
+    if not is_positive(rope["rope_theta"]):
+        return [f"rope_theta: must be a number above 0 (got {rope['rope_theta']!r}). Correct config.json."]
     if rope["rope_type"] not in ROPE_TYPES:
         return [f"{key}: not supported (got rope_type {rope['rope_type']!r}). Use a checkpoint with {' or '.join(ROPE_TYPES)}."]
     factor = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if factor != 1.0:
+    if factor not in (1.0, None):
         return [f"partial_rotary_factor: not supported (got {factor}). Use a checkpoint that rotates all head dimensions."]
     if rope["rope_type"] == "llama3":
-        missing = [name for name in ROPE_FACTORS if not isinstance(rope.get(name), int | float)]
+        missing = [name for name in ROPE_FACTORS if not is_positive(rope.get(name))]
         if missing:
             return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope}). Add them to config.json."]
     return []
@@ -55,8 +63,15 @@ def rope_parameters(hf: HFConfig) -> dict[str, Any]:
     rope.setdefault("rope_type", rope.get("type", "default"))
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = hf.get("rope_theta") or 10_000.0
+    if (original := hf.get("original_max_position_embeddings")) is not None:  # transformers prefers it to the parameter
+        rope["original_max_position_embeddings"] = original
     rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     return rope
+
+
+def is_positive(value: object) -> bool:
+    """Return True if a value of config.json is a number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def recipe_config(recipe: RecipeConfig, options: Mapping[str, Any]) -> dict[str, Any]:

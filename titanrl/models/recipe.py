@@ -14,6 +14,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.shapes import ModelShape
 from titanrl.data.recipe import EOS_ID, PAD_ID, write_tokenizer
+from titanrl.models.dense import weight_shapes
 from titanrl.models.directory import recipe_model
 from titanrl.types import FloatArray
 
@@ -77,34 +78,6 @@ def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, Float
     return {
         name: np.ones(size, np.float32) if "norm" in name else np.float32(std) * rng.standard_normal(size, dtype=np.float32)
         for name, size in weight_shapes(shape).items()
-    }
-
-
-def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the weight shapes of a dense decoder with tied embeddings, by Hugging Face name."""
-    hidden, head_dim, feed_forward = shape.hidden_size, shape.head_dim, shape.intermediate_size
-    query, key_value = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (key_value, hidden),
-        "self_attn.v_proj.weight": (key_value, hidden),
-        "self_attn.o_proj.weight": (hidden, query),
-    }
-    if shape.qkv_bias:
-        layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else key_value,) for name in "qkv"}
-    if shape.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
-    layer |= {
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (feed_forward, hidden),
-        "mlp.up_proj.weight": (feed_forward, hidden),
-        "mlp.down_proj.weight": (hidden, feed_forward),
-    }
-    return {
-        "model.embed_tokens.weight": (shape.vocab_size, hidden),
-        **{f"model.layers.{i}.{name}": size for i in range(shape.num_layers) for name, size in layer.items()},
-        "model.norm.weight": (hidden,),
     }
 
 

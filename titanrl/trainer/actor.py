@@ -28,7 +28,7 @@ from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
-    from titanrl.config.choices import TransportName, Verify
+    from titanrl.config.choices import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.datums import DataResult, RowSizes
@@ -68,6 +68,8 @@ class TrainerSetup:
     """Number of checkpoints to keep."""
     store: WeightStore
     """Store of published weights."""
+    export_dtype: "FileDtype" = "float32"
+    """Dtype of exported weights."""
     family: str | None = None
     """`model.family` of the configuration."""
     plugins: Plugins = field(default_factory=dict)
@@ -368,12 +370,12 @@ class PolicyTrainer(Actor):
 
     @endpoint
     @collective
-    async def export_model(self, target: Path) -> None:
-        """Write the policy as a Hugging Face directory."""
+    async def export_model(self, target: Path, dtype: "FileDtype | None" = None) -> None:
+        """Write the policy as a Hugging Face directory, by default in the dtype of exported weights."""
         from titanrl.trainer.hf import export_hf
 
         self._learner.require_settled("export_model")
-        export_hf(self._learner.model, self._model_dir, target)
+        export_hf(self._learner.model, self._model_dir, target, dtype or self._setup.export_dtype)
 
     @endpoint
     async def close(self) -> None:

@@ -138,7 +138,8 @@ def build_model(
         mark(checkpoint_state(module))
     init_adapters(module, seed)
     assert spec.state_dict_adapter is not None
-    adapter = spec.state_dict_adapter(model_config, str(source.path))
+    # With a path, torchtitan would parse the numbers of weight files in the index, and fail for names without one.
+    adapter = spec.state_dict_adapter(model_config, None)
     return PolicyModel(
         module=module,
         parallel_dims=parallel_dims,

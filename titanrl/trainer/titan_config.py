@@ -18,8 +18,8 @@ SPMD_BACKEND = "partial_dtensor"
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype named `float32` or `bfloat16`."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    """Return the torch dtype of this name."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def titan_parallelism(config: TrainerConfig) -> titan_config.ParallelismConfig:
