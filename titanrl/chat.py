@@ -95,7 +95,7 @@ def load_policy(model_dir: Path, config: Config, temperature: float) -> Callable
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
     def complete(prompt: str) -> str:
-        input_ids = torch.tensor([encode(prompt)])
+        input_ids = torch.tensor([encode({"question": prompt})])
         output = model.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=config.rollout.max_new_tokens, **sampling
         )

@@ -195,7 +195,7 @@ def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_to
 
 def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode:
     """Check environment and rewards, then return the function that tokenizes questions."""
-    encode: Encode = lambda asked: []  # noqa: E731
+    encode: Encode = lambda entry: []  # noqa: E731
     if has_tokenizer:
         try:
             tokenizer = policy_tokenizer(config)

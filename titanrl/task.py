@@ -68,12 +68,17 @@ class Task:
         """Return the first held-out prompts of a task; None means the first task.
 
         Raises:
-            ValueError: There are fewer than `num`, or there is no such task.
+            ValueError: There are none, or fewer than `num`, or there is no such task.
         """
         name = next(iter(self._prompts)) if task is None else task
         if name not in self._prompts:
             raise ValueError(f"task: no such task (got {name!r}). Choose one of {', '.join(self._prompts)}.")
-        return [replace(prompt, task=name) for prompt in self._prompts[name].stream.heldout(num)]
+        prompts = self._prompts[name].stream.heldout(num)
+        if len(prompts) < num:
+            raise ValueError(
+                f"num: task {name} has {len(prompts)} held-out prompts (got {num}). Lower it, or raise data.heldout_fraction."
+            )
+        return [replace(prompt, task=name) for prompt in prompts]
 
     async def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Sample]]) -> list[list[Scored]]:
         """Score the samples of each prompt. A `Scored` has the reward and its parts, or the error of a failed reward."""

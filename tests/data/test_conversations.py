@@ -13,8 +13,9 @@ from tokenizers import models, pre_tokenizers
 
 from tests.data.conftest import REPLY, TURNS, with_template
 from titanrl.config.choices import TrainOn
+from titanrl.data.chat import ChatFormat
 from titanrl.data.conversations import render_conversation
-from titanrl.data.jsonl import BadLine
+from titanrl.data.files import BadRow
 from titanrl.data.messages import read_messages
 from titanrl.data.recipe import ALPHABET, EOS_ID
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,7 +31,7 @@ def conversation(*contents: str) -> list[dict[str, str]]:
 
 def trained(tokenizer: Tokenizer, messages: list[dict[str, str]], train_on: TrainOn) -> list[str]:
     """Return the text of each contiguous run of trained tokens."""
-    example = render_conversation(tokenizer, messages, train_on)
+    example = render_conversation(ChatFormat(tokenizer), messages, train_on)
     runs = groupby(zip(example.token_ids.tolist(), example.mask.tolist(), strict=True), key=lambda pair: pair[1])
     return ["".join(tokenizer.token_text(token) for token, _ in run) for is_trained, run in runs if is_trained]
 
@@ -48,7 +49,9 @@ def test_mask_covers_the_replies_and_the_tokens_that_end_them(chat: Tokenizer) -
 
 
 def test_tokens_end_with_the_last_reply(chat: Tokenizer) -> None:
-    example = render_conversation(chat, [*conversation("1+2", "3"), {"role": "user", "content": "Bye"}], "assistant")
+    example = render_conversation(
+        ChatFormat(chat), [*conversation("1+2", "3"), {"role": "user", "content": "Bye"}], "assistant"
+    )
     # 2 + 0x33 - 0x20 is the id of '3'.
     assert example.token_ids.tolist() == [*chat.encode_chat("[user] 1+2<eos> [assistant] "), 21, EOS_ID]
     assert example.mask.tolist() == [False] * (len(example.token_ids) - 2) + [True, True]
@@ -58,7 +61,7 @@ def test_tokens_end_with_the_last_reply(chat: Tokenizer) -> None:
 @given(contents=st.lists(st.text(ALPHABET, max_size=9), min_size=2, max_size=7), has_system=st.booleans())
 def test_each_reply_follows_the_prompt_of_its_generation(chat: Tokenizer, contents: list[str], has_system: bool) -> None:
     messages = [{"role": "system", "content": "Add."}] * has_system + conversation(*contents)
-    example = render_conversation(chat, messages, "assistant")
+    example = render_conversation(ChatFormat(chat), messages, "assistant")
     expected = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -71,8 +74,8 @@ def test_each_reply_follows_the_prompt_of_its_generation(chat: Tokenizer, conten
 def test_template_that_changes_earlier_messages_requires_train_on_last(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, FORGETTING + REPLY)
     messages = conversation("1+2", "1,2;3", "4+5", "4,5;9")
-    with pytest.raises(BadLine, match=r"does not extend the conversation verbatim at messages\[1\]") as refused:
-        render_conversation(tokenizer, messages, "assistant")
+    with pytest.raises(BadRow, match=r"does not extend the conversation verbatim at messages\[1\]") as refused:
+        render_conversation(ChatFormat(tokenizer), messages, "assistant")
     assert refused.value.fix == "set sft.train_on to last"
     assert trained(tokenizer, messages, "last") == ["4,5;9<eos>"]
     assert "[assistant] 3<eos>" in "".join(trained(tokenizer, messages, "all"))
@@ -93,8 +96,8 @@ def test_template_that_changes_earlier_messages_requires_train_on_last(tmp_path:
     ],
 )
 def test_unsuitable_conversation_is_rejected(tmp_path: Path, template: str, messages: Any, problem: str) -> None:
-    with pytest.raises(BadLine) as refused:
-        render_conversation(with_template(tmp_path, template), messages, "assistant")
+    with pytest.raises(BadRow) as refused:
+        render_conversation(ChatFormat(with_template(tmp_path, template)), messages, "assistant")
     assert problem in refused.value.problem
 
 
@@ -109,8 +112,8 @@ def test_reply_that_shares_a_token_with_its_prompt_is_rejected(tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path)
     assert trained(tokenizer, conversation("3", "5"), "assistant") == ["5<eos>"]
-    with pytest.raises(BadLine, match=r"messages\[1\] is tokenized together with the text before it"):
-        render_conversation(tokenizer, conversation("5", "3"), "assistant")
+    with pytest.raises(BadRow, match=r"messages\[1\] is tokenized together with the text before it"):
+        render_conversation(ChatFormat(tokenizer), conversation("5", "3"), "assistant")
 
 
 @pytest.mark.parametrize(
@@ -119,11 +122,14 @@ def test_reply_that_shares_a_token_with_its_prompt_is_rejected(tmp_path: Path) -
         ("Hi", "messages must be a non-empty list"),
         ([], "messages must be a non-empty list"),
         (["Hi"], "messages[0] must be an object, got str"),
-        ([{"role": "bot", "content": "Hi"}], 'messages[0].role must be one of system, user, assistant, tool, got "bot"'),
+        (
+            [{"role": "bot", "content": "Hi"}],
+            'messages[0].role must be one of system, developer, user, assistant, tool, got "bot"',
+        ),
         ([{"role": "user"}], "messages[0].content must be a string, got null"),
     ],
 )
 def test_invalid_message_is_named(content: Any, problem: str) -> None:
-    with pytest.raises(BadLine) as refused:
+    with pytest.raises(BadRow) as refused:
         read_messages(content)
     assert refused.value.problem == problem

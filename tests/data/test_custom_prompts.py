@@ -1,9 +1,12 @@
 """Custom prompt sources: import paths, files and objects."""
 
+import datetime
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from titanrl.config.data import DataConfig
@@ -22,7 +25,8 @@ LIST = squares(0)
 def entries(source: object, **options: object) -> list[dict[str, Any]]:
     plugin = plugin_of("data.source", source)
     assert plugin is not None
-    return list(read_custom_prompts(plugin, 7, options, needs_answer=False))
+    config = DataConfig.model_validate({"source": "own:prompts", "options": options, "rewards": {"own": "a.b:c"}})
+    return [entry for _, entry in read_custom_prompts(plugin, 7, config) if entry is not None]
 
 
 def stream_of(source: object, tokenizer: Tokenizer, seed: int = 7, **changes: Any) -> PromptStream:
@@ -115,11 +119,50 @@ def test_equal_and_long_questions_are_dropped(tokenizer: Tokenizer) -> None:
     items = [{"prompt": "1 + 2 =", "answer": "3"}, {"prompt": "1 + 2 =", "answer": "4"}, {"prompt": "1" * 65, "answer": "0"}]
     stream = stream_of(items, tokenizer)
     assert (stream.num_prompts, stream[0].entry["answer"]) == (1, "3")
+    assert stream.selection.reasons() == (
+        "2 of 3 rows left out: 1 duplicates with another answer, "
+        "1 longer than data.max_prompt_tokens (the longest has 65 tokens)"
+    )
+
+
+def test_conversations_and_columns_work_in_python(chat: Tokenizer) -> None:
+    items = [{"chat": [{"role": "user", "content": f"{n} + 1 ="}], "truth": {"value": n + 1}} for n in range(9)]
+    columns = {"messages": "chat", "answer": "truth.value"}
+    prompt = stream_of(items, chat, columns=columns)[0]
+    assert chat.token_text(prompt.token_ids[1]) == "u"
+    assert prompt.entry["messages"][0]["content"] == prompt.text
+    assert int(prompt.entry["answer"]) == int(prompt.text[0]) + 1
+
+
+def test_numbers_of_numpy_and_missing_values_are_read() -> None:
+    items = [
+        {"prompt": "a", "answer": np.int64(5)},
+        {"prompt": "b", "answer": np.float32("nan")},
+        {"prompt": "c", "answer": Decimal("1E+2")},
+        {"prompt": "d", "answer": datetime.date(2026, 1, 5)},
+    ]
+    assert [entry["answer"] for entry in entries(items)] == ["5", None, "100", "2026-01-05"]
+
+
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        ({"prompt": "\ud800"}, r"lone surrogate U\+D800"),
+        ({"prompt": "a", "answer": object}, "answer must consist of plain values"),
+        ({"prompt": "a", "metadata": {"level": 1}, "level": 2}, "the row and its metadata both have the key level"),
+        ({"prompt": "a", "tools": ["calculator"]}, r"tools\[0\] must be the schema of a function with a name"),
+        ({"prompt": "a", "own": lambda: 1}, "must be picklable"),
+        (None, "must be a mapping with prompt and answer, got NoneType"),
+    ],
+)
+def test_unusable_item_is_named(item: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"data\.source=.*item 1: .*{problem}"):
+        entries([{"prompt": "1"}, item])
 
 
 def test_missing_answer_is_an_error_only_if_a_reward_needs_it(tokenizer: Tokenizer) -> None:
     items = [{"prompt": f"{n} =", "answer": "1"} for n in range(20)] + [{"prompt": "5 + 5 ="}]
-    with pytest.raises(ValueError, match=r"item 20: answer is missing. Give every item the key answer, or set data\.rewards"):
+    with pytest.raises(ValueError, match=r"item 20: answer is missing. Fill it in, .* or set data\.rewards"):
         stream_of(items, tokenizer)
     assert stream_of(items, tokenizer, rewards={"own": {"function": "a:b"}}).num_prompts > 0
 

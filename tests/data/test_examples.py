@@ -87,9 +87,10 @@ def test_long_examples_are_truncated_skipped_or_rejected(tmp_path: Path, tokeniz
     path = write(tmp_path / "a.jsonl", SUM, long, hopeless)
     cut = read_examples(config_of(path, max_example_tokens=8, overlong="truncate"), tokenizer)
     assert texts(cut.training, tokenizer) == [("1+2=", "3<eos>"), ("1", "2" * 7)]
-    assert (cut.num_truncated, cut.num_skipped) == (1, 1)
+    assert (cut.num_truncated, cut.selections[0].num_left_out) == (1, 1)
     kept = read_examples(config_of(path, max_example_tokens=8, overlong="skip"), tokenizer)
-    assert (len(kept.training), kept.num_truncated, kept.num_skipped) == (1, 0, 2)
+    assert (len(kept.training), kept.num_truncated, kept.selections[0].num_left_out) == (1, 0, 2)
+    assert kept.selections[0].reasons() == "2 of 3 rows left out: 2 longer than the limit (the longest has 11 tokens)"
     text = problem(path, tokenizer, max_example_tokens=8)
     assert f"{path}:2: the example has 11 tokens, more than the limit of 8" in text
     assert "set sft.overlong to truncate or skip" in text
@@ -115,9 +116,9 @@ def test_huge_example_is_cut_before_tokenization(tmp_path: Path, tokenizer: Toke
     [
         ("{not json}", "must be valid JSON"),
         ("[1]", "must be a JSON object, got list"),
-        ('{"prompt": "1"}', "completion is missing. Add it; every line must have prompt and completion, or messages"),
+        ('{"prompt": "1"}', "completion is missing. Add it; every row must have prompt and completion, or messages"),
         ('{"text": "1"}', "prompt is missing"),
-        ('{"prompt": "1", "completion": 2}', "completion must be a string, got 2"),
+        ('{"prompt": "1", "completion": true}', "completion must be a string, got true"),
         ('{"prompt": " ", "completion": "2"}', "prompt is empty"),
         ('{"prompt": "caf\\u00e9", "completion": "2"}', "no token for some characters"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content must be a string"),
@@ -139,7 +140,9 @@ def test_unusable_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert "file not found" in problem(tmp_path / "none.jsonl", tokenizer)
     path = write(tmp_path / "a.jsonl", SUM)
     assert problem(path, tokenizer, validation_path=tmp_path / "none.jsonl").startswith("sft.validation_path=")
-    assert "of 1 lines 0 are held out and 1 skipped" in problem(path, tokenizer, max_example_tokens=3, overlong="skip")
+    assert "has none: 1 rows, 0 held out; 1 of 1 rows left out: 1 longer than the limit" in problem(
+        path, tokenizer, max_example_tokens=3, overlong="skip"
+    )
     assert problem(path, tokenizer, {"system_prompt": "Add."}).startswith("data.system_prompt=")
 
 

@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from tests.data.conftest import CHATML, byte_level, write_model_dir
+from titanrl.data.chat import ChatFormat
 from titanrl.data.conversations import render_conversation
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -98,7 +99,7 @@ def test_tokens_that_are_not_special_keep_their_meaning(chatml: Tokenizer) -> No
 
 def test_replies_of_a_conversation_are_marked_around_special_text(chatml: Tokenizer) -> None:
     messages = [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "No <|endoftext|>!"}]
-    example = render_conversation(chatml, messages, "assistant")
+    example = render_conversation(ChatFormat(chatml), messages, "assistant")
     trained = example.token_ids[example.mask].tolist()
     assert trained == [*chatml.encode("No <|endoftext|>!"), chatml.eos_ids[0]]
     assert controls(chatml, example.token_ids.tolist()) == ["<|im_start|>", "<|im_end|>"] * 2

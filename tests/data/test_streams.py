@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from titanrl.config.data import DataConfig
+from titanrl.config.data import AnswerConfig, DataConfig, RewardConfig
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.streams import is_heldout, make_gym_dataset, make_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 
+CASES = Path(__file__).with_name("cases")
 SUMS = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
 
 
@@ -89,10 +90,12 @@ def test_limit_that_no_prompt_meets_is_rejected(tokenizer: Tokenizer) -> None:
         make_stream(gym_config(max_prompt_tokens=4), tokenizer, seed=7)
 
 
-def test_task_with_few_questions_has_too_few_heldout_prompts(tokenizer: Tokenizer) -> None:
+def test_evaluation_takes_all_questions_of_a_task_with_few(tokenizer: Tokenizer) -> None:
     one_term = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
-    with pytest.raises(ValueError, match=r"too few distinct questions.*lower evaluation\.num_prompts"):
-        make_stream(gym_config(task_config=one_term, heldout_fraction=0.5), tokenizer, seed=7).heldout(11)
+    stream = make_stream(gym_config(task_config=one_term, heldout_fraction=0.5), tokenizer, seed=7)
+    heldout = {prompt.text for prompt in stream.heldout(11)}
+    assert 0 < len(heldout) < 10
+    assert all(is_heldout(text, 0.5) for text in heldout)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +144,45 @@ def test_other_keys_of_a_line_become_metadata(tmp_path: Path, tokenizer: Tokeniz
 
 def test_duplicate_and_long_questions_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = [{"prompt": "1 + 2 =", "answer": "3"}, {"prompt": "1 + 2 =", "answer": "4"}, {"prompt": "1" * 65, "answer": "0"}]
-    stream = make_stream(write_jsonl(tmp_path / "three.jsonl", *lines), tokenizer, seed=0)
+    config = write_jsonl(tmp_path / "four.jsonl", *lines, lines[0])
+    config.path.write_bytes(b"\xef\xbb\xbf" + config.path.read_bytes().replace(b"\n", b"\r\n") + b" \r\n")
+    stream = make_stream(config, tokenizer, seed=0)
     assert stream.num_prompts == 1
     assert stream[0].entry["answer"] == "3"
+    assert (stream.selection.num_rows, stream.selection.num_training, stream.selection.num_heldout) == (5, 1, 0)
+    assert stream.selection.is_mostly_left_out
+    assert stream.selection.left_out == {
+        "duplicates with another answer": 1,
+        "longer than data.max_prompt_tokens (the longest has 65 tokens)": 1,
+        "duplicates": 1,
+        "blank lines": 1,
+    }
+
+
+def test_repeated_long_questions_count_as_long(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    lines = [{"prompt": "1 =", "answer": "1"}, *[{"prompt": "1" * 65, "answer": "0"}] * 2]
+    counts = make_stream(write_jsonl(tmp_path / "a.jsonl", *lines), tokenizer, seed=0).selection.left_out
+    assert list(counts.values()) == [2]
+
+
+def test_answers_of_gsm8k_need_an_extraction(tokenizer: Tokenizer) -> None:
+    config = DataConfig(source="jsonl", path=CASES / "gsm8k.jsonl", heldout_fraction=0.001, max_prompt_tokens=512)
+    with pytest.raises(ValueError, match=r'gsm8k.jsonl:1: answer ends with "#### 31".* Set data\.answer to \{after: "####"\}'):
+        make_stream(config, tokenizer, seed=0)
+    math = config.model_copy(update={"rewards": {"math": RewardConfig(function="math_verify")}})
+    with pytest.raises(ValueError, match="answer ends with"):
+        make_stream(math, tokenizer, seed=0)
+    stream = make_stream(config.model_copy(update={"answer": AnswerConfig(after="####")}), tokenizer, seed=0)
+    entries = [prompt.entry for prompt in stream.training_prompts()]
+    assert [entry["answer"] for entry in entries] == ["31", "1,014"]
+    assert entries[1]["metadata"]["answer"].endswith("books.\n#### 1,014")
+    with pytest.raises(ValueError, match=r'answer must contain "Answer:" \(data\.answer\.after\), but is "In 7 days'):
+        make_stream(config.model_copy(update={"answer": AnswerConfig(after="Answer:")}), tokenizer, seed=0)
+
+
+def test_answers_of_several_lines_are_noted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    stream = make_stream(write_jsonl(tmp_path / "a.jsonl", {"prompt": "1", "answer": "a\nb"}), tokenizer, seed=0)
+    assert stream.selection.notes[0].startswith("1 answers have several lines")
 
 
 @pytest.mark.parametrize(
@@ -152,8 +191,11 @@ def test_duplicate_and_long_questions_are_dropped(tmp_path: Path, tokenizer: Tok
         ("{not json}", "must be valid JSON"),
         ("[1]", "must be a JSON object, got list"),
         ('{"prompt": "1 + 2 ="}', "answer is missing"),
-        ('{"question": "1 + 2 =", "answer": "3"}', "prompt is missing"),
-        ('{"prompt": "1 + 2 =", "answer": 3}', "answer must be a string, got 3. Put it in quotes"),
+        ('{"prompt": null, "answer": "3"}', "prompt is missing"),
+        ('{"prompt": "1 + 2 =", "answer": true}', "answer must be text or a number, got true. Write the text that the model"),
+        ('{"prompt": "1 + 2 =", "answer": NaN}', "answer is missing"),
+        ('{"prompt": "1 + 2 =", "answer": "3", "answer": "4"}', 'the key "answer" occurs more than once in an object'),
+        ('{"prompt": "1", "answer": "1", "x": ' + "9" * 5000 + "}", "must be valid JSON"),
         ('{"prompt": " ", "answer": "3"}', "prompt is empty"),
         (b'{"prompt": "\xff", "answer": "3"}', "must be valid JSON"),
         ('{"prompt": "\\ud800", "answer": "3"}', r"must be valid Unicode, but contains the lone surrogate U\+D800"),
@@ -175,11 +217,13 @@ def test_invalid_line_is_reported_by_number(tmp_path: Path, tokenizer: Tokenizer
 def test_file_with_too_few_questions_is_rejected(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="file not found"):
         make_stream(DataConfig(source="jsonl", path=tmp_path / "missing"), tokenizer, seed=0)
-    with pytest.raises(ValueError, match="must have a training prompt, but none of its 1 questions is usable"):
+    with pytest.raises(ValueError, match=r"none of its 1 rows is usable \(0 held out; 1 of 1 rows left"):
         make_stream(write_jsonl(tmp_path / "long.jsonl", {"prompt": "1" * 65, "answer": "0"}), tokenizer, seed=0)
     stream = make_stream(write_sums(tmp_path / "sums.jsonl", 20), tokenizer, seed=0)
-    with pytest.raises(ValueError, match=r"evaluation\.num_prompts=21, .* has \d held-out prompts\. Lower evaluation"):
-        stream.heldout(21)
+    assert len(stream.heldout(21)) == stream.selection.num_heldout > 0
+    config = write_sums(tmp_path / "sums.jsonl", 3).model_copy(update={"heldout_fraction": 0.001})
+    with pytest.raises(ValueError, match=r"evaluation\.num_prompts=21, .* must have a held-out prompt, but has none\. Raise"):
+        make_stream(config, tokenizer, seed=0).heldout(21)
 
 
 def test_chat_template_is_applied_unless_disabled(tmp_path: Path) -> None:
@@ -203,8 +247,10 @@ def test_evaluation_file_needs_no_training_prompt(tmp_path: Path, tokenizer: Tok
     config = write_sums(tmp_path / "test.jsonl", 10).model_copy(update={"heldout_fraction": 0.999})
     stream = make_stream(config, tokenizer, seed=7, is_trained_on=False)
     assert [prompt.text for prompt in stream.heldout(10, split="all")] == [f"{i} + {i} =" for i in range(10)]
-    with pytest.raises(ValueError, match=r"evaluation\.sets\.a\.num_prompts=11: the source has 10 prompts\. Lower eval"):
-        stream.heldout(11, split="all", key="evaluation.sets.a")
+    assert len(stream.heldout(11, split="all", key="evaluation.sets.a")) == 10
+    short = make_stream(config.model_copy(update={"max_prompt_tokens": 1}), tokenizer, seed=7, is_trained_on=False)
+    with pytest.raises(ValueError, match=r"evaluation\.sets\.a\.num_prompts=11: .* has none \(10 of 10 rows left out: 10"):
+        short.heldout(11, split="all", key="evaluation.sets.a")
     with pytest.raises(ValueError, match="must have a training prompt"):
         make_stream(config.model_copy(update={"heldout_fraction": 0.9999}), tokenizer, seed=7)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import GetJsonSchemaHandler, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from titanrl.config.curriculum import CurriculumConfig
@@ -12,7 +12,7 @@ from titanrl.config.errors import BrokenRule
 from titanrl.config.rewards import JudgeOptions, broken_by_options
 from titanrl.config.section import Count, FilePath, Fraction, OrImportPath, Section, Tokens
 
-FILE_SOURCES = ("jsonl", "parquet")
+FILE_SOURCES = ("jsonl", "parquet", "arrow")
 """Built-in prompt sources that read files."""
 SOURCES = ("reasoning_gym", *FILE_SOURCES)
 """Built-in prompt sources."""
@@ -20,7 +20,7 @@ ANSWER_REWARDS = ("reasoning_gym", "exact", "math_verify")
 """Built-in rewards that compare the completion with the reference answer."""
 REWARDS = (*ANSWER_REWARDS, "regex", "overlong", "repetition", "judge")
 """Built-in rewards."""
-RESERVED = ("mean", "error_frac", "turns", "truncated")
+RESERVED = ("mean", "error_frac")
 """Names that a reward cannot have, because `reward/<name>` is already a metric."""
 
 
@@ -79,12 +79,28 @@ class RewardConfig(Section):
             )
 
 
+class AnswerConfig(Section):
+    """Extraction of the reference answer from the column of answers."""
+
+    after: Annotated[str, Field(min_length=1)]
+    """The answer is the text after the last occurrence of this text, without surrounding white space. GSM8K's answers are the
+    solution, then `#### ` and the number: `{after: "####"}`. `metadata` keeps the whole text."""
+
+
+TEMPLATE_ARGUMENTS = (
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "messages"),
+    *("max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"),
+    *("tokenizer_kwargs", "tools", "truncation"),
+)
+"""Arguments of `apply_chat_template` that TitanRL sets, so that they are not variables of the chat template."""
+
+
 class DataConfig(Section):
     """Prompts, and the rewards of their completions."""
 
     source: Annotated[str, OrImportPath(SOURCES)] = "reasoning_gym"
-    """Prompt source: a task of the reasoning-gym package, a `jsonl` or `parquet` file, or the import path of a list of prompts
-    or of a function `prompts(seed)` that returns one (docs/howto/data.md)."""
+    """Prompt source: a task of the reasoning-gym package; `jsonl` or `parquet` files; `arrow`, a data set saved by Hugging Face
+    datasets; or the import path of a list of prompts or of a function `prompts(seed)` that returns one (docs/howto/data.md)."""
     options: dict[str, Any] = {}
     """Keyword arguments of a custom prompt source."""
     task: str = "chain_sum"
@@ -92,11 +108,14 @@ class DataConfig(Section):
     task_config: dict[str, Any] = {}
     """Options of the reasoning-gym task."""
     path: FilePath | None = None
-    """JSONL or Parquet file with the columns `prompt` and `answer`, or `messages` (a list of chat messages). Other columns
-    become metadata. Can also be a directory of Parquet files, or a pattern such as `data/train-*.parquet`."""
-    columns: dict[Literal["prompt", "answer", "messages"], str] = {}
-    """Names of the columns in the file, if they are not `prompt`, `answer` and `messages`, such as `{prompt: problem, answer:
+    """File with the columns `prompt` and `answer`, or `messages` (a list of chat messages), and perhaps `tools`. Other columns
+    become metadata. Can also be a directory of such files, a pattern such as `data/train-*.parquet`, or the directory of a
+    saved data set."""
+    columns: dict[Literal["prompt", "answer", "messages", "tools"], str] = {}
+    """Names of the columns, if they are not `prompt`, `answer`, `messages` and `tools`, such as `{prompt: problem, answer:
     reward.truth}`. A dot selects a nested field."""
+    answer: AnswerConfig | None = None
+    """Extraction of the reference answer from a longer text, such as a worked solution; null takes the whole text."""
     num_prompts: Count = 12_000
     """Number of training prompts per epoch of a reasoning-gym task. Every epoch has the same prompts in a different order."""
     heldout_fraction: Fraction = 0.2
@@ -113,11 +132,14 @@ class DataConfig(Section):
     """System message before the question. Requires a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
     """`auto` applies the tokenizer's chat template, if it has one. `never` uses the question unchanged."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as `{enable_thinking: false}`. A row can override them in the column
+    `chat_template_kwargs`."""
     control_tokens: bool = False
     """Encode the text of a special token in prompts and SFT examples, such as `<|im_end|>`, as the token instead of as text.
     Set it only for data that you wrote yourself. It has no effect on the messages of environments."""
     max_prompt_tokens: Tokens = 64
-    """Maximum prompt length in tokens. Longer prompts are skipped."""
+    """Maximum prompt length in tokens. Longer prompts are left out, and counted."""
     curriculum: CurriculumConfig | None = None
     """Difficulty levels, and the sampler that chooses among them (docs/howto/curriculum.md); null uses all prompts."""
 
@@ -125,17 +147,20 @@ class DataConfig(Section):
         if (self.source in FILE_SOURCES) != (self.path is not None):
             yield BrokenRule(
                 values={"path": self.path, "source": self.source},
-                rule="path is required when source is jsonl or parquet, and allowed only then",
+                rule="path is required when source is jsonl, parquet or arrow, and allowed only then",
                 fix="set path to the file with prompts and answers"
                 if self.path is None
-                else "remove path, or set source to jsonl or parquet",
+                else "remove path, or set source to jsonl, parquet or arrow",
             )
-        if self.columns and self.source not in FILE_SOURCES:
-            yield BrokenRule(
-                values={"columns": self.columns, "source": self.source},
-                rule="only a JSONL or Parquet file has columns",
-                fix="remove columns",
-            )
+        for key, value in {"columns": self.columns, "answer": self.answer}.items():
+            if value and self.source == "reasoning_gym":
+                shown = value.model_dump() if isinstance(value, Section) else value
+                yield BrokenRule(
+                    values={key: shown, "source": self.source},
+                    rule="a reasoning-gym task has no columns",
+                    fix=f"remove {key}",
+                )
+        yield from self._broken_by_template()
         if self.options and self.source in SOURCES:
             yield BrokenRule(
                 values={"options": self.options, "source": self.source},
@@ -146,12 +171,30 @@ class DataConfig(Section):
             yield from self.curriculum.broken_by_source(self.source, self.task_config)
         for name, reward in self.rewards.items():
             if name in RESERVED or not name.isidentifier():
-                rule = f"a reward's name must consist of letters, digits and _, and must not be one of {', '.join(RESERVED)}"
                 yield BrokenRule(
                     values={f"rewards.{name}": reward.function},
-                    rule=rule,
+                    rule=f"a reward's name must consist of letters, digits and _, and must not be {' or '.join(RESERVED)}",
                     fix="rename it",
                 )
+
+    def _broken_by_template(self) -> Iterator[BrokenRule]:
+        given = {"chat_template_kwargs": self.chat_template_kwargs}
+        if reserved := self.chat_template_kwargs.keys() & set(TEMPLATE_ARGUMENTS):
+            yield BrokenRule(
+                values=given, rule=f"{min(reserved)} is not a variable of a chat template", fix=f"remove {min(reserved)}"
+            )
+        if self.chat_template_kwargs and self.chat_template == "never":
+            yield BrokenRule(
+                values={**given, "chat_template": "never"},
+                rule="variables require a chat template",
+                fix="remove them, or set chat_template to auto",
+            )
+        if self.chat_template_kwargs and self.environment is not None:
+            yield BrokenRule(
+                values={**given, "environment": self.environment.function},
+                rule="the renderer of the environment renders its messages",
+                fix="set environment.renderer_options instead",
+            )
 
     @property
     def reward_parts(self) -> Mapping[str, RewardConfig]:
@@ -183,6 +226,18 @@ class DataConfig(Section):
         return 0.0 if reward is None else reward.weight * reward.weights.get(returned, 1.0)
 
     @property
+    def compares_texts(self) -> bool:
+        """True if a reward expects a short answer: the reference answer itself, or a mathematical expression that equals it."""
+        return self.compares_with_answer and any(
+            part.function in ("exact", "math_verify") for part in self.reward_parts.values()
+        )
+
+    @property
     def compares_with_answer(self) -> bool:
-        """True if a reward compares completions with the reference answer, so that every prompt needs one."""
+        """True if a reward compares completions with the reference answer, so that every prompt needs one.
+
+        An environment usually returns rewards; the default reward is used only if it does not.
+        """
+        if self.environment is not None and not self.rewards:
+            return False
         return any(reward.compares_with_answer for reward in self.reward_parts.values())

@@ -22,13 +22,16 @@ error."""
 
 class SFTConfig(Section):
     """Supervised fine-tuning on examples (`titanrl sft`), for `num_steps` steps. `evaluation.every_steps` is the number of
-    steps between evaluations of the loss on held-out examples. Of the section `data`, only `chat_template` and `system_prompt`
-    are used."""
+    steps between evaluations of the loss on held-out examples. Of the section `data`, only `chat_template`,
+    `chat_template_kwargs`, `system_prompt` and `control_tokens` are used."""
 
     path: FilePath
-    """JSONL file of examples: one object per line, with `messages`, or with `prompt` and `completion` (docs/howto/sft.md)."""
+    """Examples with `messages`, or with `prompt` and `completion` (docs/howto/sft.md): a JSONL or Parquet file, a directory of
+    such files, a pattern such as `data/train-*.parquet`, or the directory of a data set saved by Hugging Face datasets."""
     validation_path: FilePath | None = None
-    """JSONL file of held-out examples; null uses `heldout_fraction`."""
+    """Held-out examples, in the same formats; null uses `heldout_fraction`."""
+    columns: dict[Literal["prompt", "completion", "messages", "tools"], str] = {}
+    """Names of the columns, if they are not `prompt`, `completion`, `messages` and `tools`. A dot selects a nested field."""
     heldout_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Fraction of the examples in `path` that is held out. A hash of the prompt, or of the first user message, assigns each
     example, as for `data.heldout_fraction`."""

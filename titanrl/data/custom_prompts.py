@@ -1,10 +1,12 @@
 """Custom prompt sources: a list of prompts, or a function that returns one."""
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.data.entries import check_picklable, entries_of
+from titanrl.data.files import BadRow, Row
 from titanrl.plugins import Plugin, check_call
 
 EXPECTED = "def prompts(seed: int) -> Sequence[Mapping[str, Any]]"
@@ -14,8 +16,8 @@ EXPECTED = "def prompts(seed: int) -> Sequence[Mapping[str, Any]]"
 class Prompts(Protocol):
     """A sequence of prompts, such as a list of dicts.
 
-    A prompt is a mapping with the string `prompt` or `question`, and usually the string `answer`. Rewards receive it as
-    `question`, `answer` (None if missing) and `metadata`, a dict of all other keys.
+    A prompt is a mapping with `prompt` or `question` (a string) or `messages` (a conversation), and usually `answer`, as a row
+    of a file. Rewards receive it as `question`, `answer` (None if missing) and `metadata`, a dict of all other keys.
 
     Example: `[{"prompt": "What is 7 * 8?", "answer": "56", "level": 2}]`
     """
@@ -59,31 +61,38 @@ def check_prompt_source(source: object, *, key: str, name: str, options: Mapping
         )
 
 
-def read_custom_prompts(
-    plugin: Plugin, seed: int, options: Mapping[str, Any], *, needs_answer: bool
-) -> Iterator[dict[str, Any]]:
-    """Yield the prompts of a custom source as entries with `question`, `answer` and `metadata`.
+def read_custom_prompts(plugin: Plugin, seed: int, config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
+    """Yield the prompts of a custom source with their entries, as `read_entries` does for files.
 
     Args:
         plugin: The list, or the function that returns it.
         seed: Seed of the run.
-        options: Keyword arguments of the function.
-        needs_answer: True if a prompt without an answer is an error.
+        config: Section `data`, with the keyword arguments of the function.
 
     Raises:
         ValueError: The source or one of its prompts is invalid.
     """
     source = plugin.load()
-    check_prompt_source(source, key=plugin.key, name=plugin.name, options=options)
-    prompts = source if _is_list(source) else _called(source, plugin, seed, options)
-    for index in range(len(prompts)):
+    check_prompt_source(source, key=plugin.key, name=plugin.name, options=config.options)
+    prompts = source if _is_list(source) else _called(source, plugin, seed, config.options)
+    for row, entry in entries_of(_rows(prompts, plugin), config):
+        assert entry is not None
         try:
-            yield _entry(prompts[index], needs_answer=needs_answer)
-        except _BadPrompt as error:
-            raise _broken(plugin, f"item {index}: {error.problem}", error.fix) from error
+            check_picklable(entry)
+        except BadRow as error:
+            raise row.broken(error) from error
+        yield row, entry
+
+
+def _rows(prompts: Prompts, plugin: Plugin) -> Iterator[Row]:
+    for index in range(len(prompts)):
+        row = Row(content=None, values={plugin.key: plugin.name}, place=f"item {index}")
+        try:
+            item: object = prompts[index]
+            content = dict(item) if isinstance(item, Mapping) else item
         except Exception as error:  # custom code may raise anything
-            problem = f"item {index}: reading it raised {type(error).__name__}: {error}"
-            raise _broken(plugin, problem, "give a list of dicts") from error
+            raise row.broken(BadRow(f"reading it raised {type(error).__name__}: {error}", "give a list of dicts")) from error
+        yield Row(content=content, values=row.values, place=row.place)
 
 
 def _is_list(source: object) -> TypeGuard[Prompts]:
@@ -98,43 +107,6 @@ def _called(source: Callable[..., Any], plugin: Plugin, seed: int, options: Mapp
     if not _is_list(prompts):
         raise _broken(plugin, f"must return a list of prompts, got {type(prompts).__name__}", f"write it as `{EXPECTED}`")
     return prompts
-
-
-class _BadPrompt(Exception):
-    """Raised for an item that is not a valid prompt."""
-
-    def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(problem, fix)
-        self.problem = problem
-        self.fix = fix
-
-
-def _entry(item: object, *, needs_answer: bool) -> dict[str, Any]:
-    if not isinstance(item, Mapping):
-        raise _BadPrompt(f"must be a mapping with prompt and answer, got {type(item).__name__}", "return a list of dicts")
-    rest = {str(key): value for key, value in item.items() if key not in ("prompt", "question", "answer", "metadata")}
-    question, answer = item.get("question", item.get("prompt")), item.get("answer")
-    if question is None:
-        raise _BadPrompt("prompt is missing", "give every item the key prompt")
-    if answer is None and needs_answer:
-        raise _BadPrompt("answer is missing", "give every item the key answer, or set data.rewards to a custom reward")
-    for key, text in {"prompt": question, "answer": answer}.items():
-        if not isinstance(text, str) and text is not None:
-            raise _BadPrompt(f"{key} must be a string, got {text!a:.60}", "convert it with str()")
-        if text is not None and not text.strip():
-            raise _BadPrompt(f"{key} is empty", "fill it in, or leave the item out")
-    metadata = item.get("metadata", {})
-    if not isinstance(metadata, Mapping):
-        raise _BadPrompt(f"metadata must be a mapping, got {type(metadata).__name__}", "rename the key")
-    entry = {"question": question, "answer": answer, "metadata": {**metadata, **rest}}
-    try:
-        question.encode()
-        pickle.dumps(entry)  # it is sent to the sandbox
-    except Exception as error:  # pickling runs custom code
-        raise _BadPrompt(
-            f"must be picklable, to be sent to rewards: {type(error).__name__}: {error}", "use plain values"
-        ) from error
-    return entry
 
 
 def _broken(plugin: Plugin, rule: str, fix: str) -> BrokenRules:

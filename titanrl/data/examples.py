@@ -5,7 +5,8 @@ the next one. An epoch contains every example once, in a different order each ti
 the start of the next.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,16 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
 from titanrl.config.sft import SFTConfig
 from titanrl.config.shipped import data_file
 from titanrl.data.conversations import render_conversation
 from titanrl.data.demonstrations import Demonstration
-from titanrl.data.jsonl import BadLine, read_jsonl, text_of
-from titanrl.data.messages import Message, read_messages
-from titanrl.data.streams import epoch_order, is_heldout, make_encoder
+from titanrl.data.entries import OPTIONS_COLUMN, is_missing, read_options, scalar_text, value_of
+from titanrl.data.files import BadRow, data_digest, format_of, read_rows
+from titanrl.data.messages import Message, read_messages, read_tools
+from titanrl.data.selection import BLANK, Selection
+from titanrl.data.streams import chat_format, epoch_order, is_heldout, make_encoder, opened
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
+
+_TOO_LONG = "longer than the limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +40,8 @@ class Examples:
     """Held-out examples, in file order."""
     num_truncated: int = 0
     """Number of examples whose last tokens were cut."""
-    num_skipped: int = 0
-    """Number of examples left out, because they are too long or have no token to train on within the limit."""
+    selections: tuple[Selection, ...] = ()
+    """Rows of each file by use."""
 
     def batch(self, first: int, size: int, seed: int) -> list[Demonstration]:
         """Return `size` training examples from index `first` on. Indices count over all epochs."""
@@ -46,13 +51,12 @@ class Examples:
 
     def summary(self, batch_size: int, num_steps: int) -> dict[str, str]:
         """Return the lines that a dry run prints, by label."""
-        overlong = self.num_truncated + self.num_skipped
-        left_out = f"; {self.num_truncated} truncated, {self.num_skipped} skipped" if overlong else ""
+        truncated = f"; {self.num_truncated:,} truncated" if self.num_truncated else ""
         lengths = [len(example.token_ids) for example in self.training]
         num_trained = sum(example.num_trained for example in self.training)
         number, epochs = len(self.training), batch_size * num_steps / len(self.training)
         return {
-            "examples": f"{number:,} to train on, {len(self.heldout):,} held out{left_out}",
+            "examples": f"{number:,} to train on, {len(self.heldout):,} held out{truncated}",
             "tokens to train on": f"{num_trained:,} of {sum(lengths):,} ({max(lengths):,} in the longest example)",
             "epochs": f"{epochs:.2f} ({number / batch_size:,.1f} steps per epoch)",
         }
@@ -62,58 +66,110 @@ def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
     """Read and tokenize the examples of a configuration with the section `sft`.
 
     Raises:
-        BrokenRules: A file, one of its lines, or a key is invalid.
+        BrokenRules: A file, one of its rows, or a key is invalid.
     """
     assert config.sft is not None
-    converter = _Converter(config, config.sft, tokenizer)
-    listed = read_jsonl(data_file(config.sft.path), "sft.path", converter.convert)
     fraction, validation_path = config.sft.heldout_fraction, config.sft.validation_path
-    training = [example for text, example in listed if example is not None and not is_heldout(text, fraction)]
-    heldout = [example for text, example in listed if example is not None and is_heldout(text, fraction)]
+    reader = _Reader(config, config.sft, tokenizer, config.sft.path, "sft.path")
+    training, heldout = list[Demonstration](), list[Demonstration]()
+    for text, example in reader.read():
+        (heldout if is_heldout(text, fraction) else training).append(example)
+    note = f"sft.heldout_fraction={fraction:g} holds out none of the {len(training):,} examples"
+    notes = (note,) if fraction and training and not heldout else ()
+    selections = [reader.selection(len(training), len(heldout), notes)]
+    num_truncated = reader.num_truncated
     if validation_path is not None:
-        lines = read_jsonl(data_file(validation_path), "sft.validation_path", converter.convert)
-        heldout = [example for _, example in lines if example is not None]
-    if not training:
-        raise _without_examples(config.sft.path, len(listed), len(heldout), converter.num_skipped)
-    return Examples(
-        training=tuple(training),
-        heldout=tuple(heldout),
-        num_truncated=converter.num_truncated,
-        num_skipped=converter.num_skipped,
-    )
+        reader = _Reader(config, config.sft, tokenizer, validation_path, "sft.validation_path")
+        heldout = [example for _, example in reader.read()]
+        selections.append(reader.selection(0, len(heldout)))
+        num_truncated += reader.num_truncated
+    for selection, examples, what in zip(selections, (training, heldout), ("to train on", "to evaluate"), strict=False):
+        if not examples:
+            raise _without_examples(selection, what)
+    return Examples(training=tuple(training), heldout=tuple(heldout), num_truncated=num_truncated, selections=tuple(selections))
 
 
-def _without_examples(path: Path, num_lines: int, num_heldout: int, num_skipped: int) -> BrokenRules:
-    rule = f"must contain an example to train on, but of {num_lines} lines {num_heldout} are held out and {num_skipped} skipped"
-    fix = "add examples, or raise sft.max_example_tokens"
-    return BrokenRules(BrokenRule(values={"sft.path": str(path)}, rule=rule, fix=fix))
+def _without_examples(found: Selection, what: str) -> BrokenRules:
+    counts = "; ".join(filter(None, [f"{found.num_heldout:,} held out", found.reasons()]))
+    rule = f"must contain an example {what}, but has none: {found.num_rows:,} rows, {counts}"
+    fix = "add examples, or raise sft.max_example_tokens" if found.num_left_out else "add examples"
+    return BrokenRules(BrokenRule(values={found.key: found.source}, rule=rule, fix=fix))
 
 
-class _Converter:
-    """Converts JSONL lines to examples, and counts those that are too long."""
+class _Reader:
+    """Reads the examples of a path, and counts those that are too long."""
 
-    def __init__(self, config: Config, sft: SFTConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, sft: SFTConfig, tokenizer: Tokenizer, path: Path, key: str) -> None:
         make_encoder(config.data, tokenizer)  # rejects a system prompt without a chat template
-        self.num_truncated = self.num_skipped = 0
+        self.num_truncated = 0
+        self._left_out: Counter[str] = Counter()
+        self._longest = 0
+        self._unused: dict[str, None] = {}
+        self._config, self._columns, self._path, self._key = config.data, sft.columns, path, key
         self._tokenizer, self._train_on, self._overlong = tokenizer, sft.train_on, sft.overlong
         self._max_tokens = sft.max_example_tokens or config.trainer.row_tokens
         self._control_tokens = config.data.control_tokens
         self._is_chat = config.data.chat_template == "auto" and tokenizer.chat_template
-        system = config.data.system_prompt
-        self._first_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._template = chat_format(config.data, tokenizer) if tokenizer.chat_template else None
+        self._kind = format_of(data_file(path))
 
-    def convert(self, line: dict[str, Any]) -> tuple[str, Demonstration | None]:
-        """Return the text that assigns a line to a split, and its example; None as the example if it is left out."""
-        if "messages" in line:
-            messages = read_messages(line["messages"])
-            question = next((message["content"] for message in messages if message["role"] == "user"), messages[0]["content"])
-            return question, self._limited(self._conversation([{**m, "content": self._cut(m["content"])} for m in messages]))
-        prompt, completion = (text_of(line, key, "prompt and completion, or messages") for key in ("prompt", "completion"))
-        asked, reply = self._cut(prompt), self._cut(completion)
-        if not self._is_chat:
-            return prompt, self._limited(self._texts(asked, reply))
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
-        return prompt, self._limited(self._rendered([*self._first_messages, *turns]))
+    def read(self) -> Iterator[tuple[str, Demonstration]]:
+        """Yield the examples that are not left out, each with the text that assigns it to a split.
+
+        Raises:
+            BrokenRules: The file cannot be read, or a row is invalid.
+        """
+        for row in read_rows(self._path, self._key, self._kind):
+            if row.is_blank:
+                self._left_out[BLANK] += 1
+                continue
+            try:
+                text, example = self._converted(row.content)
+                kept = self._limited(example)
+            except BadRow as error:
+                raise row.broken(error) from error
+            if kept is not None:
+                yield text, kept
+
+    def selection(self, num_training: int, num_heldout: int, notes: tuple[str, ...] = ()) -> Selection:
+        """Return the rows of the path by use, once all are read."""
+        too_long = f"{_TOO_LONG} (the longest has {self._longest:,} tokens)"
+        unused = f"columns that are not used: {', '.join(self._unused)}"
+        return Selection(
+            key=self._key,
+            source=str(data_file(self._path).absolute()),
+            num_training=num_training,
+            num_heldout=num_heldout,
+            left_out={too_long if reason == _TOO_LONG else reason: number for reason, number in self._left_out.items()},
+            notes=(*notes, *((unused,) if self._unused else ())),
+            digest=data_digest(self._path, self._key, self._kind),
+        )
+
+    def _converted(self, row: Mapping[str, Any]) -> tuple[str, Demonstration]:
+        """Return the text that assigns a row to a split, and its example."""
+        names = {name: self._columns.get(name, name) for name in ("prompt", "completion", "messages", "tools")}
+        is_chat = "messages" in self._columns or ("prompt" not in self._columns and not is_missing(row.get("messages")))
+        if not is_chat and not self._columns and not is_missing(row.get("conversations")) and is_missing(row.get("prompt")):
+            is_chat, names["messages"] = True, "conversations"
+        asked_names = {names["messages"]} if is_chat else {names["prompt"], names["completion"]}
+        used = asked_names | {name.split(".")[0] for name in asked_names} | {names["tools"], OPTIONS_COLUMN}
+        self._unused |= dict.fromkeys(str(name) for name in row if name not in used)
+        has_fillers = self._kind != "jsonl"
+        tools = read_tools(value_of(row, names["tools"]), has_fillers=has_fillers)
+        options = read_options(row.get(OPTIONS_COLUMN))
+        if is_chat:
+            messages = read_messages(value_of(row, names["messages"]), has_fillers=has_fillers)
+            return _question(messages), self._conversation(messages, tools, options)
+        asked, reply = value_of(row, names["prompt"]), value_of(row, names["completion"])
+        if self._is_chat or any(isinstance(value, Sequence) and not isinstance(value, str) for value in (asked, reply)):
+            turns = _turns(asked, names["prompt"], "user", has_fillers)
+            whole = [*turns, *_turns(reply, names["completion"], "assistant", has_fillers)]
+            return _question(turns), self._conversation(whole, tools, options, num_prompt=len(turns))
+        prompt, completion = _text(asked, names["prompt"]), _text(reply, names["completion"])
+        for key, given in {names["tools"]: tools, OPTIONS_COLUMN: options}.items():
+            if given:
+                raise BadRow(f"{key} requires a chat template", "remove it, or use a model with a chat template")
+        return prompt, self._texts(self._cut(prompt), self._cut(completion))
 
     def _cut(self, text: str) -> str:
         """Return only the start of a very long text, because tokenizing all of it could need too much memory.
@@ -122,16 +178,27 @@ class _Converter:
         """
         return text[: 2 * self._max_tokens * MAX_TOKEN_CHARS]
 
-    def _conversation(self, messages: Sequence[Message]) -> Demonstration:
-        if not self._tokenizer.chat_template:
-            raise BadLine(
+    def _conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        num_prompt: int = 0,
+    ) -> Demonstration:
+        if self._template is None:
+            raise BadRow(
                 "messages require a chat template, but the tokenizer has none",
                 "write prompt and completion, or set model.path to a model with a chat template",
             )
-        return self._rendered(messages)
-
-    def _rendered(self, messages: Sequence[Message]) -> Demonstration:
-        return render_conversation(self._tokenizer, messages, self._train_on, control_tokens=self._control_tokens)
+        whole = opened(self._config, [{**message, "content": self._cut(message["content"])} for message in messages])
+        return render_conversation(
+            self._template,
+            whole,
+            self._train_on,
+            tools=tools,
+            options=options,
+            num_prompt=num_prompt + len(whole) - len(messages) if num_prompt else 0,
+        )
 
     def _texts(self, prompt: str, completion: str) -> Demonstration:
         """Tokenize prompt and completion without a chat template, with an end-of-sequence token after the completion."""
@@ -141,7 +208,7 @@ class _Converter:
             if token_ids[: len(prompt_ids)] != prompt_ids:  # a token would span the end of the prompt
                 token_ids = prompt_ids + self._tokenizer.encode(completion, control_tokens=self._control_tokens)
         except ValueError as error:
-            raise BadLine(str(error), "correct the line") from error
+            raise BadRow(str(error), "correct the row") from error
         if token_ids[-1:] != [eos_id]:
             token_ids.append(eos_id)
         first = 0 if self._train_on == "all" else len(prompt_ids)
@@ -150,14 +217,42 @@ class _Converter:
     def _limited(self, example: Demonstration) -> Demonstration | None:
         """Return an example within the length limit, or None if it is left out."""
         length, limit = len(example.token_ids), self._max_tokens
+        self._longest = max(self._longest, length)
         if length > limit and self._overlong == "error":
-            raise BadLine(
+            raise BadRow(
                 f"the example has {length} tokens, more than the limit of {limit}",
                 "shorten it, raise sft.max_example_tokens and trainer.row_tokens, or set sft.overlong to truncate or skip",
             )
+        if length > limit and self._overlong == "skip":
+            self._left_out[_TOO_LONG] += 1
+            return None
         kept = Demonstration(token_ids=example.token_ids[:limit], mask=example.mask[:limit])
-        if (length > limit and self._overlong == "skip") or not kept.mask[1:].any():
-            self.num_skipped += 1
+        if not kept.mask[1:].any():
+            self._left_out["without a token to train on" + (" within the limit" if length > limit else "")] += 1
             return None
         self.num_truncated += length > limit
         return kept
+
+
+def _question(messages: Sequence[Message]) -> str:
+    """Return the text that assigns a conversation to a split: the first user message."""
+    return str(next((message["content"] for message in messages if message["role"] == "user"), messages[0]["content"]))
+
+
+def _turns(value: Any, name: str, role: str, has_fillers: bool) -> list[Message]:
+    """Return the messages of a prompt or a completion. Text is one message."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return read_messages(value, has_fillers=has_fillers)
+    return [{"role": role, "content": _text(value, name)}]
+
+
+def _text(value: Any, name: str) -> str:
+    if is_missing(value):
+        needed = "every row must have prompt and completion, or messages (sft.columns names other columns)"
+        raise BadRow(f"{name} is missing", f"add it; {needed}")
+    text = scalar_text(value)
+    if text is None:
+        raise BadRow(f"{name} must be a string, got {inline(value)}", "put it in quotes")
+    if not text.strip():
+        raise BadRow(f"{name} is empty", "fill it in, or delete the row")
+    return text

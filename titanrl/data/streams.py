@@ -6,6 +6,8 @@ its text assigns each question to the training or the held-out split, so no ques
 
 import dataclasses
 import difflib
+import hashlib
+import json
 import math
 import time
 import zlib
@@ -22,9 +24,12 @@ import numpy as np
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.evaluation import Split
+from titanrl.data.chat import ChatFormat
 from titanrl.data.custom_prompts import read_custom_prompts
+from titanrl.data.entries import read_entries
+from titanrl.data.files import BadRow, Row
 from titanrl.data.messages import Message
-from titanrl.data.rows import read_rows
+from titanrl.data.selection import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, Selection
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
 from titanrl.plugins import Plugin, Plugins
 from titanrl.types import IntArray, Prompt
@@ -34,20 +39,20 @@ if TYPE_CHECKING:
 
 Entry = Mapping[str, Any]
 """Argument of a reward: a mapping with `question`, `answer` and `metadata`."""
-Encode = Callable[[str | Sequence[Message]], list[int]]
-"""Function that tokenizes a question, or a conversation that ends with one."""
+Encode = Callable[[Entry], Sequence[int]]
+"""Function that tokenizes the question of an entry, or its conversation with tools and template variables."""
 
+_OF_TEMPLATE = {"messages": "conversations", "tools": "tools", "chat_template_kwargs": "variables of the template"}
+"""Keys of an entry that only a chat template can render."""
 _EXPECTED_TRIES = 100
 """Average number of candidates from the right split before a search fails."""
 _HELDOUT_BLOCK = 1000
 """Number of items in each reasoning-gym dataset that is searched for held-out questions."""
 _OTHER_SPLIT = "in the other split"
-_TOO_LONG = "longer than data.max_prompt_tokens"
-_SEEN = "duplicates"
 _FIXES = {
     _OTHER_SPLIT: "the task has too few distinct questions; widen data.task_config",
-    _TOO_LONG: "raise data.max_prompt_tokens",
-    _SEEN: "the task has too few distinct questions; widen data.task_config, or lower evaluation.num_prompts",
+    TOO_LONG: "raise data.max_prompt_tokens",
+    DUPLICATE: "the task has too few distinct questions; widen data.task_config, or lower evaluation.num_prompts",
 }
 
 
@@ -63,6 +68,11 @@ class PromptStream:
     def num_prompts(self) -> int:
         """Number of prompts per epoch."""
         return self._source.num_prompts
+
+    @property
+    def selection(self) -> Selection:
+        """Rows of the source by use. For a reasoning-gym task, the items that were tried so far."""
+        return self._source.selection()
 
     def __getitem__(self, index: int) -> Prompt:
         """Return the training prompt at `index`, counted from 0 over all epochs.
@@ -89,31 +99,40 @@ class PromptStream:
     def heldout(
         self, num: int, *, split: Split = "heldout", key: str = "evaluation", limit_s: float = math.inf
     ) -> list[Prompt]:
-        """Return the first `num` prompts for an evaluation. They are distinct, and the same for every seed.
+        """Return the first `num` prompts for an evaluation, or all if the source has fewer.
+
+        They are distinct, and the same for every seed.
 
         Args:
-            num: Number of prompts.
+            num: Maximum number of prompts.
             split: `heldout` for held-out prompts, `all` for all prompts.
             key: Configuration section of the evaluation set, for error messages.
             limit_s: Time limit in seconds, after which fewer prompts are returned.
 
         Raises:
-            ValueError: The source has fewer than `num` prompts.
+            ValueError: The source has no such prompt.
         """
         started = time.monotonic()
         prompts: list[Prompt] = []
-        for prompt in islice(self._source.evaluation_prompts(split), num):
-            prompts.append(replace(prompt, index=len(prompts)))
-            if time.monotonic() - started > limit_s:
-                return prompts
-        if len(prompts) < num:
+        try:
+            for prompt in islice(self._source.evaluation_prompts(split), num):
+                prompts.append(replace(prompt, index=len(prompts)))
+                if time.monotonic() - started > limit_s:
+                    return prompts
+        except BrokenRules:  # a task without more distinct questions
+            if not prompts:
+                raise
+        if num and not prompts:
+            why = self.selection.reasons()
+            found = f" ({why})" if why else ""
             if split == "all":
-                rule = f"the source has {len(prompts)} prompts"
-                raise _broken({f"{key}.num_prompts": num}, rule, f"lower {key}.num_prompts")
+                rule, fix = f"the source must have a usable prompt, but has none{found}", "correct the source"
+                raise _broken({f"{key}.num_prompts": num}, rule, f"{fix}, or raise data.max_prompt_tokens" if why else fix)
+            off = f"set {key}.num_prompts to 0" if key == "evaluation" else f"remove {key}"
             raise _broken(
                 {f"{key}.num_prompts": num, "data.heldout_fraction": self._heldout_fraction},
-                f"the source has {len(prompts)} held-out prompts",
-                f"lower {key}.num_prompts, or raise data.heldout_fraction",
+                f"the source must have a held-out prompt, but has none{found}",
+                f"raise data.heldout_fraction, add rows, or {off}",
             )
         return prompts
 
@@ -169,11 +188,10 @@ def open_stream(
     if config.source == "reasoning_gym":
         source = _GymSource(config, selector, seed)
     elif config.path is not None:
-        source = _ListSource(config, selector, read_rows(config), {"data.path": str(config.path)})
+        source = _ListSource(config, selector, read_entries(config), {"data.path": str(config.path)})
     else:
         plugin = plugins.get("data.source") or Plugin(key="data.source", name=config.source)
-        entries = read_custom_prompts(plugin, seed, config.options, needs_answer=config.compares_with_answer)
-        source = _ListSource(config, selector, entries, {"data.source": plugin.name})
+        source = _ListSource(config, selector, read_custom_prompts(plugin, seed, config), {"data.source": plugin.name})
     if is_trained_on:
         source.training_prompt(0)  # fail here instead of during a step if the prompts do not fit the tokenizer or the limits
     return PromptStream(source, seed, config.heldout_fraction)
@@ -238,6 +256,8 @@ class _Source(Protocol):
 
     num_prompts: int
 
+    def selection(self) -> Selection: ...
+
     def training_prompt(self, item: int) -> Prompt: ...
 
     def evaluation_prompts(self, split: Split) -> Iterator[Prompt]: ...
@@ -249,6 +269,9 @@ class _Prompts:
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.num_prompts = len(prompts)
         self._prompts = prompts
+
+    def selection(self) -> Selection:
+        return Selection(key="data", source="", num_training=self.num_prompts)
 
     def training_prompt(self, item: int) -> Prompt:
         return self._prompts[item]
@@ -263,12 +286,26 @@ class _Selector:
     def __init__(self, config: DataConfig, encode: Encode) -> None:
         self.config = config
         self.encode = encode
+        self.longest = 0
+        """Number of tokens of the longest prompt that was tokenized."""
+        self.counts: Counter[str] = Counter()
+        """Number of prompts left out, by reason, and of those that are used under the empty reason."""
 
     def prompt(self, entry: Entry) -> Prompt | None:
-        """Return the prompt of an entry, or None if it is too long."""
+        """Return the prompt of an entry, or None if it is too long.
+
+        Raises:
+            BadRow: The prompt cannot be tokenized.
+        """
         if len(entry["question"]) > self.config.max_prompt_tokens * MAX_TOKEN_CHARS:
             return None  # tokenizing it could exhaust the memory
-        token_ids = tuple(self.encode(entry.get("messages", entry["question"])))
+        try:
+            token_ids = tuple(self.encode(entry))
+        except (BadRow, BrokenRules):
+            raise
+        except ValueError as error:  # raised by the template, or for a character without a token
+            raise BadRow(str(error), "correct the prompt, or use a model whose template and tokenizer support it") from error
+        self.longest = max(self.longest, len(token_ids))
         if len(token_ids) > self.config.max_prompt_tokens:
             return None
         return Prompt(index=0, task=self.config.task, text=entry["question"], token_ids=token_ids, entry=entry)
@@ -282,10 +319,12 @@ class _Selector:
             if heldout is not None and is_heldout(entry["question"], fraction) != heldout:
                 misses[_OTHER_SPLIT] += 1
             elif entry["question"] in seen:
-                misses[_SEEN] += 1
-            elif (prompt := self.prompt(entry)) is None:
-                misses[_TOO_LONG] += 1
+                misses[DUPLICATE] += 1
+            elif (prompt := self._gym_prompt(entry)) is None:
+                misses[TOO_LONG] += 1
+                self.counts[TOO_LONG] += 1
             else:
+                self.counts[""] += 1
                 return prompt
         # Candidates of the other split are the main reason only if there was no other reason.
         reason = max(misses, key=lambda key: (key != _OTHER_SPLIT, misses[key]))
@@ -293,6 +332,12 @@ class _Selector:
         split = "" if heldout is None else "held-out " if heldout else "training "
         rule = f"the task must have a usable {split}prompt, but none of {misses.total()} candidates is usable ({counts})"
         raise _broken({"data.task": self.config.task}, rule, _FIXES[reason])
+
+    def _gym_prompt(self, entry: Entry) -> Prompt | None:
+        try:
+            return self.prompt(entry)
+        except BadRow as error:
+            raise _broken({"data.task": self.config.task}, error.problem, error.fix) from error
 
 
 class _GymSource:
@@ -309,6 +354,11 @@ class _GymSource:
         self._seed = seed
         self._datasets: dict[int, ProceduralDataset] = {}
         self._dataset(0)
+
+    def selection(self) -> Selection:
+        counts = self._selector.counts
+        left_out = {_too_long(self._selector.longest): counts[TOO_LONG]} if counts[TOO_LONG] else {}
+        return Selection(key="data.task", source=self._config.task, num_training=counts[""], left_out=left_out)
 
     def training_prompt(self, item: int) -> Prompt:
         return self._selector.first_usable((self._dataset(attempt)[item] for attempt in count()), heldout=False)
@@ -339,31 +389,93 @@ class _GymSource:
 
 
 class _ListSource:
-    """A list of questions. Duplicate questions are dropped."""
+    """A list of questions. Only the first of several equal questions is used; they are equal if the model receives the same."""
 
-    def __init__(self, config: DataConfig, selector: _Selector, listed: Iterable[Entry], values: dict[str, Any]) -> None:
-        entries: dict[str, Entry] = {}
-        for entry in listed:
-            entries.setdefault(entry["question"], entry)
-        prompts = [prompt for entry in entries.values() if (prompt := selector.prompt(entry)) is not None]
+    def __init__(
+        self,
+        config: DataConfig,
+        selector: _Selector,
+        listed: Iterable[tuple[Row, Entry | None]],
+        values: dict[str, Any],
+    ) -> None:
+        seen: dict[bytes, Any] = {}  # answer by question; the text of the reason if it is left out
+        left_out: Counter[str] = Counter()
+        digest, num_own_system, num_multi_line = hashlib.sha256(), 0, 0
+        prompts: list[Prompt] = []
+        for row, entry in listed:
+            if entry is None:
+                left_out[BLANK] += 1
+                continue
+            asked = _identity(entry)
+            digest.update(asked + repr(entry["answer"]).encode())
+            if asked in seen:
+                left_out[TOO_LONG if seen[asked] is TOO_LONG else _repeated(seen[asked], entry["answer"])] += 1
+                continue
+            try:
+                prompt = selector.prompt(entry)
+            except BadRow as error:
+                raise row.broken(error) from error
+            seen[asked] = TOO_LONG if prompt is None else entry["answer"]
+            if prompt is None:
+                left_out[TOO_LONG] += 1
+            else:
+                prompts.append(prompt)
+                num_multi_line += config.compares_texts and "\n" in str(entry["answer"]).strip()
+                num_own_system += config.system_prompt is not None and _has_system(entry.get("messages", ()))
         self._heldout = [prompt for prompt in prompts if is_heldout(prompt.text, config.heldout_fraction)]
         self._training = [prompt for prompt in prompts if not is_heldout(prompt.text, config.heldout_fraction)]
         self._all = prompts
         self.num_prompts = len(self._training)
-        counts = f"{len(self._heldout)} held out, {len(entries) - len(prompts)} {_TOO_LONG}"
-        self._no_training = _broken(
-            values,
-            f"the source must have a training prompt, but none of its {len(entries)} questions is usable ({counts})",
-            "add questions, or raise data.max_prompt_tokens",
+        reasons = {_too_long(selector.longest) if reason == TOO_LONG else reason: n for reason, n in left_out.items()}
+        ((key, source),) = values.items()
+        notes = {
+            "rows have a system message, which replaces data.system_prompt": num_own_system,
+            "answers have several lines, all of which a completion must give; data.answer can take a part": num_multi_line,
+        }
+        self._selection = Selection(
+            key=key,
+            source=str(source),
+            num_training=self.num_prompts,
+            num_heldout=len(self._heldout),
+            left_out=reasons,
+            notes=tuple(f"{number:,} {text}" for text, number in notes.items() if number),
+            digest=digest.hexdigest(),
         )
+
+    def selection(self) -> Selection:
+        return self._selection
 
     def training_prompt(self, item: int) -> Prompt:
         if not self._training:
-            raise self._no_training
+            found, why = self._selection, self._selection.reasons()
+            counts = "; ".join(filter(None, [f"{found.num_heldout:,} held out", why]))
+            raise _broken(
+                {found.key: found.source},
+                f"the source must have a training prompt, but none of its {found.num_rows:,} rows is usable ({counts})",
+                "raise data.max_prompt_tokens" if any(TOO_LONG in reason for reason in found.left_out) else "add questions",
+            )
         return self._training[item]
 
     def evaluation_prompts(self, split: Split) -> Iterator[Prompt]:
         return iter(self._heldout if split == "heldout" else self._all)
+
+
+def _identity(entry: Entry) -> bytes:
+    """Return a digest of what the model receives."""
+    asked = [entry.get("messages", entry["question"]), entry.get("tools"), entry.get("chat_template_kwargs")]
+    return hashlib.blake2b(json.dumps(asked, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _repeated(first: Any, answer: Any) -> str:
+    return DUPLICATE if first == answer else OTHER_ANSWER
+
+
+def _too_long(longest: int) -> str:
+    return f"{TOO_LONG} (the longest has {longest:,} tokens)" if longest else TOO_LONG
+
+
+def _has_system(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[0]["role"] in ("system", "developer")
 
 
 def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
@@ -373,24 +485,31 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     tokenizer puts before a text.
 
     Raises:
-        ValueError: A system prompt is set, but there is no chat template.
+        ValueError: A system prompt or a variable of the chat template is set, but there is no template that uses it.
     """
+    options = config.chat_template_kwargs
     if uses_chat_template(config, tokenizer):
-        system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
-        return lambda asked: tokenizer.render_chat(
-            [*system, {"role": "user", "content": asked}] if isinstance(asked, str) else _opened(system, asked),
-            control_tokens=config.control_tokens,
-        )
-    why = "data.chat_template is never" if tokenizer.chat_template else "the tokenizer has no chat template"
-    if config.system_prompt is not None:
-        fix = "remove it, or put its text into the questions"
-        raise _broken({"data.system_prompt": config.system_prompt}, f"requires a chat template, but {why}", fix)
+        template = chat_format(config, tokenizer)
 
-    def encode(asked: str | Sequence[Message]) -> list[int]:
-        if not isinstance(asked, str):
-            fix = "write prompt instead of messages, or use a model with a chat template"
-            raise _broken({"data.path": str(config.path)}, f"conversations require a chat template, but {why}", fix)
-        return tokenizer.encode_start(asked, control_tokens=config.control_tokens)
+        def render(entry: Entry) -> Sequence[int]:
+            messages = opened(config, entry.get("messages") or [{"role": "user", "content": entry["question"]}])
+            own = entry.get("chat_template_kwargs")
+            _, text = template.fitted(messages, entry.get("tools"), own, reply_follows=True)
+            return tokenizer.encode_chat(text)
+
+        return render
+    why = "data.chat_template is never" if tokenizer.chat_template else "the tokenizer has no chat template"
+    for key, value in {"system_prompt": config.system_prompt, "chat_template_kwargs": options}.items():
+        if value:
+            fix = "remove it, or put its text into the questions" if key == "system_prompt" else "remove it"
+            raise _broken({f"data.{key}": value}, f"requires a chat template, but {why}", fix)
+
+    def encode(entry: Entry) -> Sequence[int]:
+        for key, needed in _OF_TEMPLATE.items():
+            if key in entry:
+                fix = "write prompt instead of messages" if key == "messages" else f"remove {key}"
+                raise BadRow(f"{needed} require a chat template, but {why}", f"{fix}, or use a model with a chat template")
+        return tokenizer.encode_start(entry["question"], control_tokens=config.control_tokens)
 
     return encode
 
@@ -400,6 +519,17 @@ def uses_chat_template(config: DataConfig, tokenizer: Tokenizer) -> bool:
     return config.chat_template == "auto" and tokenizer.chat_template
 
 
-def _opened(system: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
-    """Prepend the system message to a conversation, unless the conversation has one."""
-    return messages if messages[0]["role"] == "system" else [*system, *messages]
+def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
+    """Return the chat template of a tokenizer, as the section `data` configures it.
+
+    Raises:
+        BrokenRules: The template has no such variable.
+    """
+    return ChatFormat(tokenizer, config.chat_template_kwargs, control_tokens=config.control_tokens)
+
+
+def opened(config: DataConfig, messages: Sequence[Message]) -> Sequence[Message]:
+    """Prepend the message of `data.system_prompt` to a conversation, unless the conversation has a system message."""
+    if config.system_prompt is None or _has_system(messages):
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]

@@ -1,11 +1,15 @@
 """Prompts and conversations from JSONL and Parquet files."""
 
+import datetime
+import gzip
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -13,7 +17,8 @@ import pytest
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import load_config
-from titanrl.data.rows import read_rows
+from titanrl.data.entries import read_entries
+from titanrl.data.files import data_digest
 from titanrl.data.streams import make_stream, open_stream
 from titanrl.data.tokenizer import Tokenizer
 
@@ -39,6 +44,10 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]], **changes: Any) -> Da
     return DataConfig.model_validate({"source": source, "path": path, **changes})
 
 
+def entries(config: DataConfig) -> list[dict[str, Any]]:
+    return [entry for _, entry in read_entries(config) if entry is not None]
+
+
 @pytest.fixture(params=["rows.jsonl", "rows.parquet"])
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / str(request.param)
@@ -49,7 +58,7 @@ def test_prompt_and_answer_are_read_from_either_format(file: Path) -> None:
         {"prompt": "2 + 2 =", "answer": "4", "level": 1, "tags": ["a", "b"]},
         {"prompt": "3 =", "answer": "3", "level": 2, "tags": []},
     ]
-    assert read_rows(written(file, rows)) == [
+    assert entries(written(file, rows)) == [
         {"question": "2 + 2 =", "answer": "4", "metadata": {"level": 1, "tags": ["a", "b"]}},
         {"question": "3 =", "answer": "3", "metadata": {"level": 2, "tags": []}},
     ]
@@ -58,28 +67,29 @@ def test_prompt_and_answer_are_read_from_either_format(file: Path) -> None:
 def test_columns_can_be_renamed(file: Path) -> None:
     rows = [{"problem": "2 + 2 =", "reward": {"truth": "4", "style": "rule"}}]
     columns = {"prompt": "problem", "answer": "reward.truth"}
-    (entry,) = read_rows(written(file, rows, columns=columns))
+    (entry,) = entries(written(file, rows, columns=columns))
     assert (entry["question"], entry["answer"]) == ("2 + 2 =", "4")
     assert entry["metadata"] == {"reward": {"truth": "4", "style": "rule"}}
-    (gsm,) = read_rows(written(file.with_suffix(".parquet"), [{"question": "1 =", "answer": "1"}]))
+    (gsm,) = entries(written(file.with_suffix(".parquet"), [{"question": "1 =", "answer": "1"}]))
     assert (gsm["question"], gsm["answer"], gsm["metadata"]) == ("1 =", "1", {})
 
 
 def test_final_reply_of_a_conversation_becomes_the_answer(file: Path) -> None:
     turns = [{"role": "system", "content": "Be brief."}, user("2 + 2?"), assistant("4"), user("And 3 + 3?")]
-    (entry,) = read_rows(written(file, [{"messages": [*turns, assistant("6")], "id": "x"}]))
+    (entry,) = entries(written(file, [{"messages": [*turns, assistant("6")], "id": "x"}]))
     assert entry == {
         "question": "system: Be brief.\n\nuser: 2 + 2?\n\nassistant: 4\n\nuser: And 3 + 3?",
         "messages": turns,
         "answer": "6",
+        "reply": assistant("6"),
         "metadata": {"id": "x"},
     }
 
 
 def test_list_of_messages_may_be_the_prompt(file: Path) -> None:
-    (entry,) = read_rows(written(file, [{"prompt": [user("2 + 2?")], "answer": "4"}]))
+    (entry,) = entries(written(file, [{"prompt": [user("2 + 2?")], "answer": "4"}]))
     assert (entry["question"], entry["messages"], entry["answer"]) == ("2 + 2?", [user("2 + 2?")], "4")
-    (entry,) = read_rows(written(file, [{"chat": [user("2 + 2?")]}], columns={"messages": "chat"}, rewards=OWN))
+    (entry,) = entries(written(file, [{"chat": [user("2 + 2?")]}], columns={"messages": "chat"}, rewards=OWN))
     assert (entry["question"], entry["answer"]) == ("2 + 2?", None)
 
 
@@ -99,49 +109,113 @@ def test_unusable_row_is_named(file: Path, row: dict[str, Any], problem: str) ->
     good = {"prompt": "1 =", "answer": "1"} if "messages" not in row else {"messages": [user("b"), assistant("c")]}
     place = "row 1: " if file.suffix == ".parquet" else ":2: "
     with pytest.raises(BrokenRules, match=f"data.path.*{place}{problem}"):
-        read_rows(written(file, [good, row]))
+        entries(written(file, [good, row]))
 
 
 def test_prompt_that_is_not_a_string_is_named(file: Path) -> None:
-    with pytest.raises(BrokenRules, match="prompt must be a string, got 3"):
-        read_rows(written(file, [{"prompt": 3, "answer": "4"}]))
+    with pytest.raises(BrokenRules, match="prompt must be a string or a list of messages, got 3"):
+        entries(written(file, [{"prompt": 3, "answer": "4"}]))
 
 
-def test_numeric_parquet_column_can_be_the_answer(tmp_path: Path) -> None:
-    (entry,) = read_rows(written(tmp_path / "a.parquet", [{"prompt": "2 + 2 =", "answer": 4}]))
-    assert entry["answer"] == "4"
+@pytest.mark.parametrize(
+    ("values", "answers"),
+    [
+        ([4, None], ["4", None]),
+        ([4.5, float("nan")], ["4.5", None]),
+        ([Decimal("1014.50"), None], ["1014.50", None]),
+        ([datetime.date(2026, 1, 5), None], ["2026-01-05", None]),
+        ([["a", "b"], None], [["a", "b"], None]),
+        ([True, None], [True, None]),
+    ],
+)
+def test_values_of_parquet_columns_become_answers(tmp_path: Path, values: list[Any], answers: list[Any]) -> None:
+    rows = [{"prompt": f"{n} =", "answer": value} for n, value in enumerate(values)]
+    assert [entry["answer"] for entry in entries(written(tmp_path / "a.parquet", rows, rewards=OWN))] == answers
+    with pytest.raises(BrokenRules, match=r"row 1: answer is missing|row 0: answer must be text or a number"):
+        entries(written(tmp_path / "a.parquet", rows))
+
+
+def test_saved_data_set_is_read(tmp_path: Path) -> None:
+    rows = [{"messages": [user(f"{n}?"), assistant(str(n))], "level": n} for n in range(5)]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    section = DataConfig(source="arrow", path=tmp_path / "one")
+    assert [(entry["question"], entry["answer"]) for entry in entries(section)] == [(f"{n}?", str(n)) for n in range(5)]
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "two")
+    with pytest.raises(BrokenRules, match=r"with the splits train, test\. Name one of them, such as .*/train"):
+        entries(DataConfig(source="arrow", path=tmp_path / "two"))
+    with pytest.raises(BrokenRules, match=r"must contain \.parquet files, but it holds arrow data\. Set data\.source"):
+        entries(DataConfig(source="parquet", path=tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    ("start", "problem"),
+    [
+        (gzip.compress(b"{}"), "is compressed with gzip. Decompress it"),
+        (b"PAR1abc", "is a Parquet file. Name it .parquet, and set data.source to parquet"),
+        ('{"a": 1}'.encode("utf-16"), "is encoded as UTF-16. Save it as UTF-8"),
+        (b'[{"prompt": "1"}]', "must be a JSON object, got list. Write one JSON object per line, for example with: jq -c"),
+        (b'[\n{"prompt": "1"}]', "must be valid JSON .* for example with: jq -c"),
+    ],
+)
+def test_file_of_another_format_is_named(tmp_path: Path, start: bytes, problem: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(start)
+    with pytest.raises(BrokenRules, match=problem):
+        entries(DataConfig(source="jsonl", path=tmp_path / "a.jsonl"))
+
+
+def test_jsonl_directories_and_patterns_are_read(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        written(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": "1"}])
+    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "[ab].jsonl"):
+        assert [entry["question"] for entry in entries(DataConfig(source="jsonl", path=path))] == ["a", "b"]
+    with pytest.raises(BrokenRules, match="no file matches the pattern"):
+        entries(DataConfig(source="jsonl", path=tmp_path / "c*.jsonl"))
+
+
+def test_digest_covers_the_contents_and_not_the_names(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, names in {one: "ab", two: "cd"}.items():
+        folder.mkdir()
+        for number, name in enumerate(names):
+            written(folder / f"{name}.jsonl", [{"prompt": str(number)}])
+    first = data_digest(one, "data.path", "jsonl")
+    assert first == data_digest(two, "data.path", "jsonl") == data_digest(one / "*.jsonl", "data.path", "jsonl")
+    (two / "d.jsonl").rename(two / "b.jsonl")  # another order
+    assert first != data_digest(two, "data.path", "jsonl")
+    assert first != data_digest(one / "a.jsonl", "data.path", "jsonl")
 
 
 def test_directory_and_pattern_select_several_parquet_files(tmp_path: Path) -> None:
     for name in ("train-0", "train-1", "test-0"):
         written(tmp_path / f"{name}.parquet", [{"prompt": name, "answer": "1"}])
     section = DataConfig(source="parquet", path=tmp_path)
-    assert [entry["question"] for entry in read_rows(section)] == ["test-0", "train-0", "train-1"]
+    assert [entry["question"] for entry in entries(section)] == ["test-0", "train-0", "train-1"]
     section = DataConfig(source="parquet", path=tmp_path / "train-*.parquet")
-    assert [entry["question"] for entry in read_rows(section)] == ["train-0", "train-1"]
+    assert [entry["question"] for entry in entries(section)] == ["train-0", "train-1"]
 
 
 def test_invalid_parquet_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("prompt,answer\n")
     with pytest.raises(BrokenRules, match=r"data.path.*must be a Parquet file"):
-        read_rows(DataConfig(source="parquet", path=tmp_path / "a.parquet"))
+        entries(DataConfig(source="parquet", path=tmp_path / "a.parquet"))
     with pytest.raises(BrokenRules, match=r"data.path.*file not found"):
-        read_rows(DataConfig(source="parquet", path=tmp_path / "b.parquet"))
+        entries(DataConfig(source="parquet", path=tmp_path / "b.parquet"))
 
 
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = written(tmp_path / "a.parquet", [{"prompt": "a", "answer": "b"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(BrokenRules, match=r"data.source.*the package pyarrow must be installed.*[Pp]ip install pyarrow"):
-        read_rows(section)
+    with pytest.raises(BrokenRules, match=r"data.path.*the package pyarrow must be installed.*[Pp]ip install pyarrow"):
+        entries(section)
 
 
 def test_stream_renders_complete_conversations(tmp_path: Path) -> None:
     rows = [{"messages": [user(f"{i}?"), assistant("a"), user("and?"), assistant(str(i))]} for i in range(40)]
     asked: list[Any] = []
 
-    def encode(question: Any) -> list[int]:
-        asked.append(question)
+    def encode(entry: Any) -> list[int]:
+        asked.append(entry["messages"])
         return [1, 2]
 
     stream = open_stream(written(tmp_path / "a.parquet", rows), encode, seed=0)
@@ -164,6 +238,6 @@ def test_conversations_need_a_chat_template(tmp_path: Path, tokenizer: Tokenizer
         make_stream(section, tokenizer, seed=0)
 
 
-def test_columns_need_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)data.columns.*only a JSONL or Parquet file has columns"):
+def test_columns_need_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)data.columns.*a reasoning-gym task has no columns"):
         load_config("quickstart", ["data.columns={prompt: problem}"])
