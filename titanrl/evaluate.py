@@ -167,6 +167,8 @@ def as_dict(model: Path, results: Results) -> dict[str, Any]:
             "num_samples": result.num_samples,
             "response_len_mean": result.response_len_mean,
             **{f"environment/{metric}_mean": value for metric, value in result.environment.items()},
+            "num_truncated": result.num_truncated,
+            "num_unjudged": result.num_unjudged,
             "num_errors": result.num_errors,
             "first_error": result.first_error,
         }
@@ -188,6 +190,9 @@ def rows(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
         yield *first, "response_len_mean", f"{result.response_len_mean:.1f}", ""
         for metric, value in result.environment.items():
             yield "", "", f"environment/{metric}_mean", f"{value:.4f}", ""
+        for what, number in (("truncated", result.num_truncated), ("truncated and not judged", result.num_unjudged)):
+            if number:
+                yield "", "", what, str(number), ""
         if result.num_errors:
             yield "", "", "failed rewards", str(result.num_errors), result.first_error
 

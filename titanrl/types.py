@@ -20,7 +20,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 FinishReason = Literal["stop", "length", "abort"]
-Outcome = Literal["environment_error", "timeout", "reward_error"]
+Outcome = Literal["environment_error", "timeout", "reward_error", "generation_error"]
 """Reason why a rollout has no reward."""
 Rejection = Literal["filtered", "too small"]
 """Reason why a group with rewards is discarded: `rollout.group_filter` or `rollout.min_group_size`."""
@@ -375,6 +375,10 @@ class EvaluationResult:
     """Completions excluded from both means because their reward failed."""
     first_error: str = ""
     """Error of the first of these completions; empty if there is none."""
+    num_truncated: int = 0
+    """Completions or episodes that a limit ended."""
+    num_unjudged: int = 0
+    """Truncated episodes with `data.environment.truncated_reward`, because their environment did not judge them."""
     num_samples: int = 1
     """Completions per prompt."""
     statistics: Mapping[str, float] = field(default_factory=dict)

@@ -1,6 +1,8 @@
 """The tool environment: order of calls, malformed and invalid calls, limits, and the end of an episode."""
 
 import asyncio
+import datetime
+import functools
 import json
 from typing import Any
 
@@ -21,6 +23,7 @@ from titanrl.environments import (
     ToolError,
     Toolset,
 )
+from titanrl.environments.results import checked
 from titanrl.environments.tools import functions_of
 
 
@@ -265,3 +268,73 @@ def test_environment_reports_its_numbers_of_calls() -> None:
         {"tool_calls": 5.0, "failed_calls": 4.0, "malformed_calls": 1.0},  # the fifth one is refused
         {"tool_calls": 5.0, "failed_calls": 4.0, "malformed_calls": 1.0},
     ]
+
+
+class Odd:
+    """Returns values of many types."""
+
+    def get(self, kind: str) -> Any:
+        """Return a value.
+
+        Args:
+            kind: Name of the value.
+        """
+        return ODD[kind]
+
+
+ODD = {
+    "bytes": b"2",
+    "bytes in a list": [1, {"a": bytearray(b"2")}],
+    "bytes as key": {b"a": 1},
+    "huge integer": 10**5000,
+    "surrogate": "\ud800",
+    "surrogate in a list": ["\udfff"],
+    "NUL": "a\0",
+    "deep": functools.reduce(lambda inner, _: [inner], range(100_000), 0),
+    "number": 2.5,
+    "list": [1, "a", None],
+    "nothing": None,
+    "date": datetime.date(2026, 11, 26),
+    "special": "<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("kind", list(ODD)[:8])
+def test_result_that_is_not_text_fails_the_episode(kind: str) -> None:
+    async def play() -> None:
+        environment = ToolEnvironment(Odd())
+        await environment.reset(episode())
+        checked(await environment.step(calls(("get", {"kind": kind}))))
+
+    with pytest.raises(EnvironmentFailure) as raised:
+        asyncio.run(play())
+    assert str(raised.value).isascii()
+    assert len(str(raised.value)) < 400
+
+
+def test_other_results_are_json() -> None:
+    environment = ToolEnvironment(Odd())
+    messages = asyncio.run(environment.step(calls(*(("get", {"kind": kind}) for kind in list(ODD)[8:])))).messages  # type: ignore[union-attr]
+    assert [message["content"] for message in messages] == ["2.5", '[1, "a", null]', "null", '"2026-11-26"', "<|im_end|>"]
+
+
+def test_truncated_episode_keeps_the_rewards_of_its_tools() -> None:
+    async def play() -> list[Done]:
+        environment = ToolEnvironment(Notes())
+        await environment.reset(episode(pages=["one", "two"]))
+        await environment.step(calls(("read", {"number": 1})))
+        cut_off = calls(("read", {"number": 0}))
+        return [await environment.judge_truncated(message, "turns") for message in (None, cut_off)]
+
+    numbers = {"tool_calls": 1.0, "failed_calls": 0.0, "malformed_calls": 0.0}
+    assert [done.metrics for done in asyncio.run(play())] == [numbers] * 2
+
+
+def test_malformed_call_without_a_name_is_explained() -> None:
+    environment = ToolEnvironment(Shop())
+    found = asyncio.run(environment.step(calls(("", '{"name": "price", "arg'), ("", '{"number": 1, "number": 2}'))))
+    assert isinstance(found, Observation)
+    first, second = (message["content"] for message in found.messages)
+    assert first.startswith("The call is malformed: its arguments are not JSON (")
+    assert second.startswith("The call is malformed: its arguments have the key number twice. The tools are price, ")
+    assert environment.counts.malformed == 2

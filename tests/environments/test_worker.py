@@ -316,13 +316,12 @@ def test_environment_that_cannot_be_loaded_fails_the_start(source: str, problem:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("result = 3", r"step raised TypeError: an environment must return Observation or Done \(got 3\)"),
-        ("result = Done(rewards={'a': 'b'})", "step raised ValueError: could not convert"),
-        ("result = Observation(messages=[{'role': object()}])", "step raised TypeError: Object of type object is not JSON"),
-        ("result = Observation(messages=['a'])", "step raised ValueError"),
+        ("result = 3", r"step raised EnvironmentFailure: the result must be an Observation or Done \(got 3\)"),
+        ("result = Done(rewards={'a': 'b'})", r"step raised InvalidReward: rewards\['a'\]: must be a finite number"),
+        ("result = Observation(messages=['a'])", r"step raised EnvironmentFailure: messages\[0\]: must be a mapping"),
         (
-            "result = Observation(messages=[{'role': 'user', 'content': 'x' * (9 << 20)}])",
-            r"the reply to step is invalid \(got b'a reply of 94\d+ bytes, more than 8388608'\), so its process was killed",
+            "import struct; os.write(int(sys.argv[2]), struct.pack('!I', (8 << 20) + 1)); time.sleep(60)",
+            r"the reply to step is longer than 8 MiB, so its process was killed",
         ),
     ],
 )

@@ -1,9 +1,13 @@
 """Metrics of a step against numbers computed by hand."""
 
+import math
+
+import numpy as np
 import pytest
 
-from titanrl.metrics.steps import environment_metrics, loss_metrics, rollout_metrics, speed_metrics
-from titanrl.tables import RecordTable
+from tests.records import make_record
+from titanrl.metrics.steps import environment_metrics, loss_metrics, part_means, rollout_metrics, speed_metrics
+from titanrl.tables import RecordTable, pack_record
 from titanrl.types import GenerationStats, GroupHandle, GroupRecord, LossSums
 
 
@@ -52,13 +56,28 @@ def record(index: int, rewards: tuple[float, ...], prompt_len: int, lengths: tup
     )
 
 
+def test_weighted_parts_of_each_task_add_up_to_the_mean_reward() -> None:
+    # The second rollout was cut off before its environment judged it, and the last group belongs to another task.
+    table = RecordTable.join(
+        [
+            pack_record(make_record(0, (0.5, -0.25), reward_parts={"found": (0.5, math.nan), "truncated": (math.nan, -0.25)})),
+            pack_record(make_record(1, (1.0, 0.0), reward_parts={"found": (1.0, 0.0)})),
+            pack_record(make_record(2, (3.0, 5.0), reward_parts={"game": (3.0, 5.0)}), task=1),
+        ]
+    )
+    assert part_means(table) == {"found": 1.5 / 4, "truncated": -0.25 / 4, "game": 4.0}
+    own = table.take(np.array([0, 1]))
+    assert part_means(own)["found"] + part_means(own)["truncated"] == own.rewards.mean()
+    assert "game" not in part_means(own)
+
+
 def test_rollout_metrics_summarize_the_groups_of_a_batch() -> None:
     records = RecordTable.of([record(0, (0.1, 0.2), 4, (6, 8)), record(1, (0.3,), 5, (15,))])
     values = rollout_metrics(records, num_tried=4, num_without_signal=1, num_tried_rollouts=16, num_errors=4)
     assert values == {
         "reward/mean": (0.1 + 0.2 + 0.3) / 3,  # added from the left
         "reward/answer": (0.1 + 0.2 + 0.3) / 3,
-        "reward/format": 0.75,
+        "reward/format": (0.5 + 1.0) / 3,  # 0 where a rollout lacks the part
         "reward/error_frac": 0.25,
         "group/zero_variance_frac": 0.25,
         "tokens/prompt_len_mean": 4.5,

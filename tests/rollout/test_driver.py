@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.environments.results import INVALID, INVALID_REWARDS, returned
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.environments import Done, Environment, Episode, Message, Observation, Tool
+from titanrl.environments import Done, Environment, Episode, Limit, Message, Observation, Tool
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.renderers import PlainRenderer
 from titanrl.supports import supports_of
@@ -191,9 +192,173 @@ def test_tool_calls_are_parsed_or_kept_as_text(tokenizer: Tokenizer, call: str, 
 def test_truncated_turn_ends_the_episode_unseen_by_the_environment(tokenizer: Tokenizer) -> None:
     environment = Scripted([Done()])
     talk = play(conversation(environment, tokenizer), Policy(tokenizer, ["x" * 90]))
-    assert talk.finish_reason == "length"
+    assert (talk.finish_reason, talk.is_judged, talk.rewards, talk.turn_rewards) == ("length", False, {}, [0.0])
     assert environment.seen == []
     assert len(talk.segments()[0].token_ids) == 4 + LIMITS.max_new_tokens
+
+
+@dataclass
+class Judging(Scripted):
+    """Judges episodes that a limit ends, and records the calls."""
+
+    verdict: Any = field(default_factory=lambda: Done(rewards={"right": 0.25}, reward=0.5, metrics={"late": 1}))
+    judged: list[tuple[Message | None, str]] = field(default_factory=list)
+
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> Any:
+        self.judged.append((message, limit))
+        return self.verdict
+
+
+AGAIN = [Observation(messages=[user("again ")], reward=0.125, metrics={"late": 0})] * 20
+LONG = Observation(messages=[user("again " * 80)], reward=0.125)
+
+
+@pytest.mark.parametrize(
+    ("texts", "script", "limits", "message", "limit"),
+    [
+        (["x" * 90], AGAIN, LIMITS, {"role": "assistant", "content": "x" * 60}, "turn_tokens"),
+        (["x" * 90], AGAIN, replace(LIMITS, max_tokens=30), {"role": "assistant", "content": "x" * 26}, "conversation_tokens"),
+        (["ok"], [LONG], LIMITS, None, "conversation_tokens"),
+        (["ok"], [replace(LONG, replaces=True)], LIMITS, None, "conversation_tokens"),
+        (["ok"], [Observation(messages=[user("again" * 100_000)], reward=0.125)], LIMITS, None, "conversation_tokens"),
+        (["ok"] * 6, AGAIN, LIMITS, None, "turns"),
+    ],
+)
+def test_environment_judges_an_episode_that_a_limit_ends(
+    tokenizer: Tokenizer, texts: list[str], script: list[Observation], limits: Limits, message: Message | None, limit: str
+) -> None:
+    environment = Judging(script)
+    talk = play(conversation(environment, tokenizer, limits), Policy(tokenizer, texts))
+    assert environment.judged == [(message, limit)]
+    assert (talk.finish_reason, talk.is_judged, talk.rewards, talk.metrics) == ("length", True, {"right": 0.25}, {"late": 1.0})
+    assert talk.turn_rewards == [0.125] * (len(texts) - 1) + [0.5 if message else 0.625]
+    assert talk.last_text == texts[-1][: len(message["content"]) if message else None]
+
+
+def test_environment_may_leave_a_truncated_episode_unjudged(tokenizer: Tokenizer) -> None:
+    talk = play(conversation(Judging(AGAIN, verdict=None), tokenizer), Policy(tokenizer, ["ok"] * 6))
+    assert (talk.finish_reason, talk.is_judged, talk.rewards, talk.metrics) == ("length", False, {}, {"late": 0.0})
+
+
+def test_invalid_verdict_is_a_failure(tokenizer: Tokenizer) -> None:
+    for verdict, outcome in (
+        (AGAIN[0], "environment_error"),
+        (2, "environment_error"),
+        (Done(reward=float("nan")), "reward_error"),
+    ):
+        talk = conversation(Judging(AGAIN, verdict=verdict), tokenizer)
+        with pytest.raises(EpisodeError, match="judge_truncated") as caught:
+            play(talk, Policy(tokenizer, ["ok"] * 6))
+        assert caught.value.outcome == outcome
+        assert not talk.is_done
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize("name", [*INVALID, *INVALID_REWARDS])
+def test_invalid_result_fails_the_episode(tokenizer: Tokenizer, name: str, method: str) -> None:
+    result = returned({**INVALID, **INVALID_REWARDS}[name])
+    environment = Scripted([result]) if method == "step" else Scripted([Done()], first=result)
+    with pytest.raises(EpisodeError) as caught:
+        play(conversation(environment, tokenizer), Policy(tokenizer, ["2"]))
+    assert caught.value.outcome == ("reward_error" if name in INVALID_REWARDS else "environment_error")
+    assert str(caught.value).startswith(method)
+
+
+def test_text_without_tokens_fails_the_episode(tokenizer: Tokenizer) -> None:
+    for message in (user("\U0001f600"), tool_result("é"), {"role": "assistant", "content": "ß"}):
+        with pytest.raises(EpisodeError, match="its messages cannot be rendered: ValueError") as caught:
+            play(conversation(Scripted([Observation(messages=[message])]), tokenizer), Policy(tokenizer, ["2"]))
+        assert caught.value.outcome == "environment_error"
+
+
+@pytest.mark.parametrize(
+    ("first", "problem"),
+    [
+        (Observation(messages=[]), "there is no message to start the conversation with"),
+        (Observation(messages=[user("")]), "the messages have no tokens"),
+        (Observation(messages=[user("1")], reward=0.5), "reset must not return a reward"),
+        (Observation(messages=[user("1" * 500)]), "the first messages have 500 tokens, which leaves no room"),
+        (Observation(messages=[user("1" * 300_000)]), "the first messages have 300000 characters, which leaves no room"),
+        (Done(), r"reset must return an Observation \(got Done"),
+    ],
+)
+def test_unusable_start_fails_the_episode(tokenizer: Tokenizer, first: Any, problem: str) -> None:
+    with pytest.raises(EpisodeError, match=problem) as caught:
+        play(conversation(Scripted([Done()], first=first), tokenizer), Policy(tokenizer, ["2"]))
+    assert caught.value.outcome == "environment_error"
+
+
+class Hostile(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "make"])
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(3), asyncio.CancelledError(), Hostile(), ValueError("\ud800\0" + "x" * 10**6), TimeoutError(), StopIteration()],
+)
+def test_any_exception_is_a_failure_with_short_readable_text(tokenizer: Tokenizer, method: str, error: BaseException) -> None:
+    async def fail(self: object, argument: object) -> Any:
+        raise error
+
+    def make() -> Any:
+        if method == "make":
+            raise error
+        return type("Raising", (Scripted,), {method: fail})([Done()])
+
+    if method == "make" and isinstance(error, asyncio.CancelledError):
+        return  # a constructor awaits nothing that could be cancelled
+    talk = conversation(None, tokenizer)
+    talk._make = make
+    with pytest.raises(EpisodeError) as caught:
+        play(talk, Policy(tokenizer, ["2"]))
+    assert caught.value.outcome == "environment_error"
+    text = str(caught.value)
+    assert len(text) <= 2000
+    assert text == text.encode().decode()
+    assert "\0" not in text
+
+
+def test_cancelling_an_episode_is_not_a_failure_of_its_environment(tokenizer: Tokenizer) -> None:
+    environment = Failing([Done()])
+    environment.method, environment.seconds = "reset", 9.0
+
+    async def main() -> None:
+        task = asyncio.create_task(conversation(environment, tokenizer, replace(LIMITS, step_timeout_s=9)).start())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+def test_episode_without_a_sampled_token_is_a_failure(tokenizer: Tokenizer) -> None:
+    policy = Policy(tokenizer, ["", ""])
+
+    def nothing(request: GenerationRequest) -> Completion:
+        completion = policy(request)
+        return replace(completion, **{name: getattr(completion, name)[:0] for name in ("token_ids", "logprobs", "versions")})
+
+    with pytest.raises(EpisodeError, match="the policy sampled no token") as caught:
+        play(conversation(Scripted([AGAIN[0], Done(reward=1.0)]), tokenizer), nothing)
+    assert caught.value.outcome == "generation_error"
+
+
+def test_cancelled_completion_is_a_failure(tokenizer: Tokenizer) -> None:
+    policy, environment = Policy(tokenizer, ["2"]), Scripted([Done(reward=1.0)])
+    with pytest.raises(EpisodeError, match="the completion was cancelled") as caught:
+        play(conversation(environment, tokenizer), lambda request: replace(policy(request), finish_reason="abort"))
+    assert (caught.value.outcome, environment.seen) == ("generation_error", [])
+
+
+def test_last_text_is_the_policys_and_not_the_environments(tokenizer: Tokenizer) -> None:
+    answer = Observation(messages=[{"role": "assistant", "content": "wrong"}, user("so")])
+    talk = play(
+        conversation(Scripted([answer] * 2), tokenizer, replace(LIMITS, max_turns=2)), Policy(tokenizer, ["a", "right"])
+    )
+    assert talk.last_text == "right"
 
 
 def test_conversation_ends_at_its_token_and_turn_limits(tokenizer: Tokenizer) -> None:

@@ -1,6 +1,7 @@
 """Groups of episodes, with a random policy and environments that fail at planned turns."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +16,26 @@ from titanrl.config import Config
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.environments import Done, Environments, Episode, Message, Observation
+from titanrl.dump_rows import rows_of, table_of
+from titanrl.environments import (
+    Done,
+    Environments,
+    Episode,
+    JudgesTruncated,
+    Limit,
+    Message,
+    Observation,
+    make_environment,
+)
+from titanrl.metrics.record import evaluation_metrics
+from titanrl.metrics.steps import episode_metrics, part_means
 from titanrl.rewards import Answers, Scored
 from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.episodes import Episodes, start_episodes
+from titanrl.rollout.evaluating import evaluation_result, evaluation_set
 from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
 from titanrl.rollout.renderers import PlainRenderer
+from titanrl.tables import RecordTable
 from titanrl.turns import GroupTokens, GroupTurns
 from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
@@ -28,7 +43,7 @@ PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"ans
 
 
 class Guess:
-    """Ends after a number of turns; an attempt may raise or hang at a given turn."""
+    """Ends after a number of turns; an attempt may raise, hang or return an invalid message at a given turn."""
 
     plan: list[str] = []  # noqa: RUF012  # of the attempts, in the order of their start
     seeds: list[int] = []  # noqa: RUF012
@@ -43,6 +58,8 @@ class Guess:
         self.turns += 1
         if self.fate == "raises":
             raise RuntimeError("boom")
+        if self.fate == "bytes":
+            return Observation(messages=[{"role": "user", "content": b"more"}])
         if self.fate == "hangs":
             await asyncio.sleep(60)
         numbers = {"guesses": self.turns}
@@ -90,6 +107,8 @@ def play(
     in_round: bool,
     scores: Sequence[float | None] = (),
     token_rewards: Sequence[tuple[float, ...] | None] = (None,) * 4,
+    game: type[Guess] = Guess,
+    part: str = "answer",
     **data: Any,
 ) -> tuple[Group, Policy]:
     """Play a group of four episodes; `scores` and `token_rewards` are the rewards of the configuration."""
@@ -110,12 +129,12 @@ def play(
         return [
             Scored(reward=None, parts={}, error="answer: broken")
             if value is None
-            else Scored(reward=value, parts={"answer": value}, token_rewards=tokens)
+            else Scored(reward=value, parts={part: value}, token_rewards=tokens)
             for value, tokens in zip(values, token_rewards, strict=False)
         ]
 
     policy = Policy()
-    episodes = Episodes(config=config, renderer=PlainRenderer(tokenizer), environments=Environments(Guess), score=score)
+    episodes = Episodes(config=config, renderer=PlainRenderer(tokenizer), environments=Environments(game), score=score)
     return asyncio.run(episodes.roll_out(PROMPT, policy, in_round=in_round)), policy
 
 
@@ -128,9 +147,12 @@ def test_group_has_segments_rewards_and_counts(tokenizer: Tokenizer, in_round: b
         "episodes": 4,
         "turns": 10,
         "malformed_calls": 0,
+        "truncated": 0,
+        "unjudged": 0,
         "environment_error": 0,
         "timeout": 0,
         "reward_error": 0,
+        "generation_error": 0,
     }
     record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
     assert record.metrics == {"guesses": (10.0, 4)}
@@ -217,6 +239,125 @@ def test_group_below_the_minimum_size_is_rejected(tokenizer: Tokenizer, least: i
 def test_minimum_size_above_the_group_size_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"Set min_group_size to at most 4\."):
         RolloutConfig(group_size=4, min_group_size=5)
+
+
+@pytest.mark.parametrize("in_round", [True, False])
+def test_invalid_message_is_retried_and_then_left_out(tokenizer: Tokenizer, in_round: bool) -> None:
+    group, _ = play(tokenizer, ["bytes"] * 5 + ["1"] * 3, in_round=in_round)
+    assert (len(group.rollouts), len(group.failures)) == (3, 1)
+    assert (group.counts["episodes"], group.counts["environment_error"]) == (8, 5)
+    assert {failure.outcome for failure in group.failures} == {"environment_error"}
+    assert group.failures[0].error == (
+        "data.environment: step returned an invalid result. "
+        "messages[0].content: must be text or another JSON value (got b'more'). Convert it to text."
+    )
+    assert episode_metrics(group.counts)["episode/environment_error_frac"] == 5 / 8
+
+
+@pytest.mark.parametrize(("truncated_reward", "weight"), [(0.0, 1.0), (-1.0, 1.0), (-1.0, 0.5)])
+def test_unjudged_episode_gets_the_configured_reward(tokenizer: Tokenizer, truncated_reward: float, weight: float) -> None:
+    environment = {"max_turns": 2, "truncated_reward": truncated_reward, "weights": {"truncated": weight}}
+    group, _ = play(tokenizer, ["1", "3", "2", "3"], in_round=True, environment=environment)
+    unjudged = 0.5 + weight * truncated_reward  # two turns of reward 1/4
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, unjudged, 1.25, unjudged]
+    assert group.rollouts[1].reward_parts == {"turns": 0.5, "truncated": truncated_reward}
+    assert [rollout.finish_reason for rollout in group.rollouts] == ["stop", "length", "stop", "length"]
+    assert [turn.reward for turn in group.rollouts[1].turns] == [0.25, 0.25 + weight * truncated_reward]
+    assert (group.counts["truncated"], group.counts["unjudged"]) == (2, 2)
+    shares = episode_metrics(group.counts)
+    assert (shares["episode/truncated_frac"], shares["episode/unjudged_frac"]) == (0.5, 0.5)
+    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
+    means = part_means(RecordTable.of([record]))
+    assert means == {"found": 0.5, "turns": 0.3125, "truncated": truncated_reward / 2}
+    assert means["found"] + means["turns"] + weight * means["truncated"] == sum(record.rewards) / 4
+
+
+def test_source_does_not_score_what_the_environment_did_not_judge(tokenizer: Tokenizer) -> None:
+    environment = {"max_turns": 1, "truncated_reward": -1.0}
+    group, _ = play(tokenizer, ["3"] * 4, in_round=True, scores=[1.0] * 4, environment=environment)
+    assert [rollout.reward_parts for rollout in group.rollouts] == [{"turns": 0.25, "truncated": -1.0}] * 4
+    group, _ = play(tokenizer, ["3"] * 4, in_round=True, scores=[1.0] * 4, environment=environment, rewards={"answer": "exact"})
+    assert [rollout.reward_parts for rollout in group.rollouts] == [{"answer": 1.0, "turns": 0.25, "truncated": -1.0}] * 4
+    assert [rollout.reward for rollout in group.rollouts] == [0.25] * 4
+
+
+class Judged(Guess):
+    """Also judges episodes that a limit ends."""
+
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> Done | None:
+        return Done(rewards={"found": 0.5}, reward=0.125, metrics={"guesses": self.turns})
+
+
+def test_judged_episode_has_the_rewards_of_its_environment(tokenizer: Tokenizer) -> None:
+    environment = {"max_turns": 2, "truncated_reward": -1.0}
+    group, _ = play(tokenizer, ["1", "3", "2", "3"], in_round=False, environment=environment, game=Judged)
+    rewards = {(rollout.finish_reason, rollout.reward, tuple(rollout.reward_parts.items())) for rollout in group.rollouts}
+    assert rewards == {
+        ("stop", 1.0, (("found", 1.0),)),
+        ("stop", 1.25, (("found", 1.0), ("turns", 0.25))),
+        ("length", 1.125, (("found", 0.5), ("turns", 0.625))),
+    }
+    assert (group.counts["truncated"], group.counts["unjudged"]) == (2, 0)
+
+
+def test_evaluation_counts_truncated_and_unjudged_episodes(tokenizer: Tokenizer) -> None:
+    environment = {"max_turns": 2, "truncated_reward": -1.0}
+    group, _ = play(tokenizer, ["1", "3", "1", "raises", "raises"], in_round=True, environment={**environment, "retries": 0})
+    config = Config.model_validate(
+        {
+            "name": "a",
+            "num_steps": 1,
+            "evaluation": {"sets": {"hard": {"num_samples": 4, "temperature": 1.0, "num_prompts": 1}}},
+        }
+    )
+    result = evaluation_result(evaluation_set(config, "hard"), [group])
+    assert (result.num_truncated, result.num_unjudged, result.num_errors) == (1, 1, 1)
+    assert result.mean == (1.0 - 0.5 + 1.0) / 3
+    metrics = evaluation_metrics(result)
+    task = result.task
+    shares = [metrics[f"eval/{task}/{name}_frac"] for name in ("truncated", "unjudged", "error")]
+    assert shares == [1 / 3, 1 / 3, 0.25]
+
+
+def test_unjudged_episode_survives_a_dump(tokenizer: Tokenizer) -> None:
+    group, _ = play(
+        tokenizer, ["1", "3", "bytes", "bytes", "1"], in_round=True, environment={"max_turns": 2, "truncated_reward": -1}
+    )
+    rows = table_of(list(rows_of(group, "trained", 0, 0))).to_pylist()
+    parts = [json.loads(row["reward_parts"]) for row in rows]
+    assert parts == [dict(rollout.reward_parts) for rollout in group.rollouts] + [{}] * len(group.failures)
+    assert [row["finish_reason"] for row in rows if row["outcome"] == "ok"].count(
+        "length"
+    ) == 2  # one of them is a second attempt
+    assert json.loads(rows[0]["counts"]) == group.counts
+
+
+def test_reward_with_a_name_of_the_configuration_is_a_failure(tokenizer: Tokenizer) -> None:
+    group, _ = play(tokenizer, ["1"] * 4, in_round=True, scores=[1.0] * 4, rewards={"found": "exact"}, part="found")
+    assert not group.rollouts
+    assert group.failures[0].error.endswith("its reward found has the name of a reward in data.rewards. Rename one of them.")
+
+
+def test_infinite_sum_of_rewards_is_a_failure(tokenizer: Tokenizer) -> None:
+    weights = {"found": 1e308, "turns": 1e308}
+    group, _ = play(tokenizer, ["8"] * 4, in_round=True, environment={"weights": weights, "max_turns": 8}, game=Judged)
+    assert not group.rollouts
+    assert {failure.outcome for failure in group.failures} == {"reward_error"}
+
+
+@pytest.mark.parametrize("environment", ["calculator", "tic_tac_toe", "single_turn"])
+def test_built_in_environments_judge_truncated_episodes(tokenizer: Tokenizer, environment: str) -> None:
+    made = make_environment(environment)
+    assert isinstance(made, JudgesTruncated)
+    episode = Episode(task_id="sums/0", question="1+1=", entry={}, seed=0)
+
+    async def judge() -> Done | None:
+        await made.reset(episode)
+        return await made.judge_truncated(None, "turns")
+
+    done = asyncio.run(judge())
+    assert done is not None
+    assert done.rewards == ({"game": 0.0} if environment == "tic_tac_toe" else {})
 
 
 def test_group_is_empty_if_every_episode_fails(tokenizer: Tokenizer) -> None:

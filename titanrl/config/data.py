@@ -20,7 +20,7 @@ ANSWER_REWARDS = ("reasoning_gym", "exact", "math_verify")
 """Built-in rewards that compare the completion with the reference answer."""
 REWARDS = (*ANSWER_REWARDS, "regex", "overlong", "repetition", "judge")
 """Built-in rewards."""
-RESERVED = ("mean", "error_frac")
+RESERVED = ("mean", "error_frac", "turns", "truncated")
 """Names that a reward cannot have, because `reward/<name>` is already a metric."""
 
 
@@ -171,9 +171,10 @@ class DataConfig(Section):
             yield from self.curriculum.broken_by_source(self.source, self.task_config)
         for name, reward in self.rewards.items():
             if name in RESERVED or not name.isidentifier():
+                rule = f"a reward's name must consist of letters, digits and _, and must not be one of {', '.join(RESERVED)}"
                 yield BrokenRule(
                     values={f"rewards.{name}": reward.function},
-                    rule=f"a reward's name must consist of letters, digits and _, and must not be {' or '.join(RESERVED)}",
+                    rule=rule,
                     fix="rename it",
                 )
 

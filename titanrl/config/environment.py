@@ -33,6 +33,9 @@ class EnvironmentConfig(Section):
     """Options of a renderer from that package, such as `{enable_thinking: false}`."""
     weights: dict[str, float] = {}
     """Weights of the rewards that the environment returns, by name. Rewards that are not listed have weight 1."""
+    truncated_reward: float = 0.0
+    """Reward of an episode that a limit ended before the environment returned `Done`, unless the environment judges it
+    (docs/howto/environment.md). It is reported as `reward/truncated`, in place of the environment's own rewards."""
     step_timeout_s: Seconds = 60.0
     """Time limit in seconds for one call of the environment."""
     episode_timeout_s: Seconds = 600.0

@@ -7,8 +7,17 @@ Importing this package requires only the standard library. Classes with further 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titanrl.environments.errors import EnvironmentDied, EnvironmentFailure, EnvironmentTimeout, ToolError
-from titanrl.environments.interface import Done, Environment, Episode, Message, Observation, Tool
+from titanrl.environments.errors import EnvironmentDied, EnvironmentFailure, EnvironmentTimeout, InvalidReward, ToolError
+from titanrl.environments.interface import (
+    Done,
+    Environment,
+    Episode,
+    JudgesTruncated,
+    Limit,
+    Message,
+    Observation,
+    Tool,
+)
 
 if TYPE_CHECKING:
     from titanrl.environments.calculator import Calculator
@@ -44,6 +53,9 @@ __all__ = [
     "EnvironmentTimeout",
     "Environments",
     "Episode",
+    "InvalidReward",
+    "JudgesTruncated",
+    "Limit",
     "Message",
     "Observation",
     "ProcessEnvironment",

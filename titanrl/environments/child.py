@@ -16,8 +16,10 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from titanrl.environments.interface import Done, Environment, Episode, Message, Observation, Tool
+from titanrl.environments.errors import EnvironmentFailure, InvalidReward
+from titanrl.environments.interface import Done, Environment, Episode, JudgesTruncated, Limit, Message, Observation, Tool
 from titanrl.environments.registry import load_factory
+from titanrl.environments.results import checked, shown
 from titanrl.plugins import Plugin
 from titanrl.sandbox.confine import end_with_parent
 
@@ -55,10 +57,12 @@ async def _attempt(host: "_Host", request: bytes) -> bytes:
     """Execute a request and return the reply. If it raises, reply with the exception's type and message."""
     try:
         name, arguments = pickle.loads(request)
-        return json.dumps(await host.calls[name](*arguments)).encode()
+        # Without escapes, a reply of the maximum size is at most 6 bytes per character long.
+        return json.dumps(await host.calls[name](*arguments), ensure_ascii=False).encode()
     except BaseException as error:  # a user-defined environment may raise anything, even SystemExit
         traceback.print_exc()
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}).encode()
+        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+        return json.dumps({"error": text, "is_reward": isinstance(error, InvalidReward)}).encode()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -74,6 +78,7 @@ class _Host:
             "load": self.load,
             "reset": self.reset,
             "step": self.step,
+            "judge_truncated": self.judge_truncated,
             "close": self.close,
         }
 
@@ -94,6 +99,14 @@ class _Host:
         assert self._environment is not None
         return encoded(await self._environment.step(message))
 
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> dict[str, Any]:
+        """Return the reply of the environment; `{"done": null}` if it does not judge the episode."""
+        environment: Any = self._environment
+        if not isinstance(environment, JudgesTruncated):
+            return {"done": None}
+        done = await environment.judge_truncated(message, limit)
+        return {"done": None} if done is None else encoded(done)
+
     async def close(self) -> dict[str, Any]:
         environment, self._environment = self._environment, None
         if environment is not None:
@@ -102,35 +115,28 @@ class _Host:
 
 
 def encoded(result: object) -> dict[str, Any]:
-    """Convert the return value of `reset` or `step` to JSON values.
+    """Convert the return value of a method to JSON values.
 
     Raises:
-        TypeError: It is neither `Observation` nor `Done`.
+        EnvironmentFailure: It is not a valid `Observation` or `Done`.
     """
-    if isinstance(result, Done):
-        rewards = _numbers(result.rewards)
-        return {"done": {"rewards": rewards, "reward": float(result.reward), "metrics": _numbers(result.metrics)}}
-    if isinstance(result, Observation):
-        tools = [{"name": tool.name, "description": tool.description, "parameters": tool.parameters} for tool in result.tools]
-        observation = {"messages": [dict(message) for message in result.messages], "tools": tools}
-        numbers = {"reward": float(result.reward), "replaces": bool(result.replaces), "metrics": _numbers(result.metrics)}
-        return {"observation": {**observation, **numbers}}
-    raise TypeError(f"an environment must return Observation or Done (got {result!r:.80})")
-
-
-def _numbers(values: Mapping[str, float]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in values.items()}
+    valid = checked(result)
+    if isinstance(valid, Done):
+        return {"done": {"rewards": valid.rewards, "reward": valid.reward, "metrics": valid.metrics}}
+    tools = [{"name": tool.name, "description": tool.description, "parameters": tool.parameters} for tool in valid.tools]
+    observation = {"messages": valid.messages, "tools": tools}
+    return {"observation": {**observation, "reward": valid.reward, "replaces": valid.replaces, "metrics": valid.metrics}}
 
 
 def decoded(reply: Mapping[str, Any]) -> Observation | Done:
-    """Convert a reply back to the argument of `encoded`.
+    """Convert a reply back to the argument of `encoded`. The reply is checked again, because the process is not trusted.
 
     Raises:
-        ValueError: The reply is neither `Observation` nor `Done`.
+        EnvironmentFailure: The reply is not a valid `Observation` or `Done`.
     """
     match reply:
         case {"done": {"rewards": dict(rewards), "reward": float(reward), "metrics": dict(metrics)}}:
-            return Done(rewards=rewards, reward=reward, metrics=metrics)
+            return checked(Done(rewards=rewards, reward=reward, metrics=metrics))
         case {
             "observation": {
                 "messages": list(messages),
@@ -140,6 +146,9 @@ def decoded(reply: Mapping[str, Any]) -> Observation | Done:
                 "metrics": dict(metrics),
             }
         }:
-            made = [Tool(**tool) for tool in tools]
-            return Observation(messages=messages, tools=made, reward=reward, replaces=replaces, metrics=metrics)
-    raise ValueError(f"neither Observation nor Done (got {reply!r:.80})")
+            try:
+                made = [Tool(**tool) for tool in tools]
+            except TypeError as error:
+                raise EnvironmentFailure(f"tools: {error} (got {shown(tools)}). Correct them.") from error
+            return checked(Observation(messages=messages, tools=made, reward=reward, replaces=replaces, metrics=metrics))
+    raise EnvironmentFailure(f"the reply must be an Observation or Done (got {shown(reply)})")

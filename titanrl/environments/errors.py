@@ -11,6 +11,10 @@ class EnvironmentTimeout(EnvironmentFailure):
     """Raised if a call of an environment exceeds its time limit."""
 
 
+class InvalidReward(EnvironmentFailure):
+    """Raised if a reward of an environment is not a finite number."""
+
+
 class EnvironmentDied(EnvironmentFailure):
     """Raised if the process of an environment died."""
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Message = Mapping[str, Any]
 """Chat message in OpenAI's format: `role` (`system`, `user`, `assistant` or `tool`), `content`, and optionally `tool_calls`
 (`[{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]`, with parsed arguments) or
-`tool_call_id`."""
+`tool_call_id`. All values are JSON values, without NUL and unpaired surrogates."""
+
+Limit = Literal["turn_tokens", "conversation_tokens", "turns"]
+"""Limit that ends an episode: `rollout.max_new_tokens` of a turn, `max_conversation_tokens` or `max_turns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +102,25 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Release the resources of the episode. This is called once, even after a failure."""
+
+
+@runtime_checkable
+class JudgesTruncated(Protocol):
+    """The optional method of an environment that judges episodes that a limit ends before `Done`.
+
+    Without it, such an episode gets `data.environment.truncated_reward` in place of the environment's rewards.
+
+    Example:
+        class GuessNumber:
+            ...
+            async def judge_truncated(self, message: Message | None, limit: Limit) -> Done | None:
+                return Done(rewards={"found": 0.0})
+    """
+
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> Done | None:
+        """Return the rewards of an episode that a limit ended; None for `truncated_reward`. Only `close` follows.
+
+        Args:
+            message: Last message of the policy if it was cut off, so that `step` did not receive it; None otherwise.
+            limit: The limit.
+        """

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanrl.config.sections import SandboxConfig
+from titanrl.environments.calls import readable_text
 from titanrl.environments.errors import ToolError
 from titanrl.environments.tools import ToolEnvironment
 from titanrl.sandbox.client import SandboxDied
@@ -67,7 +68,7 @@ class Python:
                 raise ToolError(f"The code was stopped after {config.timeout_s:g} s.")
             case "crash":
                 raise ToolError("The process running the code died, for example because it ran out of memory.")
-        return f"{result.output}{result.error}" or "(no output)"
+        return readable_text(f"{result.output}{result.error}") or "(no output)"
 
 
 def python(*, system_prompt: str | None = None, max_calls: int = 16, **options: Any) -> ToolEnvironment:

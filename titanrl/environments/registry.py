@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from titanrl.environments.interface import Environment
+from titanrl.environments.interface import Environment, JudgesTruncated
 from titanrl.loading import import_object
 from titanrl.plugins import Plugin, Plugins, check_call, name_of, plugin_of
 
@@ -43,6 +43,7 @@ _METHODS = {
     "step": "async def step(self, message: Message) -> Observation | Done",
     "close": "async def close(self) -> None",
 }
+_JUDGES = "async def judge_truncated(self, message: Message | None, limit: Limit) -> Done | None"
 
 
 class EnvironmentFactory(Protocol):
@@ -145,8 +146,11 @@ def check_methods(environment: object, *, key: str, name: str) -> None:
         rule = f"{type(environment).__name__} has no {' and no '.join(missing)}"
         raise ValueError(f"{key}: {rule} (got {name}). Write it as\n{EXPECTED}")
     assert isinstance(environment, Environment)
-    for method, expected in _METHODS.items():
-        function, protocol = getattr(environment, method), getattr(Environment, method)
+    protocols: dict[str, Callable[..., Any]] = {method: getattr(Environment, method) for method in _METHODS}
+    if isinstance(environment, JudgesTruncated):
+        protocols["judge_truncated"] = JudgesTruncated.judge_truncated
+    for method, protocol in protocols.items():
+        function, expected = getattr(environment, method), _METHODS.get(method, _JUDGES)
         check_call(function, protocol, key=key, name=f"{name}.{method}", expected=expected)
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"{key}: {method} is not async (got {name}). Write it as `{expected}`.")

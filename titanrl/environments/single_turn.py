@@ -1,6 +1,6 @@
 """A single-turn environment: one question, one answer, scored by the configured rewards."""
 
-from titanrl.environments.interface import Done, Episode, Message, Observation
+from titanrl.environments.interface import Done, Episode, Limit, Message, Observation
 
 
 class SingleTurn:
@@ -16,6 +16,10 @@ class SingleTurn:
 
     async def step(self, message: Message) -> Done:
         """End the episode."""
+        return Done()
+
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> Done:
+        """Add nothing to the configured rewards, which score the answer that was cut off."""
         return Done()
 
     async def close(self) -> None:

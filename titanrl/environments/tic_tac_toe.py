@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
-from titanrl.environments.interface import Done, Episode, Message, Observation
+from titanrl.environments.interface import Done, Episode, Limit, Message, Observation
 
 POLICY, OPPONENT, FREE = "X", "O", "."
 """Symbols for the players and for a free square."""
@@ -23,7 +23,7 @@ class TicTacToe:
     """A game of tic-tac-toe. Squares are numbered 1 to 9, row by row.
 
     The reward `game` is the value of `win`, `draw` or `loss`. The reply to an illegal move explains why it is illegal. If the
-    policy makes more than `max_illegal_moves` of them, it loses the game.
+    policy makes more than `max_illegal_moves` of them, it loses the game. It also loses a game that a limit ends.
 
     Example: `TicTacToe(skill=0.5, first="random")`
     """
@@ -86,6 +86,10 @@ class TicTacToe:
         if (end := winner(self._board)) is not None:
             return Done(rewards={"game": self._rewards[end]})
         return Observation(messages=[_user(f"I take {square + 1}.\n\n{drawn(self._board)}")])
+
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> Done:
+        """Count the game as lost, because the policy did not move."""
+        return Done(rewards={"game": self._rewards[OPPONENT]})
 
     async def close(self) -> None:
         """Release nothing."""

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from titanrl.environments.calls import parse_object
 from titanrl.environments.errors import EnvironmentFailure, EnvironmentTimeout, ToolError
-from titanrl.environments.interface import Done, Episode, Message, Observation
+from titanrl.environments.interface import Done, Episode, Limit, Message, Observation
+from titanrl.environments.results import shown
 from titanrl.environments.schema import ToolSignature, signature_of
 from titanrl.environments.single_turn import opening
 
@@ -148,13 +150,20 @@ class ToolEnvironment:
         """Execute the calls of a message; end the episode at a message without calls, or after a refused call."""
         calls = message.get("tool_calls") or ()
         if not calls or self.counts.refused:
-            sources = [source for source in self._sources if isinstance(source, Toolset)]
-            rewards = {name: value for source in sources for name, value in source.rewards().items()}
-            return Done(rewards=rewards, metrics=self.counts.metrics)
+            return self._done()
         num_failed = self.counts.failed
         replies = [await self._reply(call, index) for index, call in enumerate(calls)]
         reward = self._failed_call_reward * (self.counts.failed - num_failed)
         return Observation(messages=replies, reward=reward, metrics=self.counts.metrics)
+
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> Done:
+        """Return the rewards of the tools so far. Calls in a message that was cut off are not executed."""
+        return self._done()
+
+    def _done(self) -> Done:
+        sources = [source for source in self._sources if isinstance(source, Toolset)]
+        rewards = {name: value for source in sources for name, value in source.rewards().items()}
+        return Done(rewards=rewards, metrics=self.counts.metrics)
 
     async def close(self) -> None:
         """Close the stateful tools."""
@@ -175,21 +184,23 @@ class ToolEnvironment:
         return {**reply, "name": name} if name else reply
 
     async def _result(self, name: str, arguments: object) -> str:
+        if isinstance(arguments, str) and (name in self._functions or not name):
+            self.counts.malformed += 1
+            which, form = (f"The call to {name}", self._form(name)) if name else ("The call", self._names)
+            return f"{which} is malformed: {_problem(arguments)}. {form}"
         if name not in self._functions:
             self.counts.unknown += 1
             which = f"There is no tool {name:.60}." if name else "The call does not name a tool."
-            return f"{which} The tools are {', '.join(self._functions)}."
-        if isinstance(arguments, str):
-            self.counts.malformed += 1
-            return f"The call to {name} is malformed: {_problem(arguments)}. {self._form(name)}"
+            return f"{which} {self._names}"
         function, signature = self._functions[name]
         try:
             result = await self._run(name, function, signature.arguments({} if arguments is None else arguments))
         except ToolError as error:
             self.counts.wrong += 1
             return str(error)
+        text = _text_of(name, result)
         self.counts.succeeded += 1
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        return text
 
     async def _run(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a tool.
@@ -211,6 +222,10 @@ class ToolEnvironment:
             if limit.expired():
                 raise EnvironmentTimeout(f"tool {name}: took longer than {self._call_timeout_s:g} s") from None
             raise EnvironmentFailure(f"tool {name}: raised {type(error).__name__}: {error}") from error
+
+    @property
+    def _names(self) -> str:
+        return f"The tools are {', '.join(self._functions)}."
 
     def _form(self, name: str) -> str:
         properties = self._functions[name][1].tool.parameters["properties"]
@@ -250,9 +265,27 @@ def functions_of(source: object) -> list[Callable[..., Any]]:
 def _problem(arguments: str) -> str:
     """Explain why arguments could not be parsed."""
     try:
-        parsed = json.loads(arguments)
-    except RecursionError:
-        return "its arguments are nested too deeply"
+        parse_object(arguments)
     except ValueError as error:
-        return f"its arguments are not JSON ({error})"
-    return "the call is incomplete" if isinstance(parsed, dict) else "its arguments are not a JSON object"
+        return f"its arguments {error}"
+    return "the call is incomplete"
+
+
+def _text_of(name: str, result: object) -> str:
+    """Return the result of a tool as text: a string unchanged, and any other value as JSON.
+
+    Raises:
+        EnvironmentFailure: The result is, or contains, bytes, or it cannot be written as JSON.
+    """
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailure(f"tool {name}: its result cannot be written as JSON: {error} (got {shown(result)})") from error
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError("bytes are not text; decode them")
+    return str(value)

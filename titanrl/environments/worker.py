@@ -21,12 +21,12 @@ from types import MappingProxyType
 from typing import Any
 
 from titanrl.environments.child import LENGTH, Request, decoded
-from titanrl.environments.errors import EnvironmentDied, EnvironmentFailure, EnvironmentTimeout
-from titanrl.environments.interface import Done, Episode, Message, Observation
+from titanrl.environments.errors import EnvironmentDied, EnvironmentFailure, EnvironmentTimeout, InvalidReward
+from titanrl.environments.interface import Done, Episode, Limit, Message, Observation
 from titanrl.environments.registry import KEY, plugin_for
 from titanrl.plugins import Plugin, Plugins
 
-_MAX_REPLY_BYTES = 8 << 20  # parsing it takes 0.2 s at worst, in which the rollout worker does nothing else
+_MAX_REPLY_BYTES = 8 << 20  # parsing it takes 0.2 s at worst; valid replies are shorter (`results.MAX_CHARS`)
 _EXIT_DEADLINE_S = 5.0
 _BOOTSTRAP = """\
 import sys
@@ -198,6 +198,18 @@ class ProcessEnvironment:
         """Process a message of the policy. Raise the same exceptions as `reset`."""
         return await self._request("step", (dict(message),), self._pool.processes.step_s)
 
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> Done | None:
+        """Judge an episode that a limit ended; None if the environment does not. Raise the same exceptions as `reset`."""
+        assert self._process is not None, "judge_truncated must be called between reset and close"
+        arguments = (None if message is None else dict(message), limit)
+        reply = await self._process.request(("judge_truncated", arguments), self._pool.processes.step_s, "judge_truncated")
+        if reply == {"done": None}:
+            return None
+        done = self._decoded("judge_truncated", reply)
+        if isinstance(done, Observation):
+            raise EnvironmentFailure(f"{KEY}: judge_truncated must not return an Observation. Return Done or None.")
+        return done
+
     async def close(self) -> None:
         """End the episode and release its process. Raise the same exceptions as `reset`, unless the process exited before."""
         process, self._process = self._process, None
@@ -213,11 +225,13 @@ class ProcessEnvironment:
 
     async def _request(self, name: str, arguments: tuple[Any, ...], limit_s: float) -> Observation | Done:
         assert self._process is not None, f"{name} must be called between reset and close"
-        reply = await self._process.request((name, arguments), limit_s, name)
+        return self._decoded(name, await self._process.request((name, arguments), limit_s, name))
+
+    def _decoded(self, name: str, reply: Mapping[str, Any]) -> Observation | Done:
         try:
             return decoded(reply)
-        except (ValueError, TypeError) as error:
-            raise EnvironmentFailure(f"{KEY}: the reply to {name} is invalid: {error}") from error
+        except EnvironmentFailure as error:
+            raise type(error)(f"{KEY}: the reply to {name} is invalid: {error}") from error
 
 
 class _Process:
@@ -304,7 +318,11 @@ class _Process:
         """Wait until the process has exited."""
         await asyncio.wait([self._exited], timeout=_EXIT_DEADLINE_S)
 
-    def _checked(self, body: bytes, what: str) -> dict[str, Any]:
+    def _checked(self, body: bytes | None, what: str) -> dict[str, Any]:
+        if body is None:
+            self.kill()
+            rule = f"the reply to {what} is longer than {_MAX_REPLY_BYTES >> 20} MiB"
+            raise EnvironmentFailure(f"{KEY}: {rule}, so its process was killed{self._log_hint()}")
         try:
             reply = json.loads(body)
         except (ValueError, RecursionError):
@@ -313,7 +331,8 @@ class _Process:
             self.kill()
             raise EnvironmentFailure(f"{KEY}: the reply to {what} is invalid (got {body!r:.80}), so its process was killed")
         if "error" in reply:
-            raise EnvironmentFailure(f"{KEY}: {what} raised {reply['error']}{self._log_hint()}")
+            failure = InvalidReward if reply.get("is_reward") is True else EnvironmentFailure
+            raise failure(f"{KEY}: {what} raised {str(reply['error'])[:2000]}{self._log_hint()}")
         return reply
 
     async def _exit_reason(self) -> str:
@@ -346,12 +365,12 @@ class _Replies(asyncio.Protocol):
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[None] = loop.create_future()
-        self._reply: asyncio.Future[bytes] = loop.create_future()
+        self._reply: asyncio.Future[bytes | None] = loop.create_future()
         self._received = bytearray()
         self._transport: asyncio.BaseTransport | None = None
 
-    def expect(self) -> "asyncio.Future[bytes]":
-        """Return a future for the next reply."""
+    def expect(self) -> "asyncio.Future[bytes | None]":
+        """Return a future for the next reply; its result is None if the reply is too long."""
         self._received.clear()
         self._reply = asyncio.get_running_loop().create_future()
         return self._reply
@@ -365,7 +384,7 @@ class _Replies(asyncio.Protocol):
             return
         (length,) = LENGTH.unpack_from(self._received)
         if length > _MAX_REPLY_BYTES:
-            self._reply.set_result(f"a reply of {length} bytes, more than {_MAX_REPLY_BYTES}".encode())
+            self._reply.set_result(None)
         elif len(self._received) >= LENGTH.size + length:
             self._reply.set_result(bytes(self._received[LENGTH.size : LENGTH.size + length]))
 

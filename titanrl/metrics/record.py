@@ -50,7 +50,11 @@ class Recorder:
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     """Return the metrics of an evaluation, `eval/<set>/*`."""
     values = {"mean": result.mean, "response_len_mean": result.response_len_mean, **result.statistics}
+    num_completions = result.num_prompts * result.num_samples
+    values["truncated_frac"] = result.num_truncated / (num_completions - result.num_errors)
+    if result.num_unjudged:
+        values["unjudged_frac"] = result.num_unjudged / (num_completions - result.num_errors)
     if result.num_errors:
-        values["error_frac"] = result.num_errors / (result.num_prompts * result.num_samples)
+        values["error_frac"] = result.num_errors / num_completions
     values |= {f"environment/{name}_mean": value for name, value in result.environment.items()}
     return {f"eval/{result.task}/{name}": value for name, value in values.items()}

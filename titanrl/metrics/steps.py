@@ -39,7 +39,7 @@ def rollout_metrics(
     return {
         "reward/mean": mean(records.rewards.tolist()),
         "reward/error_frac": num_errors / max(num_tried_rollouts, 1),
-        **{f"reward/{part}": mean(values[~np.isnan(values)].tolist()) for part, values in records.reward_parts.items()},
+        **{f"reward/{part}": value for part, value in part_means(records).items()},
         "group/zero_variance_frac": num_without_signal / num_tried,
         "tokens/prompt_len_mean": mean(groups["prompt_len"].tolist()),
         "tokens/prompt_len_max": float(groups["prompt_len"].max()),
@@ -72,9 +72,13 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
         "episode/count": float(counts["episodes"]),
         "episode/turns_mean": counts["turns"] / num_episodes,
         "episode/malformed_calls_mean": counts["malformed_calls"] / num_episodes,
+        # Dumps of earlier versions lack some counts.
+        "episode/truncated_frac": counts.get("truncated", 0) / num_episodes,
+        "episode/unjudged_frac": counts.get("unjudged", 0) / num_episodes,
         "episode/environment_error_frac": counts["environment_error"] / num_episodes,
         "episode/timeout_frac": counts["timeout"] / num_episodes,
         "episode/reward_error_frac": counts["reward_error"] / num_episodes,
+        "episode/generation_error_frac": counts.get("generation_error", 0) / num_episodes,
     }
 
 
@@ -212,6 +216,21 @@ def speed_metrics(*, trained_tokens: int, generated: GenerationStats, trainer_bu
         # An engine step is counted when it ends, so it may have started before the interval.
         values["perf/generator_idle_frac"] = max(0.0, 1.0 - generated.busy_s / generated.wall_s)
     return values
+
+
+def part_means(records: RecordTable) -> dict[str, float]:
+    """Return the mean of each reward part over the rollouts of the tasks that have it. A rollout without the part counts as 0.
+
+    So the parts of a task have the same denominator as its reward, and their means times their weights add up to its mean.
+    """
+    task_of = records.tasks[records.group_of]
+    means = {}
+    for part, values in records.reward_parts.items():
+        missing = np.isnan(values)
+        if not missing.all():
+            has_part = np.isin(task_of, task_of[~missing])
+            means[part] = mean(np.where(missing, 0.0, values)[has_part].tolist())
+    return means
 
 
 def mean(values: Sequence[float]) -> float:

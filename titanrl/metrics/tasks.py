@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from titanrl.config.data import DataConfig
-from titanrl.metrics.steps import mean
+from titanrl.metrics.steps import mean, part_means
 from titanrl.tables import RecordTable
 
 
@@ -30,11 +30,10 @@ def task_metrics(records: RecordTable, tasks: Mapping[str, DataConfig], dropped:
 
 def _rollout_metrics(task: str, records: RecordTable, solved_from: float) -> dict[str, float]:
     groups, rewards = records.groups, records.rewards
-    parts = {part: values[~np.isnan(values)].tolist() for part, values in records.reward_parts.items()}
     return {
         f"task/{task}/reward_mean": mean(rewards.tolist()),
         f"task/{task}/solved_frac": float(np.mean(rewards >= solved_from)),
-        **{f"task/{task}/reward/{part}": mean(values) for part, values in parts.items() if values},
+        **{f"task/{task}/reward/{part}": value for part, value in part_means(records).items()},
         f"task/{task}/response_len_mean": mean(records.num_sampled_by_rollout.tolist()),
         f"task/{task}/truncated_frac": int(groups["num_truncated"].sum()) / len(rewards),
         f"task/{task}/generate_s_mean": mean(groups["generate_s"].tolist()),

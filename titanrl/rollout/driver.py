@@ -8,29 +8,46 @@ Shape suffix: S tokens of a segment.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from titanrl.environments import Done, Environment, EnvironmentTimeout, Episode, Message, Observation, Tool
+from titanrl.data.tokenizer import MAX_TOKEN_CHARS
+from titanrl.environments import (
+    Done,
+    Environment,
+    EnvironmentFailure,
+    EnvironmentTimeout,
+    Episode,
+    InvalidReward,
+    JudgesTruncated,
+    Limit,
+    Message,
+    Observation,
+    Tool,
+)
+from titanrl.environments.calls import readable_text
+from titanrl.environments.results import checked, shown
 from titanrl.errors import TitanRLError
-from titanrl.rewards import MAX_PARTS, PART_NAME
-from titanrl.rollout.renderers import Renderer
+from titanrl.rollout.renderers import Renderer, TurnEnd
 from titanrl.supports import Supports, join, whole_vocabulary
 from titanrl.turns import Turn
 from titanrl.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment
 
 T = TypeVar("T")
 
+_MAX_ERROR_CHARS = 2000
+
 
 class EpisodeError(TitanRLError):
     """Raised if an episode fails. The episode has no reward, and none of its tokens are trained on."""
 
     def __init__(self, outcome: Outcome, text: str) -> None:
-        """Create the error with the kind of failure and a message."""
-        super().__init__(text)
+        """Create the error with the kind of failure and a message, of which only the start is kept if it is long."""
+        super().__init__(readable_text(text[:_MAX_ERROR_CHARS]))
         self.outcome: Outcome = outcome
 
 
@@ -146,6 +163,10 @@ class Conversation:
         """Number of tool calls that could not be parsed."""
         self.num_turns = 0
         """Number of turns that the policy has taken."""
+        self.is_judged = False
+        """True if the environment returned `Done`; False if a limit ended the episode and the environment did not judge it."""
+        self.last_text = ""
+        """Text of the policy's last message."""
         self._make, self._renderer, self._limits, self._sampling = make, renderer, limits, sampling
         self._environment: Environment | None = None
         self._history: list[Message] = []
@@ -164,13 +185,6 @@ class Conversation:
         """`stop`: the environment ended the episode; `length`: a limit on turns or tokens was reached."""
         assert self._finish_reason is not None, "the episode has not ended"
         return self._finish_reason
-
-    @property
-    def last_text(self) -> str:
-        """Text of the policy's last message."""
-        return next(
-            (str(message.get("content") or "") for message in self.messages[::-1] if message["role"] == "assistant"), ""
-        )
 
     @property
     def num_sampled(self) -> int:
@@ -214,12 +228,16 @@ class Conversation:
         """
         try:
             self._environment = self._make()
-        except Exception as error:  # user code may raise anything
-            raise EpisodeError("environment_error", f"creating it raised {type(error).__name__}: {error}") from error
-        observation = await self._call("reset", self._environment.reset(self.episode), has_limit=not self._limits.may_queue)
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise EpisodeError("environment_error", f"creating it raised {_described(error)}") from error
+        reset = self._environment.reset
+        observation = await self._call("reset", lambda: reset(self.episode), has_limit=not self._limits.may_queue)
         if not isinstance(observation, Observation):
-            raise EpisodeError("environment_error", f"reset must return an Observation (got {observation!r})")
-        self._tools = observation.tools
+            raise EpisodeError("environment_error", f"reset must return an Observation (got {shown(observation)})")
+        if observation.reward:
+            rule = f"reset must not return a reward, because no turn has ended (got {observation.reward})"
+            raise EpisodeError("environment_error", f"{rule}. Return it with the next observation.")
+        self._tools, self.metrics = observation.tools, observation.metrics
         self.messages += observation.messages
         self._start_segment(observation.messages)
 
@@ -234,36 +252,39 @@ class Conversation:
     async def take(self, completion: Completion) -> None:
         """Continue the episode with the policy's turn.
 
-        A turn that was truncated at its limit ends the episode, and the environment does not see it.
+        A turn that was truncated at its limit ends the episode, and the environment does not see it in `step`.
 
         Raises:
-            EpisodeError: The environment failed.
+            EpisodeError: The environment failed, or the completion was cancelled.
         """
         assert self._environment is not None, "call start first"
-        segment = self._segments[-1]
+        if completion.finish_reason == "abort":
+            raise EpisodeError("generation_error", "the completion was cancelled")
+        segment, environment = self._segments[-1], self._environment
         before = tuple(segment.token_ids)
         segment.add(completion)
         message = self._parse(completion)
         self._history.append(message)
         self.messages.append(message)
+        self.last_text = message["content"]
         self.num_turns += 1
         if completion.finish_reason != "stop":
-            self._end(0.0, {}, "length")
+            self.turn_rewards.append(0.0)
+            has_room = len(segment.token_ids) < self._limits.max_tokens
+            await self._truncate(environment, message, "turn_tokens" if has_room else "conversation_tokens")
             return
-        observation = await self._call("step", self._environment.step(message))
-        if isinstance(observation, Done | Observation):
-            self.metrics = _checked_metrics(observation.metrics)
+        observation = await self._call("step", lambda: environment.step(message))
+        assert observation is not None
+        self.turn_rewards.append(observation.reward)
+        self.metrics = observation.metrics
         if isinstance(observation, Done):
-            self._end(observation.reward, observation.rewards, "stop")
-        elif not isinstance(observation, Observation):
-            raise EpisodeError("environment_error", f"step must return an Observation or Done (got {observation!r})")
-        else:
-            self.turn_rewards.append(_number("reward", observation.reward))
-            self.messages += observation.messages
-            self._continue(before, completion, observation)
-            has_room = len(self._segments[-1].token_ids) < self._limits.max_tokens
-            if self.num_turns == self._limits.max_turns or not has_room:
-                self._finish_reason = "length"
+            self.rewards, self.is_judged = observation.rewards, True
+            self._end("stop")
+            return
+        self.messages += observation.messages
+        has_room = self._continue(before, completion, observation)
+        if self.num_turns == self._limits.max_turns or not has_room:
+            await self._truncate(environment, None, "conversation_tokens" if not has_room else "turns")
 
     async def close(self) -> None:
         """Close the environment. Ignore exceptions, because the episode is already over; a second call has no effect."""
@@ -272,33 +293,67 @@ class Conversation:
             return
         try:
             await asyncio.wait_for(environment.close(), self._limits.step_timeout_s)
-        except Exception:  # user code may raise anything
+        except (Exception, SystemExit):  # user code may raise anything
             return
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
 
-    def _start_segment(self, messages: Sequence[Message]) -> None:
+    def _start_segment(self, messages: Sequence[Message], known_ids: Sequence[int] = ()) -> bool:
+        """Start a segment with the rendered messages, or continue the current one if they extend its tokens.
+
+        Args:
+            messages: The conversation.
+            known_ids: Tokens of the current segment; empty if it must not be continued.
+
+        Returns:
+            False if the messages leave no room for a turn of the policy.
+        """
         self._history = list(messages)
-        token_ids = self._renderer.render(self._history, self._tools)
-        if len(token_ids) >= self._limits.max_tokens:
+        if not messages:
+            raise EpisodeError("environment_error", "there is no message to start the conversation with. Return at least one.")
+        num_chars = sum(len(message["content"]) for message in messages)
+        fits = num_chars <= self._limits.max_tokens * MAX_TOKEN_CHARS  # do not tokenize what cannot fit
+        token_ids = self._rendered(lambda: self._renderer.render(self._history, self._tools)) if fits else []
+        if not fits or len(token_ids) >= self._limits.max_tokens:
             if not self._segments:
-                problem = f"the first messages have {len(token_ids)} tokens, which leaves no room for a reply"
+                size = f"{len(token_ids)} tokens" if fits else f"{num_chars} characters"
+                problem = f"the first messages have {size}, which leaves no room for a reply"
                 limit = f"data.environment.max_conversation_tokens={self._limits.max_tokens}"
                 raise EpisodeError("environment_error", f"{problem} ({limit})")
-            self._finish_reason = "length"
-            return
+            return False
+        if not token_ids:
+            raise EpisodeError("environment_error", "the messages have no tokens. Return text.")
+        if known_ids and token_ids[: len(known_ids)] == known_ids:
+            self._segments[-1].add_context(token_ids[len(known_ids) :])
+            return True
         self._segments.append(_SegmentBuilder(token_ids))
         self._segments[-1].add_context(())
+        return True
 
-    def _continue(self, before: Sequence[int], completion: Completion, observation: Observation) -> None:
-        """Append the environment's messages to the segment, or start a new segment if that is impossible."""
+    def _continue(self, before: Sequence[int], completion: Completion, observation: Observation) -> bool:
+        """Append the environment's messages to the segment, or start a new segment if that is impossible.
+
+        Returns:
+            False if they leave no room for another turn of the policy.
+        """
         if observation.replaces:
-            self._start_segment(observation.messages)
-            return
+            return self._start_segment(observation.messages)
+        if sum(len(message["content"]) for message in observation.messages) > self._limits.max_tokens * MAX_TOKEN_CHARS:
+            return False
+        end = TurnEnd(token_ids=before, completion_ids=completion.token_ids.tolist(), messages=tuple(self._history))
         self._history += observation.messages
-        added = self._renderer.extend(before, completion.token_ids.tolist(), observation.messages, self._tools)
+        added = self._rendered(lambda: self._renderer.extend(end, observation.messages, self._tools))
         if added is None:
-            self._start_segment(self._history)
-        else:
-            self._segments[-1].add_context(added)
+            return self._start_segment(self._history, end.known_ids)
+        self._segments[-1].add_context(added)
+        return len(self._segments[-1].token_ids) < self._limits.max_tokens
+
+    def _rendered(self, render: Callable[[], T]) -> T:
+        try:
+            return render()
+        except Exception as error:  # the chat template may reject any message, and the tokenizer any text
+            raise EpisodeError("environment_error", f"its messages cannot be rendered: {_described(error)}") from error
 
     def _parse(self, completion: Completion) -> dict[str, Any]:
         message = self._renderer.parse(completion.token_ids.tolist(), self._tools)
@@ -306,48 +361,81 @@ class Conversation:
         self.num_malformed += sum(isinstance(call["function"]["arguments"], str) for call in calls)
         return message
 
-    def _end(self, reward: float, rewards: Mapping[str, float], reason: FinishReason) -> None:
-        self.turn_rewards.append(_number("reward", reward))
-        self.rewards = {name: _number(f"rewards[{name!r}]", value) for name, value in rewards.items()}
+    async def _truncate(self, environment: Environment, message: Message | None, limit: Limit) -> None:
+        """End the episode at a limit, and let the environment judge it if it can.
+
+        Args:
+            environment: The environment.
+            message: The policy's last message, if the environment has not received it.
+            limit: Limit that ended the episode.
+        """
+        if isinstance(environment, JudgesTruncated):
+            judge = environment.judge_truncated
+            done = await self._call("judge_truncated", lambda: judge(message, limit), may_be_none=True)
+            if isinstance(done, Observation):
+                rule = f"judge_truncated must return Done or None (got {shown(done)})"
+                raise EpisodeError("environment_error", rule)
+            if done is not None:
+                self.rewards, self.metrics, self.is_judged = done.rewards, done.metrics, True
+                self.turn_rewards[-1] += done.reward
+        self._end("length")
+
+    def _end(self, reason: FinishReason) -> None:
+        if not self.num_sampled:
+            raise EpisodeError("generation_error", "the policy sampled no token")
+        if not math.isfinite(sum(self.turn_rewards)):
+            raise EpisodeError("reward_error", f"the rewards of the turns must have a finite sum (got {self.turn_rewards})")
         self._finish_reason = reason
 
-    async def _call(self, name: str, call: Awaitable[T], *, has_limit: bool = True) -> T:
-        """Await a method of the environment, within the time limits of a call and of the episode."""
+    async def _call(
+        self, name: str, call: Callable[[], Awaitable[object]], *, has_limit: bool = True, may_be_none: bool = False
+    ) -> Observation | Done | None:
+        """Await a method of the environment, within the time limits of a call and of the episode, and check its result."""
         if not has_limit:
-            return await self._checked(name, call)
+            return await self._checked(name, call, may_be_none)
         limit_s = min(self._limits.step_timeout_s, self._remaining_s)
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s) as limit:
-                return await self._checked(name, call)
+                return await self._checked(name, call, may_be_none)
         except TimeoutError:
             assert limit.expired()
             raise EpisodeError("timeout", f"{name} of the environment took longer than {limit_s:g} s") from None
         finally:
             self._remaining_s -= asyncio.get_running_loop().time() - started
 
-    async def _checked(self, name: str, call: Awaitable[T]) -> T:
+    async def _checked(self, name: str, call: Callable[[], Awaitable[object]], may_be_none: bool) -> Observation | Done | None:
         try:
-            return await call
+            returned = await call()
         except EnvironmentTimeout as error:
             raise EpisodeError("timeout", f"{name} of the environment: {error}") from error
-        except Exception as error:  # user code may raise anything
-            raise EpisodeError("environment_error", f"{name} raised {type(error).__name__}: {error}") from error
+        except InvalidReward as error:
+            raise EpisodeError("reward_error", f"{name} of the environment: {error}") from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise EpisodeError("environment_error", f"{name} raised {_described(error)}") from error
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            raise EpisodeError("environment_error", f"{name} raised CancelledError") from error
+        if returned is None and may_be_none:
+            return None
+        try:
+            return checked(returned)
+        except InvalidReward as error:
+            raise EpisodeError("reward_error", f"{name} returned an invalid reward. {error}") from error
+        except EnvironmentFailure as error:
+            raise EpisodeError("environment_error", f"{name} returned an invalid result. {error}") from error
 
 
-def _checked_metrics(values: object) -> Mapping[str, float]:
-    is_valid = isinstance(values, Mapping) and len(values) <= MAX_PARTS
-    if not isinstance(values, Mapping) or not is_valid or not all(PART_NAME.fullmatch(str(name)) for name in values):
-        rule = f"metrics must map names of letters and digits to numbers, {MAX_PARTS} at most"
-        raise EpisodeError("environment_error", f"{rule} (got {values!r:.200})")
-    return {str(name): _number(f"metrics[{name!r}]", value, "environment_error") for name, value in values.items()}
-
-
-def _number(name: str, value: object, outcome: Outcome = "reward_error") -> float:
+def _described(error: BaseException) -> str:
+    """Return the type and message of an exception of user code, whose `__str__` may raise, too."""
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = float("nan")
-    if not np.isfinite(number):
-        raise EpisodeError(outcome, f"{name} must be a finite number (got {value!r})")
-    return number
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # user code may raise anything
+        return type(error).__name__
+
+
+def _is_cancelled() -> bool:
+    """Return True if the current task is being cancelled; False if user code raised `CancelledError` on its own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

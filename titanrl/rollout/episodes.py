@@ -1,9 +1,10 @@
 """Groups of episodes: plays the episodes of a prompt in an environment, retries failed ones, and scores them."""
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,8 +28,14 @@ NO_TOKENS = Completion(
 )
 TURNS = "turns"
 """Name of the reward part with the sum of the turn rewards."""
-COUNTS = ("episodes", "turns", "malformed_calls", "environment_error", "timeout", "reward_error")
-"""Names of a group's counts over all attempts: episodes, turns of the policy, malformed tool calls, and failures by outcome."""
+TRUNCATED = "truncated"
+"""Name of the reward part of an episode that a limit ended and the environment did not judge."""
+COUNTS = (
+    *("episodes", "turns", "malformed_calls", "truncated", "unjudged"),
+    *("environment_error", "timeout", "reward_error", "generation_error"),
+)
+"""Names of a group's counts over all attempts: episodes, turns of the policy, malformed tool calls, episodes that a limit
+ended, those of them that the environment did not judge, and failures by outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,33 +164,42 @@ class Episodes:
         The first, as `Scored`, covers the rewards of the environment, of the turns and of the configuration. The second leaves
         out the rewards of turns and tokens, so that they can be assigned to the turns separately.
         """
-        own = [conversation.rewards for conversation in conversations]
         data = self.config.data
-        counts = bool(data.rewards) or not any(own)
-        if counts and conversations:
-            answers = Answers(
-                entry=prompt.entry,
-                completions=tuple(conversation.last_text for conversation in conversations),
-                num_tokens=tuple(conversation.num_sampled for conversation in conversations),
-                finish_reasons=tuple(conversation.finish_reason for conversation in conversations),
-                token_ids=tuple(conversation.sampled_ids for conversation in conversations),
-            )
-            configured = await self.score(answers)
-        else:
-            configured = [Scored(reward=0.0, parts={}) for _ in conversations]
+        # Without configured rewards, the source's own score applies to episodes whose environment returned no reward.
+        judged = [conversation for conversation in conversations if conversation.is_judged]
+        has_own = any(conversation.rewards for conversation in judged)
+        asked = list(conversations) if data.rewards else [] if has_own else judged
+        configured = dict(zip(map(id, asked), await self._configured(prompt, asked), strict=True))
         scores = []
-        for conversation, score in zip(conversations, configured, strict=True):
-            parts = dict(conversation.rewards)
-            if any(conversation.turn_rewards):
-                parts[TURNS] = sum(conversation.turn_rewards)
+        for conversation in conversations:
+            score = configured.get(id(conversation), Scored(reward=0.0, parts={}))
+            own = dict(conversation.rewards)
+            if not conversation.is_judged:
+                own[TRUNCATED] = self.environment.truncated_reward
+            parts = own | ({TURNS: sum(conversation.turn_rewards)} if any(conversation.turn_rewards) else {})
             added = sum(data.weight_of(name) * value for name, value in parts.items())
-            final = sum(data.weight_of(name) * value for name, value in conversation.rewards.items())
+            final = sum(data.weight_of(name) * value for name, value in own.items())
             if score.reward is None:
                 scores.append((score, 0.0))
+            elif problem := _problem(score, parts, score.reward + added):
+                scores.append((Scored(reward=None, parts={}, error=problem), 0.0))
             else:
                 whole = replace(score, reward=score.reward + added, parts={**score.parts, **parts})
                 scores.append((whole, final if score.token_rewards is not None else score.reward + final))
         return scores
+
+    async def _configured(self, prompt: Prompt, conversations: Sequence[Conversation]) -> list[Scored]:
+        """Score the policy's last messages with the configured rewards."""
+        if not conversations:
+            return []
+        answers = Answers(
+            entry=prompt.entry,
+            completions=tuple(conversation.last_text for conversation in conversations),
+            num_tokens=tuple(conversation.num_sampled for conversation in conversations),
+            finish_reasons=tuple(conversation.finish_reason for conversation in conversations),
+            token_ids=tuple(conversation.sampled_ids for conversation in conversations),
+        )
+        return await self.score(answers)
 
     def _rollout(self, conversation: Conversation, score: Scored, final: float) -> Rollout:
         assert score.reward is not None
@@ -277,7 +293,14 @@ class _Slot:
 
     def _counts_of_attempt(self) -> Counter[str]:
         conversation = self.conversation
-        return Counter(episodes=1, turns=conversation.num_turns, malformed_calls=conversation.num_malformed)
+        is_truncated = conversation.is_done and conversation.finish_reason == "length"
+        return Counter(
+            episodes=1,
+            turns=conversation.num_turns,
+            malformed_calls=conversation.num_malformed,
+            truncated=int(is_truncated),
+            unjudged=int(is_truncated and not conversation.is_judged),
+        )
 
     def _new(self) -> Conversation:
         """Return a new attempt. All episodes of a group share the environment's seed, so that their rewards are comparable."""
@@ -304,6 +327,16 @@ class _Slot:
         if seed is not None:
             seed = derive_seed(seed, self.prompt.index, self._number, self._attempt, turn)
         return replace(self._common, max_new_tokens=max_new_tokens, seed=seed)
+
+
+def _problem(score: Scored, parts: Mapping[str, float], reward: float) -> str:
+    """Return why the configured rewards and those of the environment cannot be combined; empty if they can."""
+    if both := score.parts.keys() & parts.keys():
+        rule = f"data.environment: its reward {min(both)} has the name of a reward in data.rewards"
+        return f"{rule}. Rename one of them."
+    if not math.isfinite(reward):
+        return f"data.environment: the sum of the rewards must be finite (got {dict(score.parts) | dict(parts)})"
+    return ""
 
 
 async def start_episodes(

@@ -15,7 +15,7 @@ from titanrl.data.streams import PromptStream, make_stream
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.plugins import Plugins, plugins_within
 from titanrl.replay.failures import scorer_failed
-from titanrl.rollout.episodes import Episodes, start_episodes
+from titanrl.rollout.episodes import TRUNCATED, Episodes, start_episodes
 from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out, summed_metrics
 from titanrl.rollout.scoring import Scoring
 from titanrl.rollout.tasks import OpenTask
@@ -216,6 +216,8 @@ def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> Evaluat
         response_len_mean=float(np.mean(list(map(len, versions)))),
         num_errors=len(errors),
         first_error=errors[0] if errors else "",
+        num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
+        num_unjudged=sum(TRUNCATED in rollout.reward_parts for rollout in rollouts),
         num_samples=subset.num_samples,
         statistics=statistics,
         is_pinned=oldest == max(newest),

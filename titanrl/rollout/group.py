@@ -45,13 +45,21 @@ Decode = Callable[[Sequence[int]], str]
 """Function from token ids to their text."""
 
 
+_UNUSABLE = "the completion was cancelled, or has no token"
+
+
 async def roll_out(
     prompt: Prompt, requests: Sequence[GenerationRequest], generate: Generate, score: ScoreAnswers, decode: Decode
 ) -> Group:
-    """Sample and score completions of a prompt. Completions whose reward failed become `failures` instead of rollouts."""
+    """Sample and score completions of a prompt.
+
+    Completions whose reward failed, and those that were cancelled or have no token, become `failures` instead of rollouts.
+    """
     started = time.perf_counter()
-    completions = await generate(requests)
+    sampled = await generate(requests)
     generated = time.perf_counter()
+    completions = [completion for completion in sampled if len(completion.token_ids) and completion.finish_reason != "abort"]
+    unusable = [completion for completion in sampled if not len(completion.token_ids) or completion.finish_reason == "abort"]
     token_ids = tuple(completion.token_ids.tolist() for completion in completions)
     answers = Answers(
         entry=prompt.entry,
@@ -61,7 +69,7 @@ async def roll_out(
         token_ids=token_ids,
         decode=decode,
     )
-    pairs = list(zip(completions, await score(answers), strict=True))
+    pairs = list(zip(completions, await score(answers) if completions else (), strict=True))
     scored = [(completion, score) for completion, score in pairs if score.reward is not None]
     failed = [(completion, score.error) for completion, score in pairs if score.reward is None]
     return Group(
@@ -69,7 +77,10 @@ async def roll_out(
         rollouts=rollouts_of(prompt, [completion for completion, _ in scored], [score for _, score in scored]),
         generate_s=generated - started,
         score_s=time.perf_counter() - generated,
-        failures=tuple(ScorerFailure(completion=completion, error=error) for completion, error in failed),
+        failures=(
+            *(ScorerFailure(completion=completion, error=error) for completion, error in failed),
+            *(ScorerFailure(completion=completion, error=_UNUSABLE, outcome="generation_error") for completion in unusable),
+        ),
     )
 
 

@@ -6,16 +6,35 @@ A conversation is rendered once. Later turns append tokens instead of rendering 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import count
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Message, Tool
+from titanrl.environments.calls import NotAnObject, parse_object, readable, readable_text
 from titanrl.models.families import FAMILIES
 from titanrl.packages import installed_version
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _LIBRARY = "renderers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """A conversation at the end of a turn of the policy."""
+
+    token_ids: Sequence[int]
+    """Tokens before the turn."""
+    completion_ids: Sequence[int]
+    """Tokens of the turn, which the policy sampled."""
+    messages: Sequence[Message]
+    """Messages of the conversation; the last one is the policy's."""
+
+    @property
+    def known_ids(self) -> list[int]:
+        """All tokens of the conversation."""
+        return [*self.token_ids, *self.completion_ids]
 
 
 class Renderer(Protocol):
@@ -27,14 +46,11 @@ class Renderer(Protocol):
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a conversation, including the prefix of the policy's reply."""
 
-    def extend(
-        self, token_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
-        """Return the tokens to append after a completion, so that the policy's next reply can follow.
+    def extend(self, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """Return the tokens to append after a turn of the policy, so that its next turn can follow.
 
         Args:
-            token_ids: Tokens before the completion.
-            completion_ids: Tokens that the policy sampled.
+            end: The conversation up to the end of the policy's turn.
             messages: Messages that follow the policy's message.
             tools: Functions that the policy may call.
 
@@ -44,7 +60,11 @@ class Renderer(Protocol):
         """
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
-        """Parse a completion into a message. The `arguments` of a malformed tool call are its text instead of a mapping."""
+        """Parse a completion into a message, whatever it contains.
+
+        The `arguments` of a malformed tool call are its text instead of a mapping. U+FFFD replaces NUL and unpaired surrogates,
+        so that an environment can repeat every text and argument.
+        """
 
 
 class PlainRenderer:
@@ -65,19 +85,14 @@ class PlainRenderer:
         """Return the tokens of a conversation. Each turn of the policy ends with the end-of-sequence token."""
         return [*self._tokenizer.start_ids, *self._messages(messages)]
 
-    def extend(
-        self, token_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
+    def extend(self, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
         """Return the tokens of the messages, preceded by an end-of-sequence token if the completion lacks one."""
-        has_ended = len(completion_ids) > 0 and completion_ids[-1] in self.stop_ids
+        has_ended = len(end.completion_ids) > 0 and end.completion_ids[-1] in self.stop_ids
         return [*(() if has_ended else self.stop_ids[:1]), *self._messages(messages)]
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
         """Parse a completion into the text outside of tool calls, and the calls."""
-        text = self._tokenizer.decode(list(completion_ids))
-        message: dict[str, Any] = {"role": "assistant", "content": _CALL.sub("", text)}
-        calls = [self._call(match.group(1).strip(), number, tools) for number, match in enumerate(_CALL.finditer(text))]
-        return message | ({"tool_calls": calls} if calls else {})
+        return _parse_tags(self._tokenizer.decode(list(completion_ids)), tools)
 
     def _messages(self, messages: Sequence[Message]) -> list[int]:
         return [token for message in messages for token in self._message(message)]
@@ -91,20 +106,6 @@ class PlainRenderer:
                 return self._tokenizer.encode(f"<tool_response>{message['content']}</tool_response>")
             case _:
                 return self._tokenizer.encode(message["content"])
-
-    def _call(self, text: str, number: int, tools: Sequence[Tool]) -> dict[str, Any]:
-        name: str = ""
-        arguments: Any = text
-        try:
-            call = json.loads(text)
-        except ValueError:
-            call = None
-        if isinstance(call, dict) and isinstance(call.get("name"), str):
-            name, arguments = call["name"], call.get("arguments", {})
-            arguments = arguments if isinstance(arguments, dict) else json.dumps(arguments)
-        elif len(tools) == 1 and len(only := list(tools[0].parameters.get("properties", {}))) == 1:
-            name, arguments = tools[0].name, {only[0]: text}
-        return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class LibraryRenderer:
@@ -135,6 +136,7 @@ class LibraryRenderer:
             config = pydantic.TypeAdapter(configs.RendererConfig).validate_python({"name": name, **options})
             backend = AutoTokenizer.from_pretrained(tokenizer.path, local_files_only=True)
             self._renderer: Any = renderers.create_renderer(backend, config)
+            self._appending = _that_appends(self._renderer, backend)
         except (ValueError, AssertionError) as error:
             cause = str(error)
             if isinstance(error, pydantic.ValidationError):
@@ -143,6 +145,7 @@ class LibraryRenderer:
             raise ValueError(
                 f"data.environment.renderer: {name} cannot be used with {tokenizer.path}: {cause}. Choose another renderer."
             ) from error
+        self._tokenizer, self._backend = tokenizer, backend
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -152,38 +155,36 @@ class LibraryRenderer:
         )
         return ids
 
-    def extend(
-        self, token_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
-        """Return the tokens of the messages in the model's chat template; None if the template changes earlier tokens."""
-        before, completion = list(token_ids), list(completion_ids)
-        bridged = self._renderer.bridge_to_next_turn(
-            before, completion, [dict(message) for message in messages], tools=_specs(tools)
-        )
-        if bridged is None:
+    def extend(self, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """Return the tokens of the messages in the model's chat template; None if the template changes earlier tokens.
+
+        The library never appends a user message after a turn of a thinking model, because the chat template then strips the
+        thinking. If there is none, nothing changes, and the message is appended.
+        """
+        added = _bridge(self._renderer, end, messages, tools)
+        if added is not None or self._appending is None:
+            return added
+        added = _bridge(self._appending, end, messages, tools)
+        if added is None:
             return None
-        ids: list[int] = bridged.token_ids
-        known = len(before) + len(completion)
-        return ids[known:] if ids[:known] == before + completion else None
+        rendered = self.render([*end.messages, *messages], tools)
+        return added if self._text([*end.known_ids, *added]) == self._text(rendered) else None
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens without white space, which parsing a message and rendering it again may change."""
+        return "".join(str(self._backend.decode(list(token_ids), skip_special_tokens=False)).split())
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
         """Parse a completion in the model's format."""
-        parsed = self._renderer.parse_response(list(completion_ids), tools=_specs(tools))
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        try:
+            parsed = self._renderer.parse_response(list(completion_ids), tools=_specs(tools))
+        except Exception:  # the library parses what the policy wrote, for example JSON that is nested too deeply
+            text = readable_text(self._tokenizer.decode(list(completion_ids)))
+            return {"role": "assistant", "content": "", "tool_calls": [_tool_call(0, "", text)]}
+        message: dict[str, Any] = {"role": "assistant", "content": readable_text(parsed.content)}
         if parsed.reasoning_content is not None:
-            message["reasoning_content"] = parsed.reasoning_content
-        numbers = count()
-        calls = [
-            {
-                "id": call.id or f"call_{next(numbers)}",
-                "type": "function",
-                "function": {
-                    "name": call.name or "",
-                    "arguments": call.arguments if call.status == "ok" and isinstance(call.arguments, dict) else call.raw,
-                },
-            }
-            for call in parsed.tool_calls
-        ]
+            message["reasoning_content"] = readable_text(parsed.reasoning_content)
+        calls = [_library_call(number, call) for number, call in enumerate(parsed.tool_calls)]
         return message | ({"tool_calls": calls} if calls else {})
 
 
@@ -220,6 +221,79 @@ def _automatic(tokenizer: Tokenizer) -> str:
 
 def _specs(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
     return [{"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)} for tool in tools] or None
+
+
+def _that_appends(renderer: Any, backend: Any) -> Any:
+    """Return the same renderer, but one that appends user messages even if the chat template would strip thinking.
+
+    None if it already does, or cannot.
+    """
+    import renderers
+
+    if renderer.effective_thinking_retention != "tool_cycle":
+        return None
+    fields = renderer.config.model_dump(exclude_unset=True) | {"name": renderer.config.name, "thinking_retention": "all"}
+    try:
+        return renderers.create_renderer(backend, type(renderer.config)(**fields))
+    except (ValueError, AssertionError):  # an option of the renderer says the opposite
+        return None
+
+
+def _bridge(renderer: Any, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+    """Return the tokens that a renderer of the library appends; None if it cannot, or would change earlier tokens."""
+    before, completion = list(end.token_ids), list(end.completion_ids)
+    bridged = renderer.bridge_to_next_turn(before, completion, [dict(message) for message in messages], tools=_specs(tools))
+    if bridged is None:
+        return None
+    ids: list[int] = bridged.token_ids
+    known = end.known_ids
+    return ids[len(known) :] if ids[: len(known)] == known else None
+
+
+def _parse_tags(text: str, tools: Sequence[Tool], *, takes_values: bool = True) -> dict[str, Any]:
+    """Parse a completion into the text outside of `<tool_call>` tags, and the calls.
+
+    Args:
+        text: Text of the completion.
+        tools: Functions that the policy may call.
+        takes_values: True if a call may be just the value of the only parameter of the only tool.
+    """
+    text = readable_text(text)
+    matches = enumerate(_CALL.finditer(text))
+    calls = [_tagged_call(number, match[1].strip(), tools if takes_values else ()) for number, match in matches]
+    return {"role": "assistant", "content": _CALL.sub("", text)} | ({"tool_calls": calls} if calls else {})
+
+
+def _tagged_call(number: int, text: str, tools: Sequence[Tool]) -> dict[str, Any]:
+    call: dict[str, Any] = {}
+    try:
+        call = parse_object(text)
+    except NotAnObject:
+        pass
+    except ValueError:
+        return _tool_call(number, "", text)
+    if isinstance(call.get("name"), str):
+        arguments = call.get("arguments", {})
+        return _tool_call(number, call["name"], arguments if isinstance(arguments, dict) else json.dumps(arguments))
+    if len(tools) == 1 and len(only := list(tools[0].parameters.get("properties", {}))) == 1:
+        return _tool_call(number, tools[0].name, {only[0]: text})
+    return _tool_call(number, "", text)
+
+
+def _library_call(number: int, call: Any) -> dict[str, Any]:
+    """Return a call that the library parsed; it accepts JSON leniently, and reports names and arguments of any type."""
+    name = readable_text(call.name) if isinstance(call.name, str) else ""
+    arguments: dict[str, Any] | str = readable_text(str(call.raw))
+    if name and call.status == "ok" and isinstance(call.arguments, dict):
+        with suppress(ValueError):
+            with suppress(NotAnObject):  # another format than JSON
+                parse_object(str(call.raw))
+            arguments = readable(call.arguments)
+    return _tool_call(number, name, arguments) | ({"id": readable_text(call.id)} if isinstance(call.id, str) else {})
+
+
+def _tool_call(number: int, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _call_text(call: Mapping[str, Any]) -> str:

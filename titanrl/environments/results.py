@@ -1,0 +1,221 @@
+"""Checks what an environment returned, before it reaches the chat template, the tokenizer and JSON files.
+
+This module imports no third-party library.
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsFloat
+
+from titanrl.environments.calls import parse_object
+from titanrl.environments.errors import EnvironmentFailure, InvalidReward
+from titanrl.environments.interface import Done, Observation, Tool
+from titanrl.rewards import MAX_PARTS, PART_NAME
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles of messages."""
+MAX_MESSAGES = 4096
+"""Maximum number of messages in one observation."""
+MAX_CHARS = 1 << 20
+"""Maximum size of the messages and tools of one observation: characters of text, and one for each other value."""
+MAX_DEPTH = 32
+"""Maximum nesting of lists and mappings in a message or tool."""
+RESERVED_REWARDS = ("turns", "truncated")
+"""Names of reward parts that the run adds itself."""
+
+_REWARD_NAME = re.compile(rf"{PART_NAME.pattern}(?:/{PART_NAME.pattern})?", re.ASCII)
+_MAX_BITS = 4096
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 60
+
+
+def checked(result: object) -> Observation | Done:
+    """Return the result of an environment's method with plain values: messages are dictionaries, and their content is text.
+
+    Raises:
+        InvalidReward: A reward is not a finite number.
+        EnvironmentFailure: The result is neither `Observation` nor `Done`, or one of its fields is invalid.
+    """
+    match result:
+        case Done():
+            metrics = _numbers("metrics", result.metrics, PART_NAME, EnvironmentFailure)
+            rewards = _numbers("rewards", result.rewards, _REWARD_NAME, InvalidReward)
+            for name in RESERVED_REWARDS:
+                if name in rewards:
+                    raise _broken("rewards", f"the name {name} is reserved", result.rewards, "Rename it")
+            return Done(rewards=rewards, reward=_number("reward", result.reward, InvalidReward), metrics=metrics)
+        case Observation():
+            budget = _Budget()
+            return Observation(
+                messages=[_message(f"messages[{i}]", message, budget) for i, message in enumerate(_messages(result.messages))],
+                tools=[_tool(f"tools[{i}]", tool, budget) for i, tool in enumerate(_list("tools", result.tools, "Tool"))],
+                reward=_number("reward", result.reward, InvalidReward),
+                replaces=_bool("replaces", result.replaces),
+                metrics=_numbers("metrics", result.metrics, PART_NAME, EnvironmentFailure),
+            )
+    raise EnvironmentFailure(f"the result must be an Observation or Done (got {shown(result)})")
+
+
+def shown(value: object) -> str:
+    """Return a short representation of any value, in ASCII."""
+    try:
+        return _shown.repr(value).encode("ascii", "backslashreplace").decode()
+    except Exception:  # an integer may be too long for Python, and `__repr__` of user code may raise anything
+        return f"a value of type {type(value).__name__}"
+
+
+class _Budget:
+    """Remaining size of an observation."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_CHARS
+
+    def take(self, key: str, size: int) -> None:
+        self._num_left -= size
+        if self._num_left < 0:
+            raise EnvironmentFailure(f"{key}: the observation has more than {MAX_CHARS} characters. Shorten it.")
+
+
+def _messages(value: object) -> Sequence[object]:
+    messages = _list("messages", value, "message")
+    if len(messages) > MAX_MESSAGES:
+        raise EnvironmentFailure(f"messages: there must be at most {MAX_MESSAGES} (got {len(messages)}). Return fewer.")
+    return messages
+
+
+def _message(key: str, value: object, budget: _Budget) -> dict[str, Any]:
+    """Return a message in OpenAI's format, with content that is text, and parsed arguments of tool calls."""
+    if not isinstance(value, Mapping):
+        raise _broken(key, "must be a mapping with role and content", value, "Return a dictionary")
+    message: dict[str, Any] = _plain(key, value, budget, MAX_DEPTH)
+    if message.get("role") not in ROLES:
+        raise _broken(f"{key}.role", f"must be one of {', '.join(ROLES)}", message.get("role"), "Correct it")
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if not isinstance(message.get(name) or "", str):
+            raise _broken(f"{key}.{name}", "must be a string", message[name], "Correct it")
+    if message.get("tool_calls"):
+        calls = _list(f"{key}.tool_calls", message["tool_calls"], "call")
+        message["tool_calls"] = [_call(f"{key}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    return message | {"content": _content(f"{key}.content", message)}
+
+
+def _content(key: str, message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _broken(key, "must be a string", content, "Convert it to text")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            raise _broken(key, "must be a string, or a list of text parts", part, "Convert it to text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(key: str, call: object) -> dict[str, Any]:
+    """Return a tool call in OpenAI's format. Arguments that are a string with a JSON object are parsed."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _broken(key, 'must be {"function": {"name": ..., "arguments": {...}}}', call, "Correct it")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_object(arguments)
+        except ValueError:  # a malformed call of the policy, whose arguments are its text
+            return call
+    if not isinstance(arguments, dict | None):
+        raise _broken(f"{key}.function.arguments", "must be a mapping", arguments, "Correct it")
+    return call | {"function": function | {"arguments": arguments or {}}}
+
+
+def _tool(key: str, tool: object, budget: _Budget) -> Tool:
+    if not isinstance(tool, Tool):
+        raise _broken(key, "must be a Tool", tool, "Return Tool(name=..., description=..., parameters=...)")
+    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    plain = _plain(key, fields, budget, MAX_DEPTH)
+    for name, kind in (("name", str), ("description", str), ("parameters", dict)):
+        if not isinstance(plain[name], kind):
+            raise _broken(f"{key}.{name}", f"must be a {'string' if kind is str else 'JSON schema'}", plain[name], "Correct it")
+    return Tool(**plain)
+
+
+def _plain(key: str, value: object, budget: _Budget, depth: int) -> Any:
+    """Return a copy of a JSON value whose types are exactly those of the `json` module."""
+    if depth < 0:
+        raise EnvironmentFailure(f"{key[:80]}: must be nested at most {MAX_DEPTH} levels deep. Flatten it.")
+    if isinstance(value, str):
+        budget.take(key, len(value) + 1)
+        return _text(key, value)
+    budget.take(key, 1)
+    match value:
+        case None | bool():
+            return value
+        case int() if value.bit_length() <= _MAX_BITS:
+            return int(value)
+        case float() if math.isfinite(value):
+            return float(value)
+        case Mapping():
+            plain = {}
+            for name, item in value.items():
+                if not isinstance(name, str):
+                    raise _broken(key, "must have string keys", name, "Convert it to a string")
+                budget.take(key, len(name))
+                plain[_text(key, name)] = _plain(f"{key}.{name:.40}", item, budget, depth - 1)
+            return plain
+        case list() | tuple():
+            return [_plain(f"{key}[{i}]", item, budget, depth - 1) for i, item in enumerate(value)]
+    raise _broken(key, "must be text or another JSON value", value, "Convert it to text")
+
+
+def _text(key: str, value: str) -> str:
+    """Return text as exactly a `str`, which subclasses such as enumerations are not."""
+    text = str.__str__(value)
+    if "\0" in text:
+        raise _broken(key, "must not contain NUL", text, "Remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _broken(key, "must not contain an unpaired surrogate", text, 'Decode bytes with errors="replace"') from None
+    return text
+
+
+def _list(key: str, value: object, item: str) -> Sequence[object]:
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+        raise _broken(key, f"must be a list with one entry per {item}", value, "Return a list")
+    return value
+
+
+def _bool(key: str, value: object) -> bool:
+    if isinstance(value, SupportsFloat) and not isinstance(value, str) and float(value) in (0.0, 1.0):
+        return bool(value)  # a number from numpy, too
+    raise _broken(key, "must be True or False", value, "Correct it")
+
+
+def _numbers(key: str, values: object, names: re.Pattern[str], error: type[EnvironmentFailure]) -> dict[str, float]:
+    """Return named numbers. `error` is raised if a value is not a number."""
+    is_valid = isinstance(values, Mapping) and len(values) <= MAX_PARTS
+    if not is_valid or not all(isinstance(name, str) and names.fullmatch(name) for name in values):  # type: ignore[attr-defined]
+        rule = f"must map names of letters and digits to numbers, {MAX_PARTS} at most"
+        raise _broken(key, rule, values, "Correct it")
+    assert isinstance(values, Mapping)
+    return {str.__str__(name): _number(f"{key}[{name!r}]", value, error) for name, value in values.items()}
+
+
+def _number(key: str, value: object, error: type[EnvironmentFailure]) -> float:
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) and not isinstance(value, str) else math.nan
+    except (TypeError, ValueError, OverflowError):  # an array, or an integer that is too large
+        number = math.nan
+    if not math.isfinite(number):
+        raise error(f"{key}: must be a finite number (got {shown(value)}). Correct it.")
+    return number
+
+
+def _broken(key: str, rule: str, value: object, fix: str) -> EnvironmentFailure:
+    return EnvironmentFailure(f"{key[:120]}: {rule} (got {shown(value)}). {fix}.")
