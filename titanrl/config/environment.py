@@ -27,10 +27,11 @@ class EnvironmentConfig(Section):
     max_conversation_tokens: Tokens | None = None
     """Maximum length of a conversation in tokens; null uses `trainer.row_tokens`. `rollout.max_new_tokens` limits each turn."""
     renderer: str = "auto"
-    """Renderer that converts messages to tokens: `plain`, which needs no chat template, or a name from the package `renderers`,
-    such as `glm-5`. `auto` selects by the model type, and uses `plain` if the tokenizer has no chat template."""
+    """Renderer that converts messages to tokens: `plain`, which needs no chat template; `template`, which uses the tokenizer's
+    chat template and JSON tool calls in `<tool_call>` tags; or a name from the package `renderers`, such as `glm-5`. `auto`
+    selects by the model type, and uses `plain` if the tokenizer has no chat template."""
     renderer_options: dict[str, Any] = {}
-    """Options of a renderer from that package, such as `{enable_thinking: false}`."""
+    """Options of a renderer from that package, or variables of the chat template, such as `{enable_thinking: false}`."""
     weights: dict[str, float] = {}
     """Weights of the rewards that the environment returns, by name. Rewards that are not listed have weight 1."""
     truncated_reward: float = 0.0

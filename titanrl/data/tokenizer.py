@@ -169,7 +169,7 @@ class Tokenizer:
         if reserved := sorted(_RESERVED_OPTIONS & options.keys()):
             raise ValueError(f"{reserved[0]} is not an option of a chat template. Remove it.")
         content: tuple[Any, Any] = ([dict(message) for message in messages], None if tools is None else list(tools))
-        conversation, functions = content if control_tokens else self._marked(content)
+        conversation, functions = content if control_tokens else self.marked(content)
         try:
             text = self._template_renderer.apply_chat_template(
                 conversation, tools=functions, tokenize=False, add_generation_prompt=reply_follows, **options
@@ -272,8 +272,8 @@ class Tokenizer:
             for place in reversed(found):
                 text = text[:place] + separator + text[place:]
 
-    def _marked(self, value: Any) -> Any:
-        """Return messages in which marks replace the text of special tokens.
+    def marked(self, value: Any) -> Any:
+        """Return messages in which marks replace the text of special tokens, for `encode_chat`.
 
         They also replace the start or the end of such text at the end or the start of a string, because a template may join
         strings. The keys that a template reads, and the roles, contain no such text.
@@ -287,9 +287,9 @@ class Tokenizer:
                     end = stop
             return "".join([*parts, value[end:]])
         if isinstance(value, Mapping):
-            return {self._marked(key): self._marked(item) for key, item in value.items()}
+            return {self.marked(key): self.marked(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._marked(item) for item in value]
+            return [self.marked(item) for item in value]
         return value
 
     def _unmarked(self, text: str) -> str:

@@ -70,7 +70,7 @@ def dense_family(
         architecture: Class name in transformers and vLLM.
         qk_norm: True if RMSNorm is applied to each query and key head.
         qkv_bias: True if the query, key and value projections have biases.
-        renderer: Name of the chat-template renderer in the package `renderers`.
+        renderer: Renderer that `data.environment.renderer: auto` selects.
         defaults: Defaults of transformers for keys that config.json may omit.
         options: Supported option values that override those of `OPTIONS`. The config.json of the tiny model contains them.
         further_problems: Function that returns error messages for conditions that `options` cannot express.

@@ -58,6 +58,7 @@ QWEN3 = dense_family(
 QWEN2 = dense_family(
     "qwen2",
     "Qwen2ForCausalLM",
+    renderer="template",
     qkv_bias=True,
     defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "use_sliding_window": False},
     options={"use_sliding_window": False},

@@ -63,7 +63,8 @@ class ModelFamily:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for keys that config.json may omit."""
     renderer: str | None = None
-    """Name of the chat-template renderer in the package `renderers`, for `data.environment.renderer: auto`; None if unknown."""
+    """Renderer that `data.environment.renderer: auto` selects: `template`, or a name from the package `renderers`; None if
+    unknown."""
     recipe: Callable[[RecipeConfig], dict[str, Any]] | None = None
     """Function that returns the config.json of a tiny model; None if `model.recipe` cannot build this family."""
     published: Mapping[str, ModelShape] = field(default_factory=dict)

@@ -5,7 +5,8 @@ A conversation is rendered once. Later turns append tokens instead of rendering 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -108,6 +109,62 @@ class PlainRenderer:
                 return self._tokenizer.encode(message["content"])
 
 
+class TemplateRenderer:
+    """Renderer that uses the chat template of the model's tokenizer.
+
+    The policy calls a tool by `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many templates tell it to.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+        """Check the template, and find the token that ends a turn.
+
+        Args:
+            tokenizer: Tokenizer of the policy.
+            options: Variables of the chat template, such as `enable_thinking`.
+
+        Raises:
+            ValueError: The tokenizer has no chat template, or the template does not use an option or rejects a short chat.
+        """
+        if not tokenizer.chat_template:
+            rule = f"the tokenizer has no chat template (got {tokenizer.path})"
+            raise ValueError(f"data.environment.renderer: {rule}. Use the renderer plain.")
+        if unknown := tokenizer.unknown_options(options):
+            rule = f"the chat template does not use it (got {options[unknown[0]]!r})"
+            raise ValueError(f"data.environment.renderer_options.{unknown[0]}: {rule}. Remove it.")
+        self._tokenizer, self._options = tokenizer, dict(options)
+        self._mark = f"end{secrets.token_hex(8)}"  # occurs in no message
+        turn: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self._mark}]
+        _, _, rest = self._chat_text(turn, (), reply_follows=False).partition(self._mark)
+        end = [token for token in tokenizer.encode_chat(rest)[:1] if tokenizer.is_special(token)]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*end, *tokenizer.eos_ids]))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Return the tokens of a conversation in the model's chat template."""
+        return self._tokenizer.encode_chat(self._chat_text(messages, tools))
+
+    def extend(self, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """Return the tokens that the chat template puts after the turn; None if it changes the conversation before them."""
+        *earlier, _ = end.messages
+        said = self._tokenizer.decode(end.completion_ids)
+        reply = {"role": "assistant", "content": f"{said}{self._mark}"}
+        head, mark, rest = self._chat_text([*earlier, reply, *messages], tools).partition(self._mark)
+        sampled, _, _ = str(self._tokenizer.marked(reply["content"])).partition(self._mark)
+        if not mark or _without_space(head) != _without_space(self._chat_text(earlier, tools) + sampled):
+            return None
+        added = self._tokenizer.encode_chat(rest)
+        if not end.completion_ids or end.completion_ids[-1] not in self.stop_ids:
+            return added
+        return added[1:] if added[0] in self.stop_ids else None
+
+    def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
+        """Parse a completion into the text outside of tool calls, and the calls."""
+        return _parse_tags(self._tokenizer.decode(list(completion_ids)), tools, takes_values=False)
+
+    def _chat_text(self, messages: Sequence[Message], tools: Sequence[Tool], *, reply_follows: bool = True) -> str:
+        functions = [{"type": "function", "function": spec} for spec in _specs(tools) or ()] or None
+        return self._tokenizer.chat_text(messages, reply_follows=reply_follows, tools=functions, options=self._options)
+
+
 class LibraryRenderer:
     """Renderer from the package `renderers`, which supports the chat templates of many model families."""
 
@@ -134,7 +191,8 @@ class LibraryRenderer:
 
         try:
             config = pydantic.TypeAdapter(configs.RendererConfig).validate_python({"name": name, **options})
-            backend = AutoTokenizer.from_pretrained(tokenizer.path, local_files_only=True)
+            loaded = AutoTokenizer.from_pretrained(tokenizer.path, local_files_only=True, trust_remote_code=False)
+            backend = _LibraryTokenizer(loaded, tokenizer)
             self._renderer: Any = renderers.create_renderer(backend, config)
             self._appending = _that_appends(self._renderer, backend)
         except (ValueError, AssertionError) as error:
@@ -147,12 +205,25 @@ class LibraryRenderer:
             ) from error
         self._tokenizer, self._backend = tokenizer, backend
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+        self._marked: Callable[[Any], Any] = tokenizer.marked
+        if not self._keeps_text():
+            self._marked = lambda value: value  # the renderer has its own tokenizer
+        if not self._keeps_text():
+            rule = f"{name} turns the text of a special token in a message into the token"
+            raise ValueError(f"data.environment.renderer: {rule} (got {tokenizer.path}). Choose another renderer.")
+
+    def _keeps_text(self) -> bool:
+        """Return True if the text of a special token in a message stays text."""
+        end = self.stop_ids[0]
+        written = f"a {self._tokenizer.token_text(end)} b"
+        without, rendered = (self.render([{"role": "user", "content": text}], ()) for text in ("a", written))
+        shown = self._backend.decode([token for token in rendered if token != end], skip_special_tokens=False)
+        return rendered.count(end) == without.count(end) and written in shown
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a conversation in the model's chat template."""
-        ids: list[int] = self._renderer.render_ids(
-            [dict(message) for message in messages], tools=_specs(tools), add_generation_prompt=True
-        )
+        conversation = self._marked([dict(message) for message in messages])
+        ids: list[int] = self._renderer.render_ids(conversation, tools=self._marked(_specs(tools)), add_generation_prompt=True)
         return ids
 
     def extend(self, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
@@ -161,18 +232,28 @@ class LibraryRenderer:
         The library never appends a user message after a turn of a thinking model, because the chat template then strips the
         thinking. If there is none, nothing changes, and the message is appended.
         """
-        added = _bridge(self._renderer, end, messages, tools)
+        added = self._bridge(self._renderer, end, messages, tools)
         if added is not None or self._appending is None:
             return added
-        added = _bridge(self._appending, end, messages, tools)
+        added = self._bridge(self._appending, end, messages, tools)
         if added is None:
             return None
         rendered = self.render([*end.messages, *messages], tools)
         return added if self._text([*end.known_ids, *added]) == self._text(rendered) else None
 
+    def _bridge(self, renderer: Any, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """Return the tokens that a renderer of the library appends; None if it cannot, or would change earlier tokens."""
+        conversation = self._marked([dict(message) for message in messages])
+        before, completion = list(end.token_ids), list(end.completion_ids)
+        bridged = renderer.bridge_to_next_turn(before, completion, conversation, tools=self._marked(_specs(tools)))
+        if bridged is None:
+            return None
+        ids: list[int] = bridged.token_ids
+        known = end.known_ids
+        return ids[len(known) :] if ids[: len(known)] == known else None
+
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens without white space, which parsing a message and rendering it again may change."""
-        return "".join(str(self._backend.decode(list(token_ids), skip_special_tokens=False)).split())
+        return _without_space(str(self._backend.decode(list(token_ids), skip_special_tokens=False)))
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
         """Parse a completion in the model's format."""
@@ -188,15 +269,49 @@ class LibraryRenderer:
         return message | ({"tool_calls": calls} if calls else {})
 
 
+class _LibraryTokenizer:
+    """transformers' tokenizer for the package `renderers`, but text is encoded by `Tokenizer.encode_chat`.
+
+    The library encodes the texts of messages together with the control tokens around them. Marks in the messages keep the text
+    of special tokens apart.
+    """
+
+    def __init__(self, loaded: Any, tokenizer: Tokenizer) -> None:
+        self._loaded, self._tokenizer = loaded, tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loaded, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError("offsets of tokens in the text")  # the library then uses `encode`
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return self._tokenizer.encode_chat(text)
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> list[int]:
+        text = self._loaded.apply_chat_template(messages, **{**options, "tokenize": False})
+        return self._tokenizer.encode_chat(text)
+
+
 def make_renderer(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> Renderer:
     """Create a renderer by name. `auto` selects the renderer of the model's family, or `plain` without a chat template.
+
+    Args:
+        tokenizer: Tokenizer of the policy.
+        name: `auto`, `plain`, `template`, or a name from the package `renderers`.
+        options: Options of the renderer.
 
     Raises:
         ValueError: The renderer cannot be used with the model.
     """
     if name == "auto":
         name = _automatic(tokenizer)
+    if name == "template":
+        return TemplateRenderer(tokenizer, options)
     if name == "plain":
+        if options:
+            rule = f"the renderer plain has no options (got {sorted(options)})"
+            raise ValueError(f"data.environment.renderer_options: {rule}. Remove them.")
         return PlainRenderer(tokenizer)
     return LibraryRenderer(tokenizer, name, options)
 
@@ -214,7 +329,8 @@ def _automatic(tokenizer: Tokenizer) -> str:
     if family is None or family.renderer is None:
         raise ValueError(
             f"data.environment.renderer: no renderer is known for models of type {model_type} (got auto). "
-            "Name a renderer of the package renderers, or plain."
+            "Name a renderer of the package renderers, or template if the model's chat template writes tool calls as JSON in "
+            "<tool_call> tags, or plain."
         )
     return family.renderer
 
@@ -239,15 +355,9 @@ def _that_appends(renderer: Any, backend: Any) -> Any:
         return None
 
 
-def _bridge(renderer: Any, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
-    """Return the tokens that a renderer of the library appends; None if it cannot, or would change earlier tokens."""
-    before, completion = list(end.token_ids), list(end.completion_ids)
-    bridged = renderer.bridge_to_next_turn(before, completion, [dict(message) for message in messages], tools=_specs(tools))
-    if bridged is None:
-        return None
-    ids: list[int] = bridged.token_ids
-    known = end.known_ids
-    return ids[len(known) :] if ids[: len(known)] == known else None
+def _without_space(text: str) -> str:
+    """Return a text without white space, which parsing a message and rendering it again may change."""
+    return "".join(text.split())
 
 
 def _parse_tags(text: str, tools: Sequence[Tool], *, takes_values: bool = True) -> dict[str, Any]:
