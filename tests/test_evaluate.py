@@ -20,6 +20,8 @@ RESULT = EvaluationResult(
     response_len_mean=17.25,
     environment={"calls": 1.5},
     num_errors=3,
+    num_truncated=40,
+    num_unjudged=2,
     first_error="answer: broken",
     num_samples=4,
     statistics={"mean": 0.5, "mean_ci95": 0.1, "avg@4": 0.25, "pass@4": 0.75},
@@ -91,6 +93,8 @@ def test_table_and_json_have_every_statistic() -> None:
         ("", "", "pass@4", "0.7500", ""),
         ("", "", "response_len_mean", "17.2", ""),
         ("", "", "environment/calls_mean", "1.5000", ""),
+        ("", "", "truncated", "40", ""),
+        ("", "", "truncated and not judged", "2", ""),
         ("", "", "failed rewards", "3", "answer: broken"),
     ]
     found = json.loads(json.dumps(evaluate.as_dict(Path("model"), {"hard": RESULT})))
@@ -101,6 +105,8 @@ def test_table_and_json_have_every_statistic() -> None:
         "num_samples": 4,
         "response_len_mean": 17.25,
         "environment/calls_mean": 1.5,
+        "num_truncated": 40,
+        "num_unjudged": 2,
         "num_errors": 3,
         "first_error": "answer: broken",
     }
