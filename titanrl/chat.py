@@ -90,16 +90,27 @@ def load_policy(model_dir: Path, config: Config, temperature: float) -> Callable
 
     transformers.logging.disable_progress_bar()
     tokenizer = load_tokenizer(model_dir)
-    encode = make_encoder(config.data, tokenizer)
+    encode, rollout = make_encoder(config.data, tokenizer), config.rollout
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
     def complete(prompt: str) -> str:
         input_ids = torch.tensor([encode({"question": prompt})])
+        num_prompt = input_ids.shape[1]
+
+        def completes_stop(sequences: Any, scores: Any, **options: Any) -> Any:
+            ends = tokenizer.completes_stop(sequences[0, num_prompt:].tolist(), rollout.stop_texts)
+            return torch.full((1,), ends, dtype=torch.bool)
+
         output = model.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=config.rollout.max_new_tokens, **sampling
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=rollout.max_new_tokens,
+            eos_token_id=[*tokenizer.stop_ids, *rollout.stop_ids],
+            stopping_criteria=[completes_stop] if rollout.stop_texts else None,
+            **sampling,
         )
-        return tokenizer.decode(output[0, input_ids.shape[1] :].tolist())
+        return tokenizer.decode_completion(output[0, num_prompt:].tolist(), rollout.stop, keep_stop=rollout.keep_stop)
 
     return complete
 

@@ -201,6 +201,10 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
             tokenizer = policy_tokenizer(config)
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise BrokenRules(rule_of(str(error), model_values(config))) from error
+        known = set(tokenizer.vocabulary.values())
+        if unknown := [token_id for token_id in config.rollout.stop_ids if token_id not in known]:
+            rule = f"the tokenizer has no token with this id; its ids are 0 to {max(known)}"
+            raise BrokenRules(BrokenRule(values={"rollout.stop": unknown[0]}, rule=rule, fix="correct the id"))
         encoder = make_encoder(data, tokenizer)
         # Rendering a chat template imports transformers, which takes seconds; the lengths of such prompts are not checked.
         encode = encode if uses_chat_template(data, tokenizer) else encoder

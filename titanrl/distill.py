@@ -204,7 +204,7 @@ class Distill(EvaluatedRun):
             version = int(max(sample.versions.max() for sample in group))
             completions = [
                 {
-                    **readable_completion(tokenizer, sample.tokens, sample.logprobs, sample.finish_reason),
+                    **readable_completion(tokenizer, sample.text, sample.tokens, sample.logprobs, sample.finish_reason),
                     "reward": score.reward,
                     **({"reward_parts": score.parts} if score.reward is not None else {"error": score.error}),
                 }

@@ -130,7 +130,7 @@ class Session:
         except BrokenRules as error:
             raise BrokenRules(*(replace(rule, values={"teacher": str(path)}) for rule in error.broken)) from None
         tokenizer = load_tokenizer(folder)
-        files = RunFiles(run_dir=self.run_dir, model_dir=folder, stop_ids=tokenizer.eos_ids)
+        files = RunFiles(run_dir=self.run_dir, model_dir=folder, stop_ids=tokenizer.stop_ids)
         config = self.config if generator is None else self.config.model_copy(update={"generator": generator})
         generators = await self._parts.assembly.spawn_teacher(self._parts, config.generator, files)
         return SamplingClient(Sampler(generators, config, tokenizer))
@@ -225,7 +225,7 @@ async def open_session(setup: SessionSetup) -> Session:
             "Set model.path, or remove warm_start."
         )
     model_dir = base.initial if setup.roles.trainer else base.base
-    stop_ids = load_tokenizer(base.initial).eos_ids
+    stop_ids = load_tokenizer(base.initial).stop_ids
     files = RunFiles(run_dir=setup.run_dir, model_dir=model_dir, stop_ids=stop_ids, plugins=setup.plugins)
     parts = await assemble(
         setup.config,

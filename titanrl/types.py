@@ -64,7 +64,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end the completion, in addition to the model's stop tokens."""
     stop: tuple[str, ...] = ()
-    """Stop strings. The completion includes the token that completes the stop string."""
+    """Texts that end the completion, which includes the token that completes the text. Special tokens count as their text."""
     prompt_logprobs: bool = False
     """True to also return the log-probabilities of the prompt tokens."""
     supports: bool = False

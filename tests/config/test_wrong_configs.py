@@ -18,8 +18,8 @@ def test_unknown_key(tmp_path: Path) -> None:
         "configs/run.yaml:4: rollout.group_sise=8\n"
         "  rule: no such key in rollout\n"
         "  fix:  did you mean rollout.group_size? Keys of rollout: groups_per_step, group_size, min_group_size, "
-        "max_new_tokens, temperature, top_p, top_k, min_p, dynamic_sampling, window, num_spare_completions, group_filter, "
-        "num_workers, starvation_timeout_s, save, replay"
+        "max_new_tokens, temperature, top_p, top_k, min_p, stop, keep_stop, dynamic_sampling, window, num_spare_completions, "
+        "group_filter, num_workers, starvation_timeout_s, save, replay"
     )
 
 
@@ -48,6 +48,24 @@ def test_unknown_key_suggests_the_most_similar_key_of_any_section(tmp_path: Path
 
 def test_unknown_key_unlike_any_other_has_no_suggestion(tmp_path: Path) -> None:
     assert "fix:  remove it. Keys of rollout" in complaint(tmp_path, GOOD, "rollout.xyzzy=1")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("[1.5]", "[0]=1.5"), ("[true]", "[0]=true"), ('[""]', '[0]=""'), ("[-1]", "[0]=-1")]
+)
+def test_wrong_stop_text_is_reported_once(tmp_path: Path, value: str, shown: str) -> None:
+    text = complaint(tmp_path, GOOD, f"rollout.stop={value}")
+    assert text.count("rule:") == 1
+    assert f"rollout.stop{shown}" in text
+    assert "rule: must be a string or an integer >= 0" in text
+
+
+def test_stop_text_that_a_reward_needs_must_be_kept(tmp_path: Path) -> None:
+    text = complaint(tmp_path, GOOD, 'rollout.stop=["</answer>"]')
+    assert "the reward reasoning_gym reads the text between <answer> tags" in text
+    assert "fix:  set rollout.keep_stop to true" in text
+    stops = load_config("quickstart", ['rollout.stop=["</answer>", 5]', "rollout.keep_stop=true"]).rollout
+    assert (stops.stop_texts, stops.stop_ids) == (("</answer>",), (5,))
 
 
 def test_every_integer_has_an_upper_bound() -> None:

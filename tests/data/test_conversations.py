@@ -84,7 +84,11 @@ def test_template_that_changes_earlier_messages_requires_train_on_last(tmp_path:
 @pytest.mark.parametrize(
     ("template", "messages", "problem"),
     [
-        (TURNS.replace("<eos>", "") + REPLY, conversation("1+2", "3"), "does not end messages[1] with a special token"),
+        (
+            TURNS.replace("<eos>", "") + REPLY,
+            conversation("1+2", "3"),
+            "does not end messages[1] with a token that ends a completion",
+        ),
         (
             "{{ raise_exception('no system') }}",
             conversation("1+2", "3"),

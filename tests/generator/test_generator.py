@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.forks import fork
 from tests.generator.lab import IMPLEMENTATIONS, PROMPTS, Lab, requests_of, running_lab
 from tests.generator.weights import titan_names
 from titanrl.actors import resolve
+from titanrl.data.tokenizer import load_tokenizer
 from titanrl.launch.environment import worker_environment
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.types import Completion, GenerationRequest, SamplingParams
@@ -272,6 +274,40 @@ def test_restarted_completions_have_only_tokens_of_the_new_version(lab: Lab, imp
     fresh = lab.do(lab.generate(impl, sampling))
     assert [set(completion.versions.tolist()) for completion in restarted] == [{2}] * len(PROMPTS)
     assert [completion.token_ids.tolist() for completion in restarted] == [c.token_ids.tolist() for c in fresh]
+
+
+def test_stop_texts_end_completions_after_the_token_that_completes_them(lab: Lab, impl: str) -> None:
+    lab.do(pull(lab, impl, 1))
+    tokenizer = load_tokenizer(lab.models[1])
+    free = lab.do(lab.generate(impl, SAMPLED, PROMPTS[:1]))[0]
+    ids = free.token_ids.tolist()
+    texts = [tokenizer.token_text(token) for token in ids]
+    # A text over three tokens; none of the tokens is special, and the text does not occur earlier.
+    end, wanted = next(
+        (end, wanted) for end in range(3, 20) if (wanted := "".join(texts[end - 3 : end])) not in "".join(texts[:end])[:-1]
+    )
+    for limit in (24, end):  # the last allowed token may complete the text
+        sampling = replace(SAMPLED, stop=("never", wanted), max_new_tokens=limit)
+        stopped, _ = lab.do(lab.generate(impl, sampling, [PROMPTS[0], PROMPTS[1]]))
+        assert stopped.finish_reason == "stop"
+        assert stopped.token_ids.tolist() == ids[:end]
+        np.testing.assert_allclose(stopped.logprobs, free.logprobs[:end], atol=1e-5)
+        assert tokenizer.decode_completion(stopped.token_ids.tolist(), sampling.stop) == "".join(texts[: end - 3])
+    cut = lab.do(lab.generate(impl, replace(sampling, max_new_tokens=end - 1), PROMPTS[:1]))[0]
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", end - 1)
+
+
+def test_stop_text_may_be_a_special_token(lab: Lab, impl: str) -> None:
+    lab.do(pull(lab, impl, 1))
+    sampling = SamplingParams(max_new_tokens=200, temperature=2.0, seed=0)
+    ids, sampling = next(
+        (ids, sampled)
+        for seed in range(20)
+        if 0 in (ids := lab.do(lab.generate(impl, sampled := replace(sampling, seed=seed), PROMPTS[:1]))[0].token_ids.tolist())
+    )
+    stopped = lab.do(lab.generate(impl, replace(sampling, stop=("<pad>",)), PROMPTS[:1]))[0]
+    assert stopped.token_ids.tolist() == ids[: ids.index(0) + 1]
+    assert stopped.finish_reason == "stop"
 
 
 def test_only_the_first_completions_to_finish_are_kept(lab: Lab, impl: str) -> None:

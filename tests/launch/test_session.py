@@ -219,9 +219,13 @@ def test_stop_texts_and_stop_tokens_end_completions(lab: Lab) -> None:
         [[by_text]] = await client.sample(PROMPTS[:1], max_tokens=12, temperature=1.0, seed=8, stop=[character])
         length = len(by_text.tokens)
         assert by_text.finish_reason == "stop"
-        assert character in by_text.text
-        assert free.text.startswith(by_text.text)
+        assert character not in by_text.text
+        assert free.text.startswith(by_text.text + character)
         assert by_text.tokens.tolist() == free.tokens[:length].tolist()
+        [[kept]] = await client.sample(
+            PROMPTS[:1], max_tokens=length, temperature=1.0, seed=8, stop=[character], keep_stop=True
+        )
+        assert (kept.text, kept.finish_reason) == (by_text.text + character, "stop"), "the last allowed token completes it"
         [[by_token]] = await client.sample(PROMPTS[:1], max_tokens=12, temperature=1.0, seed=8, stop=[int(by_text.tokens[-1])])
         assert by_token.tokens.tolist() == by_text.tokens.tolist()
 

@@ -125,6 +125,30 @@ def test_every_turn_extends_the_tokens_of_the_previous_one(tokenizer: Tokenizer)
     assert talk.last_text == "<answer>2</answer>"
 
 
+@pytest.mark.parametrize(("keep", "content"), [(False, "1"), (True, "1</answer>")])
+def test_stop_text_is_in_the_tokens_and_only_if_kept_in_the_message(tokenizer: Tokenizer, keep: bool, content: str) -> None:
+    environment, stop = Scripted([Observation(messages=[user("?")]), Done()]), ["</answer>"]
+
+    def stop_text(ids: Sequence[int]) -> str:
+        return tokenizer.decode_completion(ids)[len(tokenizer.decode_completion(ids, stop, keep_stop=keep)) :]
+
+    policy = Policy(tokenizer, ["1</answer>", "2"])
+
+    def stopped(request: GenerationRequest) -> Completion:
+        completion = policy(request)
+        if len(policy.record) == 2:
+            return completion
+        arrays = {name: getattr(completion, name)[:-1] for name in ("token_ids", "logprobs", "versions")}
+        return replace(completion, **arrays)
+
+    talk = Conversation(lambda: environment, EPISODE, PlainRenderer(tokenizer), LIMITS, sampling, stop_text)
+    (segment,) = play(talk, stopped).segments()
+    assert [message["content"] for message in environment.seen] == [content, "2"]
+    # The turn ends with an end-of-sequence token, which the policy did not sample.
+    assert segment.token_ids[segment.mask].tolist() == [*tokenizer.encode("1</answer>2"), 1]
+    assert segment.token_ids.tolist() == [*tokenizer.encode("1+1=1</answer>"), 1, *tokenizer.encode("?2"), 1]
+
+
 def test_turn_without_tokens_follows_the_previous_turn(tokenizer: Tokenizer) -> None:
     # The second conversation starts a new segment, in which the policy samples no token.
     replaced = Observation(messages=[user("go on")], reward=0.5, replaces=True)

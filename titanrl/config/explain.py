@@ -17,6 +17,10 @@ Location = tuple[str | int, ...]
 
 def explain(error: ValidationError, source: Source) -> Iterator[str]:
     """Yield one message per mistake that pydantic found."""
+    yield from dict.fromkeys(_messages(error, source))  # pydantic reports a value once for each type that it could have
+
+
+def _messages(error: ValidationError, source: Source) -> Iterator[str]:
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, BrokenRules):
@@ -72,6 +76,8 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
         what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be strings"
         return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
     if details["type"] == "missing":  # a list that is too short is reported as a whole
+        path = path[:-1]
+    while len(path) > 1 and node_at(path) is None and node_at(path[:-1]) is not None:  # the type that the value could have
         path = path[:-1]
     node = node_at(path) or {}
     return message(source.nearest(path), _written(path, value), f"must be {type_text(node)}", _fix(path, value, node))

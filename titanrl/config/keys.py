@@ -153,7 +153,7 @@ def type_text(node: Node) -> str:
 
 def _plural(text: str) -> str:
     """Return the plural of a type: `integers >= 1` for `an integer >= 1`."""
-    return re.sub(r"^an? (import path|\w+)", r"\1s", text).replace("one of ", "values from ")
+    return re.sub(r"(^| or )an? (import path|\w+)", r"\1\2s", text).replace("one of ", "values from ")
 
 
 def _number(value: float) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.choices import DeviceName, Program
-from titanrl.config.data import DataConfig
+from titanrl.config.data import ANSWER_REWARDS, DataConfig
 from titanrl.config.distill import DistillConfig, unused_keys
 from titanrl.config.dump_rules import broken_by_dump
 from titanrl.config.epoch_rules import broken_by_epochs
@@ -241,6 +241,14 @@ class Config(Section):
                 values={"generator.vllm.logprobs_mode": mode},
                 rule="the generator must return log-probabilities after temperature and truncation, like the trainer's",
                 fix="remove generator.vllm.logprobs_mode",
+            )
+        parts = [reward.function for task in self.data.tasks.values() for reward in task.reward_parts.values()]
+        reads_tags = next((function for function in parts if function in ANSWER_REWARDS), None)
+        if reads_tags and not rollout.keep_stop and any("</answer>" in text for text in rollout.stop_texts):
+            yield BrokenRule(
+                values={"rollout.stop": list(rollout.stop), "rollout.keep_stop": False},
+                rule=f"the reward {reads_tags} reads the text between <answer> tags, but the stop text is removed from it",
+                fix="set rollout.keep_stop to true",
             )
 
     def _broken_by_recipe(self) -> Iterator[BrokenRule]:

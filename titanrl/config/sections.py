@@ -107,6 +107,9 @@ class WarmStartConfig(Section):
             )
 
 
+TokenId = Annotated[int, Field(ge=0, le=100_000_000)]
+
+
 class RolloutConfig(Section):
     """Sampling of completions."""
 
@@ -128,6 +131,12 @@ class RolloutConfig(Section):
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Minimum probability of a token, relative to the most likely one; 0 disables it. The trainer renormalizes over the same
     tokens."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)] | TokenId, ...], Field(strict=False)] = ()
+    """Texts and token ids that end a completion, in addition to the end tokens of the model and of its chat template, such as
+    `["</answer>", 198]` (docs/howto/model.md). Evaluations and the turns of environments use them, too."""
+    keep_stop: bool = False
+    """Keep the stop text at the end of the text that rewards, environments and files receive. As in vLLM, the default removes
+    it. The tokens to train on always include it."""
     dynamic_sampling: bool = False
     """Discard groups whose rewards are all equal, and sample others until the batch has `groups_per_step` groups (DAPO)."""
     window: Share = 0.0
@@ -150,6 +159,16 @@ class RolloutConfig(Section):
     replay: FilePath | None = None
     """Directory of a dump to train on, batch by batch in the recorded order, without generators, environments and rewards
     (docs/howto/dump.md). Null samples new rollouts."""
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts in `stop`."""
+        return tuple(value for value in self.stop if isinstance(value, str))
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The token ids in `stop`."""
+        return tuple(value for value in self.stop if isinstance(value, int))
 
     @property
     def is_truncated(self) -> bool:

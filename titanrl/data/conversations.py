@@ -72,10 +72,13 @@ def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence
             )
         start, end = (_num_tokens(tokenizer, part, token_ids, index) for part in (prompt, reply))
         mask[start:end] = True
-        if not tokenizer.is_special(token_ids[end - 1]):
+        if token_ids[end - 1] not in tokenizer.stop_ids:
             raise BadRow(
-                f"the chat template does not end messages[{index}] with a special token, so the model would not learn to stop",
-                "use a model with another chat template",
+                f"the chat template does not end messages[{index}] with a token that ends a completion, so the model would not "
+                "learn to stop",
+                "add the id of the token to eos_token_id in the model's generation_config.json"
+                if tokenizer.is_special(token_ids[end - 1])
+                else "use a model with another chat template",
             )
     return Demonstration(token_ids=np.array(token_ids, np.int64), mask=mask)
 

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_CHARS = 512
 """Upper bound on the length of a token in characters. The longest tokens of known vocabularies have 256."""
+STOP_MARGIN = 8
+"""Tokens that are decoded in addition to the longest stop text, because the first ones may be parts of a character."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder with further chat templates, such as the one for tools."""
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model")
 """Files of which a directory with a tokenizer has at least one."""
 
@@ -67,6 +71,21 @@ class Tokenizer:
         self._nonce = secrets.token_hex(8)  # marks and spellings that contain it cannot occur in any text
         self._marks = re.compile(f"{self._nonce}x([0-9a-f]*)z")
 
+    def _turn_end_id(self) -> int | None:
+        """Return the token that follows an assistant message in the chat template; None if text or nothing follows it."""
+        if not self.chat_template:
+            return None
+        reply = "The reply."
+        try:
+            text = self.chat_text(
+                [{"role": "user", "content": "The question."}, {"role": "assistant", "content": reply}], reply_follows=False
+            )
+            after = self.encode_chat(text.rpartition(reply)[2].lstrip())
+        except ValueError:  # a template for other conversations
+            return None
+        added = self._backend.get_added_tokens_decoder()
+        return after[0] if after and after[0] in added else None
+
     @property
     def vocabulary(self) -> dict[str, int]:
         """Id of each token."""
@@ -102,10 +121,56 @@ class Tokenizer:
         start = list(self.start_ids)
         return ids if start and ids[: len(start)] == start else start + ids
 
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion: `eos_ids`, and the token with which the chat template ends the policy's turn.
+
+        The template of a base model may end turns with another token than the end of the text. A policy that learned to end
+        its turns with that token would continue to the length limit.
+        """
+        turn_end = self._turn_end_id()
+        return self.eos_ids if turn_end is None or turn_end in self.eos_ids else (*self.eos_ids, turn_end)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens and ids that have no token."""
         text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
+
+    def decode_completion(self, ids: Sequence[int], stop: Sequence[str | int] = (), *, keep_stop: bool = False) -> str:
+        """Return the text of a completion without special tokens and, as in vLLM, without the stop text that ended it.
+
+        The tokens of `stop_ids` are never part of the text.
+
+        Args:
+            ids: Tokens of the completion.
+            stop: Texts and token ids that end a completion.
+            keep_stop: True to return the text up to and including the stop text, or the stop token if it is not special.
+        """
+        if len(ids) and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        text = self.decode(ids)
+        if not len(ids) or not stop:
+            return text
+        before = self.decode(ids[:-1])
+        if ids[-1] in stop:
+            return text if keep_stop else before
+        found = [
+            (start + len(wanted), start)
+            for wanted in stop
+            if isinstance(wanted, str) and (start := text.find(wanted)) >= 0 and wanted not in before
+        ]
+        if not found:
+            return text
+        end, start = min(found, key=lambda place: place[0])  # the text that is complete first, as if it came by character
+        return text[: end if keep_stop else start]
+
+    def completes_stop(self, ids: Sequence[int], stop: Sequence[str]) -> bool:
+        """Return True if the last tokens contain one of the stop texts. Special tokens count as their text."""
+        size = max(len(text.encode()) for text in stop) + STOP_MARGIN  # a token has at least one character or byte
+        known = (token_id for token_id in reversed(ids) if self._backend.id_to_token(token_id) is not None)
+        tail = list(islice(known, size))[::-1]
+        text = self._backend.decode(tail, skip_special_tokens=False)
+        return any(wanted in text for wanted in stop)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, including special tokens; `<id 105>` for an id without a token."""
@@ -349,7 +414,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         ValueError: The directory has no tokenizer that the `tokenizers` library supports.
     """
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+    if not _has_tokenizer(path):
         raise ValueError(f"{path}: no tokenizer found. Use a directory with tokenizer.json, or with vocab.json and merges.txt.")
     # Importing transformers takes seconds, importing tokenizers 20 ms. The recipe's tokenizer needs nothing of transformers.
     if is_recipe(path):
@@ -358,10 +423,28 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(path, renderer.backend_tokenizer, renderer)
 
 
+def export_stop_ids(directory: Path) -> None:
+    """Add the end of a turn to the end tokens in a directory's `generation_config.json`, so that other programs stop there."""
+    if not _has_tokenizer(directory):
+        return
+    stop_ids, file = load_tokenizer(directory).stop_ids, directory / "generation_config.json"
+    settings = _read_json(file)
+    named = settings.get("eos_token_id", _read_json(directory / "config.json").get("eos_token_id"))
+    if not set(stop_ids) <= set([named] if isinstance(named, int) else named or ()):
+        file.write_text(json.dumps({**settings, "eos_token_id": list(stop_ids)}, indent=2) + "\n", encoding="utf-8")
+
+
+def _has_tokenizer(path: Path) -> bool:
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _load_with_transformers(path: Path) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # both libraries raise bare exceptions for broken files
+        raise ValueError(f"{path}: transformers cannot load the tokenizer: {type(error).__name__}: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"{path}: {type(tokenizer).__name__} has no fast version. Save the tokenizer with tokenizer.json.")
     return tokenizer

@@ -40,8 +40,6 @@ from titanrl.types import Completion, EngineLoad, FinishReason, FloatArray, Gene
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""
-STOP_MARGIN = 8
-"""Tokens that are decoded in addition to the longest stop text, because one character can span several tokens."""
 MIN_PREFILL_TOKENS = 4096
 """Lower bound of the tokens prefilled per step on CPU, for prompts and for completions recomputed after an update."""
 
@@ -174,11 +172,13 @@ class Engine:
             if running is None:  # aborted during an asynchronous step, which vLLM runs on accelerators
                 continue
             running.take(output, self._vocab_size)
+            stop = running.request.sampling.stop
+            has_stopped = bool(stop and output.new_token_ids) and self._tokenizer.completes_stop(running.token_ids, stop)
             if output.finish_reason is not None:
                 del self._running[output.request_id]
-                reason = FINISH_REASONS[str(output.finish_reason)]
+                reason = "stop" if has_stopped else FINISH_REASONS[str(output.finish_reason)]
                 ended.append(Finished(running.ticket, running.completion(reason, self._vocab_size)))
-            elif running.request.sampling.stop and self._has_stop_text(running):
+            elif has_stopped:
                 self.abort([running.ticket])
                 ended.append(Finished(running.ticket, running.completion("stop", self._vocab_size)))
         return ended
@@ -205,13 +205,6 @@ class Engine:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self._model_dir)  # loaded on first use, because only stop texts need it
-
-    def _has_stop_text(self, running: _Running) -> bool:
-        """Return True if the newest tokens contain one of the request's stop texts."""
-        stop = running.request.sampling.stop
-        tail = running.token_ids[-(max(map(len, stop)) + STOP_MARGIN) :]  # a token has at least one character or byte
-        text = self._tokenizer.decode(tail)
-        return any(wanted in text for wanted in stop)
 
     def _start(self, ticket: int, request: GenerationRequest) -> None:
         if self.version is None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ class Sample:
     versions: IntArray
     """Policy version that sampled each token, `[T]`."""
     text: str
-    """Text of the completion, without special tokens."""
+    """Text of the completion, without special tokens and without the stop text that ended it."""
     finish_reason: FinishReason
     """`stop`: ended by the policy or a stop text; `length`: truncated at the limit; `abort`: cancelled."""
     supports: Supports | None = None
@@ -154,7 +155,8 @@ class SamplingClient:
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
-        stop: Sequence[str | int] = (),
+        stop: Sequence[str | int] | None = None,
+        keep_stop: bool | None = None,
         seed: int | None = None,
     ) -> list[list[Sample]]:
         """Sample completions of each prompt.
@@ -169,7 +171,8 @@ class SamplingClient:
                 truncated distribution, and the trainer computes the same for `Sample.datum`.
             top_k: Number of most likely tokens to sample from; 0 disables the limit.
             min_p: Lowest probability to sample, as a fraction of the most likely token's; 0 disables the limit.
-            stop: Texts and token ids that end a completion, in addition to the model's end tokens.
+            stop: Texts and token ids that end a completion, in addition to the model's end tokens; `rollout.stop` by default.
+            keep_stop: True to keep the stop text in `Sample.text`; `rollout.keep_stop` by default.
             seed: Seed of all samples; the same seed gives the same completions. None draws a random seed.
 
         Returns:
@@ -180,6 +183,10 @@ class SamplingClient:
             VersionGoneError: The client is pinned to a version that is no longer served.
         """
         rollout = self._sampler.config.rollout
+        stop = rollout.stop if stop is None else stop
+        decode = partial(
+            self.tokenizer.decode_completion, stop=stop, keep_stop=rollout.keep_stop if keep_stop is None else keep_stop
+        )
         sampling = SamplingParams(
             max_new_tokens=max_tokens or rollout.max_new_tokens,
             temperature=rollout.temperature if temperature is None else temperature,
@@ -195,7 +202,7 @@ class SamplingClient:
         groups = _requests(prompt_ids, sampling, num_samples, seed)
         completions = await self._sampler.generate(groups, self.version)
         return [
-            [self._sample(token_ids, completion) for completion in group]
+            [_sample(token_ids, completion, decode(completion.token_ids.tolist())) for completion in group]
             for token_ids, group in zip(prompt_ids, completions, strict=True)
         ]
 
@@ -232,16 +239,17 @@ class SamplingClient:
             return prompt.token_ids
         return tuple(self.tokenizer.encode_start(prompt) if isinstance(prompt, str) else map(int, prompt))
 
-    def _sample(self, prompt: tuple[int, ...], completion: Completion) -> Sample:
-        return Sample(
-            prompt=np.asarray(prompt, np.int64),
-            tokens=completion.token_ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            text=self.tokenizer.decode(completion.token_ids.tolist()),
-            finish_reason=completion.finish_reason,
-            supports=completion.supports,
-        )
+
+def _sample(prompt: tuple[int, ...], completion: Completion, text: str) -> Sample:
+    return Sample(
+        prompt=np.asarray(prompt, np.int64),
+        tokens=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        text=text,
+        finish_reason=completion.finish_reason,
+        supports=completion.supports,
+    )
 
 
 def _with_first(completion: Completion) -> FloatArray:

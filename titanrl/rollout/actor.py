@@ -104,6 +104,8 @@ class RolloutWorker(Actor):
 
         config, plugins = self._setup.config, self._setup.plugins
         self._tokenizer = load_tokenizer(self._setup.model_dir)
+        rollout = self._setup.config.rollout
+        self._decode = partial(self._tokenizer.decode_completion, stop=rollout.stop, keep_stop=rollout.keep_stop)
         if self._recorded is not None:
             return
         self._filter = loaded(plugins, "rollout.group_filter")
@@ -259,7 +261,7 @@ class RolloutWorker(Actor):
             if task.episodes is None:
                 requests = sampling_requests(prompt, config.rollout, config.seed)
                 generate = partial(session.generate, num_kept=config.rollout.group_size, place=place)
-                group = await roll_out(prompt, requests, generate, task.scoring.score, self._tokenizer.decode)
+                group = await roll_out(prompt, requests, generate, task.scoring.score, self._decode)
             else:
                 group = await task.episodes.roll_out(prompt, partial(session.generate, place=place), in_round=place is not None)
             for _ in range(0 if place is None else self._num_calls - task.num_calls):
@@ -297,7 +299,7 @@ class RolloutWorker(Actor):
             return None
         if len(group.rollouts) < rollout.min_group_size:
             return "too small"
-        if self._filter is None or keeps(self._filter, group, self._tokenizer.decode, str(rollout.group_filter)):
+        if self._filter is None or keeps(self._filter, group, self._decode, str(rollout.group_filter)):
             return None
         return "filtered"
 
@@ -335,7 +337,8 @@ class RolloutWorker(Actor):
         return readable_group(group.prompt, version, completions)
 
     def _readable_completion(self, completion: Completion) -> dict[str, Any]:
-        return readable_completion(self._tokenizer, completion.token_ids, completion.logprobs, completion.finish_reason)
+        text = self._decode(completion.token_ids.tolist())
+        return readable_completion(self._tokenizer, text, completion.token_ids, completion.logprobs, completion.finish_reason)
 
 
 def leaves(errors: BaseExceptionGroup[Exception]) -> Iterator[Exception]:

@@ -140,6 +140,7 @@ class Conversation:
         renderer: Renderer,
         limits: Limits,
         sampling: Callable[[int, int], SamplingParams],
+        stop_text: Callable[[Sequence[int]], str] = lambda ids: "",
     ) -> None:
         """Prepare the episode; `start` creates the environment.
 
@@ -149,6 +150,7 @@ class Conversation:
             renderer: Renderer of the policy's model.
             limits: Limits of the episode.
             sampling: Function from the index of a turn and its maximum length in tokens to its sampling options.
+            stop_text: Function from the tokens of a turn to the text at their end that its message leaves out.
         """
         self.episode = episode
         self.messages: list[Message] = []
@@ -168,6 +170,7 @@ class Conversation:
         self.last_text = ""
         """Text of the policy's last message."""
         self._make, self._renderer, self._limits, self._sampling = make, renderer, limits, sampling
+        self._stop_text = stop_text
         self._environment: Environment | None = None
         self._history: list[Message] = []
         self._tools: Sequence[Tool] = ()
@@ -356,7 +359,10 @@ class Conversation:
             raise EpisodeError("environment_error", f"its messages cannot be rendered: {_described(error)}") from error
 
     def _parse(self, completion: Completion) -> dict[str, Any]:
-        message = self._renderer.parse(completion.token_ids.tolist(), self._tools)
+        token_ids = completion.token_ids.tolist()
+        message = self._renderer.parse(token_ids, self._tools)
+        if isinstance(message["content"], str):
+            message["content"] = _without_end(message["content"], self._stop_text(token_ids))
         calls = message.get("tool_calls", ())
         self.num_malformed += sum(isinstance(call["function"]["arguments"], str) for call in calls)
         return message
@@ -425,6 +431,11 @@ class Conversation:
             raise EpisodeError("reward_error", f"{name} returned an invalid reward. {error}") from error
         except EnvironmentFailure as error:
             raise EpisodeError("environment_error", f"{name} returned an invalid result. {error}") from error
+
+
+def _without_end(content: str, end: str) -> str:
+    """Return the content of a message without the end of its completion's text, which a renderer may have trimmed."""
+    return content.removesuffix(end) if content.endswith(end) else content.removesuffix(end.rstrip())
 
 
 def _described(error: BaseException) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -50,6 +50,8 @@ class Episodes:
     """Creates the environment for each episode."""
     score: ScoreAnswers
     """Function that scores the policy's last messages with the configured rewards."""
+    stop_text: Callable[[Sequence[int]], str] = lambda ids: ""
+    """Function from the tokens of a turn to the text at their end that messages leave out."""
     evaluation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while held-out episodes are played. Two evaluations that each held some of the processes would deadlock."""
 
@@ -82,7 +84,8 @@ class Episodes:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             supports=rollout.is_truncated,
-            stop_ids=self.renderer.stop_ids,
+            stop=rollout.stop_texts,
+            stop_ids=(*self.renderer.stop_ids, *rollout.stop_ids),
         )
         slots = [_Slot(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]
         started, num_needed = time.perf_counter(), len(slots) - rollout.num_spare_completions
@@ -122,7 +125,8 @@ class Episodes:
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed if temperature else None,
-            stop_ids=self.renderer.stop_ids,
+            stop=self.config.rollout.stop_texts,
+            stop_ids=(*self.renderer.stop_ids, *self.config.rollout.stop_ids),
         )
 
         groups = [[_Slot(self, prompt, number, sampling, "heldout") for number in range(num_samples)] for prompt in prompts]
@@ -319,7 +323,14 @@ class _Slot:
             entry=self.prompt.entry,
             seed=derive_seed(config.seed if self._split == "training" else -1, self.prompt.index),
         )
-        return Conversation(self._episodes.environments.make, episode, self._episodes.renderer, limits, self._sampling)
+        return Conversation(
+            self._episodes.environments.make,
+            episode,
+            self._episodes.renderer,
+            limits,
+            self._sampling,
+            self._episodes.stop_text,
+        )
 
     def _sampling(self, turn: int, max_new_tokens: int) -> SamplingParams:
         """Return the sampling options of a turn, with a seed that is unique to the slot, the attempt and the turn."""
@@ -370,7 +381,13 @@ async def start_episodes(
     environments = Environments(environment.function, environment.options, plugins, processes=processes)
     await environments.start()
     renderer = make_renderer(tokenizer, environment.renderer, environment.renderer_options)
-    return Episodes(config=config, renderer=renderer, environments=environments, score=score)
+    rollout = config.rollout
+
+    def stop_text(ids: Sequence[int]) -> str:
+        text = tokenizer.decode_completion(ids, rollout.stop, keep_stop=rollout.keep_stop)
+        return tokenizer.decode_completion(ids)[len(text) :]
+
+    return Episodes(config=config, renderer=renderer, environments=environments, score=score, stop_text=stop_text)
 
 
 async def _run_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_rounds: int) -> None:

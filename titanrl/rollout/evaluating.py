@@ -3,7 +3,8 @@
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from titanrl.algorithms.evaluation import evaluation_statistics
 from titanrl.config.errors import BrokenRules, nested
 from titanrl.config.evaluation import EvaluationSet
 from titanrl.config.schema import Config
+from titanrl.config.sections import RolloutConfig
 from titanrl.data.streams import PromptStream, make_stream
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.plugins import Plugins, plugins_within
@@ -19,7 +21,7 @@ from titanrl.rollout.episodes import TRUNCATED, Episodes, start_episodes
 from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out, summed_metrics
 from titanrl.rollout.scoring import Scoring
 from titanrl.rollout.tasks import OpenTask
-from titanrl.types import EvaluationResult, GenerationRequest, Group, Prompt, SamplingParams
+from titanrl.types import EvaluationResult, GenerationRequest, Group, Prompt
 
 IN_FLIGHT = 128
 """Maximum number of concurrent completions, but at least those of one prompt."""
@@ -44,6 +46,7 @@ class EvaluationSets:
             tasks: Tasks of the run, used by sets that do not define their own data.
         """
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
+        self._decode = partial(tokenizer.decode_completion, stop=config.rollout.stop, keep_stop=config.rollout.keep_stop)
         self._of_run = {name: _Opened(task.prompts.stream, task.scoring, task.episodes) for name, task in tasks.items()}
         self._own: dict[str, _Opened] = {}
         self._prompts: dict[tuple[str, int], list[Prompt]] = {}
@@ -69,8 +72,8 @@ class EvaluationSets:
         seed = derive_seed(self._config.seed, zlib.crc32(subset.name.encode()))
 
         async def complete(prompt: Prompt) -> Group:
-            requests = evaluation_requests(prompt, subset, seed)
-            return await roll_out(prompt, requests, generate, opened.scoring.score, self._tokenizer.decode)
+            requests = evaluation_requests(prompt, subset, seed, self._config.rollout)
+            return await roll_out(prompt, requests, generate, opened.scoring.score, self._decode)
 
         async def answer(prompts: Sequence[Prompt]) -> Sequence[Group]:
             if opened.episodes is None:
@@ -172,18 +175,17 @@ async def evaluate_prompts(
     return evaluation_result(subset, groups)
 
 
-def evaluation_requests(prompt: Prompt, subset: EvaluationSet, seed: int) -> list[GenerationRequest]:
-    """Return the requests for one prompt of a set. They are the same in every evaluation of the set."""
+def evaluation_requests(
+    prompt: Prompt, subset: EvaluationSet, seed: int, rollout: RolloutConfig | None = None
+) -> list[GenerationRequest]:
+    """Return the requests for one prompt of a set, with the stop texts of `rollout`. They are the same in every evaluation."""
+    greedy = greedy_request(prompt, subset.max_new_tokens, rollout)
     if subset.temperature == 0:
-        return [greedy_request(prompt, subset.max_new_tokens)]
+        return [greedy]
     return [
         GenerationRequest(
             token_ids=prompt.token_ids,
-            sampling=SamplingParams(
-                max_new_tokens=subset.max_new_tokens,
-                temperature=subset.temperature,
-                seed=derive_seed(seed, prompt.index, n),
-            ),
+            sampling=replace(greedy.sampling, temperature=subset.temperature, seed=derive_seed(seed, prompt.index, n)),
         )
         for n in range(subset.num_samples)
     ]

@@ -94,6 +94,8 @@ def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[
         top_k=config.top_k,
         min_p=config.min_p,
         supports=config.is_truncated,
+        stop=config.stop_texts,
+        stop_ids=config.stop_ids,
     )
     return [
         GenerationRequest(token_ids=prompt.token_ids, sampling=sampling(seed=derive_seed(seed, prompt.index, g)))
@@ -101,11 +103,13 @@ def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[
     ]
 
 
-def greedy_request(prompt: Prompt, max_new_tokens: int) -> GenerationRequest:
-    """Return a request with temperature 0, for evaluation."""
-    return GenerationRequest(
-        token_ids=prompt.token_ids, sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, seed=None)
+def greedy_request(prompt: Prompt, max_new_tokens: int, config: RolloutConfig | None = None) -> GenerationRequest:
+    """Return a request with temperature 0, for evaluation, with the stop texts of `config`."""
+    config = config or RolloutConfig()
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=0.0, seed=None, stop=config.stop_texts, stop_ids=config.stop_ids
     )
+    return GenerationRequest(token_ids=prompt.token_ids, sampling=sampling)
 
 
 def derive_seed(*parts: int) -> int:

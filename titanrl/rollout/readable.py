@@ -26,12 +26,12 @@ def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[s
 
 
 def readable_completion(
-    tokenizer: Tokenizer, token_ids: IntArray, logprobs: FloatArray, finish_reason: FinishReason
+    tokenizer: Tokenizer, text: str, token_ids: IntArray, logprobs: FloatArray, finish_reason: FinishReason
 ) -> dict[str, Any]:
-    """Return the text of a completion, the text of each token, and the log-probabilities rounded to four decimals."""
+    """Return the text of a completion as rewards receive it, that of each token, and log-probabilities of four decimals."""
     ids = token_ids.tolist()
     return {
-        "text": tokenizer.decode(ids),
+        "text": text,
         "num_tokens": len(ids),
         "finish_reason": finish_reason,
         "tokens": [tokenizer.token_text(token_id) for token_id in ids],

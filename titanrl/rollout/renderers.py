@@ -78,9 +78,9 @@ class PlainRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Use the end-of-sequence tokens of the tokenizer."""
+        """Use the tokens of the tokenizer that end a completion; the first one ends the turns of the policy."""
         self._tokenizer = tokenizer
-        self.stop_ids: tuple[int, ...] = tokenizer.eos_ids
+        self.stop_ids: tuple[int, ...] = tokenizer.stop_ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a conversation. Each turn of the policy ends with the end-of-sequence token."""
@@ -93,7 +93,7 @@ class PlainRenderer:
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
         """Parse a completion into the text outside of tool calls, and the calls."""
-        return _parse_tags(self._tokenizer.decode(list(completion_ids)), tools)
+        return _parse_tags(self._tokenizer.decode_completion(list(completion_ids)), tools)
 
     def _messages(self, messages: Sequence[Message]) -> list[int]:
         return [token for message in messages for token in self._message(message)]

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from titanrl.config.choices import FileDtype
 from titanrl.config.sections import TrainerConfig
+from titanrl.data.tokenizer import CHAT_TEMPLATES, export_stop_ids
 from titanrl.device import Device
 from titanrl.models.directory import ModelDirectory
 from titanrl.trainer.model import PolicyModel, build_model, checkpoint_state
@@ -96,6 +97,8 @@ def load_hf(model: PolicyModel, source: ModelDirectory) -> None:
 def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtype) -> None:
     """Export the policy as a Hugging Face directory: safetensors with merged adapters, config.json, and the files of `COPIED`.
 
+    `generation_config.json` names the token that ends a turn, so that other programs stop where the policy does.
+
     `target` appears only when it is complete. This is a collective.
 
     Args:
@@ -116,6 +119,7 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
             shutil.rmtree(partial / "sharded", ignore_errors=True)
             _copy_files(model_dir, partial)
             _write_config(model_dir, partial, dtype)
+            export_stop_ids(partial)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     torch.distributed.barrier()
