@@ -1,4 +1,4 @@
-"""Where completions end: the end of a turn in the chat template, stop texts across tokens, and the text that remains."""
+"""Completions end at the end of a turn in the chat template and at stop texts, which may span tokens."""
 
 import json
 from pathlib import Path
