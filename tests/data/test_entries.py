@@ -151,7 +151,7 @@ def test_saved_data_set_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "problem"),
     [
-        (gzip.compress(b"{}"), "is compressed with gzip. Decompress it"),
+        (gzip.compress(b"{}", mtime=0), "is compressed with gzip. Decompress it"),
         (b"PAR1abc", "is a Parquet file. Name it .parquet, and set data.source to parquet"),
         ('{"a": 1}'.encode("utf-16"), "is encoded as UTF-16. Save it as UTF-8"),
         (b'[{"prompt": "1"}]', "must be a JSON object, got list. Write one JSON object per line, for example with: jq -c"),

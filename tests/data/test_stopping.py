@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.data.conftest import CHATML, byte_level, write_model_dir
+from titanrl.data.chat import ChatFormat
 from titanrl.data.conversations import render_conversation
-from titanrl.data.jsonl import BadLine
+from titanrl.data.files import BadRow
 from titanrl.data.tokenizer import Tokenizer, export_stop_ids, load_tokenizer
 
 QUESTION = [{"role": "user", "content": "Hi"}]
@@ -27,7 +28,7 @@ def test_end_of_a_turn_is_a_stop_token(base: Tokenizer) -> None:
     ids = base.vocabulary
     assert base.eos_ids == (ids["<|endoftext|>"],)
     assert base.stop_ids == (ids["<|endoftext|>"], ids["<|im_end|>"])
-    example = render_conversation(base, [*QUESTION, {"role": "assistant", "content": "Yes."}], "assistant")
+    example = render_conversation(ChatFormat(base), [*QUESTION, {"role": "assistant", "content": "Yes."}], "assistant")
     assert example.token_ids[example.mask].tolist()[-1] in base.stop_ids
 
 
@@ -51,8 +52,8 @@ def test_end_of_a_turn_is_found_in_the_template(tmp_path: Path, template: str, e
 def test_reply_without_an_end_is_refused(tmp_path: Path) -> None:
     template = CHATML.replace("<|im_end|>", "</s>")
     tokenizer = load_tokenizer(write_model_dir(tmp_path, byte_level(), eos="<|endoftext|>", chat_template=template))
-    with pytest.raises(BadLine, match=r"does not end messages\[1\] with a token that ends a completion"):
-        render_conversation(tokenizer, [*QUESTION, {"role": "assistant", "content": "Yes."}], "assistant")
+    with pytest.raises(BadRow, match=r"does not end messages\[1\] with a token that ends a completion"):
+        render_conversation(ChatFormat(tokenizer), [*QUESTION, {"role": "assistant", "content": "Yes."}], "assistant")
 
 
 def test_exported_model_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:

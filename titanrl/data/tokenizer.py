@@ -25,8 +25,6 @@ MAX_TOKEN_CHARS = 512
 """Upper bound on the length of a token in characters. The longest tokens of known vocabularies have 256."""
 STOP_MARGIN = 8
 """Tokens that are decoded in addition to the longest stop text, because the first ones may be parts of a character."""
-CHAT_TEMPLATES = "additional_chat_templates"
-"""Folder with further chat templates, such as the one for tools."""
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model")
 """Files of which a directory with a tokenizer has at least one."""
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from titanrl.config.choices import FileDtype
 from titanrl.config.sections import TrainerConfig
-from titanrl.data.tokenizer import CHAT_TEMPLATES, export_stop_ids
+from titanrl.data.tokenizer import export_stop_ids
 from titanrl.device import Device
 from titanrl.models.directory import ModelDirectory
 from titanrl.trainer.model import PolicyModel, build_model, checkpoint_state
