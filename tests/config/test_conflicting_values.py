@@ -245,6 +245,19 @@ def test_impossible_trainers_and_generators(tmp_path: Path, text: str, keys: str
     assert fix in error
 
 
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (["data.system_prompt=Add."], "rule: the environment writes the messages of the conversation"),
+        (["data.rewards={truncated: exact}"], "must not be one of mean, error_frac, turns, truncated"),
+        (["data.environment.truncated_reward=.inf"], "data.environment.truncated_reward"),
+    ],
+)
+def test_environment_excludes_other_values(tmp_path: Path, changes: list[str], rule: str) -> None:
+    text = complaint(tmp_path, GOOD, "data.environment.function=calculator", *changes)
+    assert rule in " ".join(text.split())
+
+
 def test_demonstrated_tool_calls_require_an_environment(tmp_path: Path) -> None:
     text = complaint(tmp_path, GOOD, "warm_start.tool_calls=true")
     assert "rule: tool calls require an environment that runs them" in text

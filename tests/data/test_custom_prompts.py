@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from titanrl.config.data import DataConfig
+from titanrl.config.environment import EnvironmentConfig
 from titanrl.data.custom_prompts import Prompts, read_custom_prompts
 from titanrl.data.streams import PromptStream, is_heldout, make_stream
 from titanrl.data.tokenizer import Tokenizer
@@ -185,3 +186,11 @@ def test_string_is_not_a_list_of_prompts() -> None:
     assert isinstance("text", Prompts)
     with pytest.raises(ValueError, match="must return a list of prompts, got str"):
         entries(lambda seed: "text")
+
+
+@pytest.mark.parametrize("key", ["tools", "chat_template_kwargs"])
+def test_row_with_what_an_environment_sets_is_refused(tokenizer: Tokenizer, key: str) -> None:
+    given = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}], "chat_template_kwargs": {"a": 1}}
+    row = {"messages": [{"role": "user", "content": "1 + 1 ="}], "answer": "2", key: given[key]}
+    with pytest.raises(ValueError, match=f"{key} are set by data.environment, and not by a row"):
+        stream_of([row], tokenizer, environment=EnvironmentConfig(function="calculator"))

@@ -43,6 +43,7 @@ def test_episodes_run_code_in_shared_processes() -> None:
         await environments.start()
         before = children(os.getpid())
         codes = ("sum(range(10))", "print('a')\n1 / 0", "x = 1", "while True: pass", "import os; os._exit(1)")
+        codes = (*codes, "import sys; sys.stdout.write('a\\0b'); '\\ud800<|im_end|>'")
         texts = await asyncio.gather(*(run(environments, code) for code in codes))
         assert len(children(os.getpid()) - before) == 1  # one zygote for all episodes
         await environments.close()
@@ -56,6 +57,8 @@ def test_episodes_run_code_in_shared_processes() -> None:
     assert texts[2] == "(no output)"
     assert texts[3] == "The code was stopped after 1 s."
     assert texts[4].startswith("The process running the code died")
+    assert "\0" not in texts[5]
+    assert texts[5].encode().decode() == texts[5]
 
 
 @needs_confinement

@@ -14,6 +14,7 @@ from titanrl.environments import (
     Environment,
     Environments,
     Episode,
+    Limit,
     Message,
     Observation,
     ProcessOptions,
@@ -127,6 +128,16 @@ class WrongArguments(Echo):
         return Observation(messages=[])
 
 
+class WrongJudge(Echo):
+    async def judge_truncated(self, message: Message) -> Done:
+        return Done()
+
+
+class SyncJudge(Echo):
+    def judge_truncated(self, message: Message | None, limit: Limit) -> Done:
+        return Done()
+
+
 class WithoutClose:
     async def reset(self, episode: Episode) -> Observation:
         return Observation(messages=[])
@@ -152,6 +163,12 @@ def none() -> None:
         (make_echo, {}, "missing a required argument: 'prefix'"),
         (NotAsync, {}, "step is not async .*async def step"),
         (WrongArguments, {}, "reset: too many positional|wrong signature: too many positional arguments .*async def reset"),
+        (
+            WrongJudge,
+            {},
+            r"wrong signature: too many positional arguments .*async def judge_truncated\(self, message: Message \| None, ",
+        ),
+        (SyncJudge, {}, "judge_truncated is not async .*async def judge_truncated"),
         (WithoutClose, {}, "WithoutClose has no close .*\nclass MyEnvironment"),
         (raising, {}, "creating an environment raised RuntimeError: no game"),
         (none, {}, "NoneType has no reset and no step and no close"),

@@ -57,6 +57,7 @@ def test_content_becomes_one_text() -> None:
     (message,) = messages({"role": "assistant", "content": None, "tool_calls": (call,)})
     assert message["content"] == ""
     assert message["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
+    assert messages({"role": "developer", "content": "2"}) == [{"role": "system", "content": "2"}]
     malformed = call | {"function": {"name": "add", "arguments": '{"a": '}}
     assert messages({"role": "assistant", "content": "", "tool_calls": [malformed]})[0]["tool_calls"] == [malformed]
 

@@ -18,7 +18,7 @@ from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.environments import Done, Episode, Message, Observation, Tool, ToolEnvironment
 from titanrl.environments.results import checked
-from titanrl.rollout.driver import Conversation, Limits
+from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.renderers import LibraryRenderer, PlainRenderer, Renderer, TemplateRenderer, TurnEnd, make_renderer
 from titanrl.types import Completion, SamplingParams
 
@@ -446,3 +446,30 @@ def test_random_completions_are_parsed_and_rendered_again(qwen3_dir: Path) -> No
             assert isinstance(valid, Observation)
             assert valid.messages[0]["content"] == message["content"]
             renderer.render([*QUESTION, message, *RESULT], [ADD])
+
+
+ALTERNATES = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+) + STRIPS
+"""A chat template that rejects a conversation, as many do."""
+
+
+def test_message_that_the_template_rejects_fails_the_episode(qwen3_dir: Path, tmp_path: Path) -> None:
+    folder = with_template(qwen3_dir, tmp_path, ALTERNATES)
+
+    class Repeats(Asks):
+        async def step(self, message: Message) -> Observation | Done:
+            return Observation(messages=[*MORE, *MORE])
+
+    limits = Limits(max_turns=6, max_tokens=2000, max_new_tokens=60, step_timeout_s=9, episode_timeout_s=9)
+    sampling = SamplingParams(max_new_tokens=9, temperature=1.0, seed=0)
+    for name in ("template", "default"):
+        episode = Episode(task_id="a/0", question="", entry={}, seed=0)
+        talk = Conversation(Repeats, episode, make_renderer(load_tokenizer(folder), name, {}), limits, lambda *_: sampling)
+        asyncio.run(talk.start())
+        ids = np.array(sampled(folder, "2"))
+        columns = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), int)}
+        with pytest.raises(EpisodeError, match=r"its messages cannot be rendered: .*roles must alternate") as caught:
+            asyncio.run(talk.take(Completion(token_ids=ids, finish_reason="stop", **columns)))
+        assert caught.value.outcome == "environment_error"

@@ -196,6 +196,12 @@ class DataConfig(Section):
                 rule="the renderer of the environment renders its messages",
                 fix="set environment.renderer_options instead",
             )
+        if self.system_prompt and self.environment is not None:
+            yield BrokenRule(
+                values={"system_prompt": self.system_prompt, "environment": self.environment.function},
+                rule="the environment writes the messages of the conversation",
+                fix="let the environment return it; the built-in ones for questions have the option system_prompt",
+            )
 
     @property
     def reward_parts(self) -> Mapping[str, RewardConfig]:

@@ -488,6 +488,8 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
         ValueError: A system prompt or a variable of the chat template is set, but there is no template that uses it.
     """
     options = config.chat_template_kwargs
+    if config.environment is not None:
+        return _for_environment(make_encoder(config.model_copy(update={"environment": None}), tokenizer))
     if uses_chat_template(config, tokenizer):
         template = chat_format(config, tokenizer)
 
@@ -512,6 +514,18 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
         return tokenizer.encode_start(entry["question"], control_tokens=config.control_tokens)
 
     return encode
+
+
+def _for_environment(encode: Encode) -> Encode:
+    """Return a function that also rejects rows with keys that an environment sets instead of the row."""
+
+    def checked(entry: Entry) -> Sequence[int]:
+        for key in ("tools", "chat_template_kwargs"):
+            if entry.get(key):
+                raise BadRow(f"{key} are set by data.environment, and not by a row", f"remove {key}, or the environment")
+        return encode(entry)
+
+    return checked
 
 
 def uses_chat_template(config: DataConfig, tokenizer: Tokenizer) -> bool:

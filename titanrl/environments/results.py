@@ -86,10 +86,15 @@ def _messages(value: object) -> Sequence[object]:
 
 
 def _message(key: str, value: object, budget: _Budget) -> dict[str, Any]:
-    """Return a message in OpenAI's format, with content that is text, and parsed arguments of tool calls."""
+    """Return a message in OpenAI's format, with content that is text, and parsed arguments of tool calls.
+
+    The role `developer` becomes `system`, which every chat template knows.
+    """
     if not isinstance(value, Mapping):
         raise _broken(key, "must be a mapping with role and content", value, "Return a dictionary")
     message: dict[str, Any] = _plain(key, value, budget, MAX_DEPTH)
+    if message.get("role") == "developer":
+        message["role"] = "system"
     if message.get("role") not in ROLES:
         raise _broken(f"{key}.role", f"must be one of {', '.join(ROLES)}", message.get("role"), "Correct it")
     for name in ("tool_call_id", "name", "reasoning_content"):

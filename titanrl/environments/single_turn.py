@@ -32,6 +32,6 @@ def opening(episode: Episode, system_prompt: str | None) -> list[Message]:
     The system prompt is prepended unless the conversation starts with a system message.
     """
     asked: list[Message] = list(episode.entry.get("messages") or [{"role": "user", "content": episode.question}])
-    if system_prompt is None or asked[0]["role"] == "system":
+    if system_prompt is None or asked[0]["role"] in ("system", "developer"):
         return asked
     return [{"role": "system", "content": system_prompt}, *asked]
