@@ -11,6 +11,8 @@ import pytest
 
 from titanrl import __version__, cli
 from titanrl.config import shipped
+from titanrl.config.sections import RecipeConfig
+from titanrl.models.recipe import create_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -202,3 +204,17 @@ def test_doctor_rejects_missing_device() -> None:
     assert result.returncode == 1
     assert findings["device"]["found"] == "no Ascend driver (/dev/davinci_manager)"
     assert findings["torch-npu"]["status"] == "error"
+
+
+def test_chat_with_damaged_weights_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    create_model(tmp_path / "run/checkpoints/final", RecipeConfig(), seed=0)
+    (tmp_path / "run/config.yaml").write_text("name: run\nnum_steps: 3\n")
+    weights = tmp_path / "run/checkpoints/final/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["chat", "run"])
+    assert ended.value.code == 2
+    assert "model.safetensors must be a complete safetensors file" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A short version of `python -m tests.fuzz`: hostile overrides, files, lines and checkpoints exit with 0, 1 or 2."""
+"""A short version of `python -m tests.fuzz`: hostile overrides, files, lines, models and checkpoints exit with 0, 1 or 2."""
 
 from pathlib import Path
 from random import Random
@@ -7,7 +7,7 @@ import pytest
 
 from tests.fuzz.targets import TARGETS
 
-NUM_INPUTS = {"overrides": 150, "files": 60, "jsonl": 40, "checkpoints": 100, "commands": 2}
+NUM_INPUTS = {"overrides": 150, "files": 60, "jsonl": 40, "models": 60, "checkpoints": 100, "commands": 2}
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,12 +1,16 @@
 """Preflight finds mistakes in a model directory or a recipe before anything starts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.models.tiny import add_changed_weights
 from tests.preflight_cases import problem, problems, write_model
+from titanrl.config import load_config
+from titanrl.preflight import model_notes
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -34,6 +38,7 @@ def test_directory_without_config_json_is_reported() -> None:
     [
         ({"model_type": "gemma3"}, "must have one of the supported model types qwen3, qwen2, llama, mistral, not gemma3"),
         ({"hidden_size": "big"}, "must contain positive integers for hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers of its config.json must be at most 10,000, not 1000000000"),
         ({"head_dim": 16}, "config.json: head_dim: vLLM has no CPU attention kernel for this head size (got 16)"),
         ({"attention_bias": True}, "config.json: attention_bias: not supported (got True)"),
         ({"num_key_value_heads": 3}, "the 3 key-value heads of config.json must divide its 4 query heads"),
@@ -91,6 +96,19 @@ def test_weights_that_do_not_fit_are_reported_for_policy_and_teacher() -> None:
     teacher = problem("", "distill={teacher: {path: model}}", "warm_start=null")
     assert teacher.startswith('override distill={teacher: {path: model}}: distill.teacher.path="model"')
     assert "11 of 35 tensors are missing" in teacher
+
+
+def test_unused_weights_of_policy_and_teacher_are_noted() -> None:
+    model = write_model()
+    shutil.copytree(model, "teacher")
+    add_changed_weights(model, "model-old.safetensors")
+    Path("teacher/pytorch_model.bin").touch()
+    config = load_config("quickstart", ["model.path=model", "distill={teacher: {path: teacher}}", "warm_start=null"])
+    assert [note.partition(": ")[2] for note in model_notes(config)] == [
+        "the weights are those of model.safetensors. Not read: model-old.safetensors",
+        "the weights are those of model.safetensors. Not read: pytorch_model.bin",
+    ]
+    assert list(model_notes(load_config("quickstart"))) == []
 
 
 def test_rules_on_the_size_of_the_model() -> None:

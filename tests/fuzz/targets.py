@@ -23,6 +23,7 @@ from titanrl.config import Config, ConfigError, load_config
 from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRules
 from titanrl.config.keys import sections
+from titanrl.config.sections import RecipeConfig
 from titanrl.config.shipped import shipped_configs
 from titanrl.data.examples import read_examples
 from titanrl.files import COMMIT_FILE, digests_of
@@ -30,12 +31,25 @@ from titanrl.launch.progress import RunState, complete_checkpoint, resumable, se
 from titanrl.metrics.outcome import last_lines, summarize
 from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines, read_metrics
 from titanrl.models.directory import model_shape
+from titanrl.models.recipe import create_model
+from titanrl.models.weight_files import read_weight_files
 from titanrl.preflight import broken_rules
 from titanrl.types import StepMetrics
 
 REPO = Path(__file__).parents[2]
 KEYS = tuple(f"{section.path}.{key}".lstrip(".") for section in sections() for key in section.keys)
 COMMAND_LIMIT_S = 20.0
+
+
+MORE_OPTIONS = (
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+    "quantization_config",
+    "transformers_weights",
+)
+"""Options of config.json that the tiny model does not have."""
 
 
 class Failed(AssertionError):
@@ -72,6 +86,19 @@ def jsonl(rng: Random, folder: Path) -> int:
             raise
         return refused(str(error))
     return 0
+
+
+def models(rng: Random, folder: Path) -> int:
+    """Check a model directory with hostile options, or damaged weight files."""
+    model = Path(shutil.copytree(whole_model(folder), folder / "model"))
+    if rng.random() < 0.5:
+        config = json.loads((model / "config.json").read_text())
+        keys = (*config, *MORE_OPTIONS)
+        hostile = ", ".join(f"{json.dumps(rng.choice(keys))}: {json_value(rng)}" for _ in range(rng.choice((1, 1, 2, 4))))
+        (model / "config.json").write_text(f"{json.dumps(config)[:-1]}, {hostile}}}", errors="replace")
+    else:
+        damage(rng, rng.choice(sorted(model.iterdir())))
+    return checked(lambda: load_config("quickstart", [f"model.path={model}", "warm_start=null"]))
 
 
 def checkpoints(rng: Random, folder: Path) -> int:
@@ -129,7 +156,7 @@ def commands(rng: Random, folder: Path) -> int:
 
 
 TARGETS: dict[str, Callable[[Random, Path], int]] = {
-    function.__name__: function for function in (overrides, files, jsonl, checkpoints, commands)
+    function.__name__: function for function in (overrides, files, jsonl, models, checkpoints, commands)
 }
 
 
@@ -200,6 +227,20 @@ def _whole_run(parent: Path) -> Path:
 def whole_run(folder: Path) -> Path:
     """Return a run directory with three checkpoints, created once next to the folder of a case."""
     return _whole_run(folder.parent)
+
+
+@cache
+def _whole_model(parent: Path) -> Path:
+    model = parent / "whole-model"
+    create_model(model, RecipeConfig(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=32), seed=0)
+    sharded = {"weight_map": dict.fromkeys(read_weight_files(model).tensors, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(sharded))
+    return model
+
+
+def whole_model(folder: Path) -> Path:
+    """Return a model directory with an index, created once next to the folder of a case."""
+    return _whole_model(folder.parent)
 
 
 def damage(rng: Random, path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from tests.forks import fork, prepare_templates
-from tests.models.tiny import FAMILIES, add_changed_weights, write_model
+from tests.models.tiny import FAMILIES, add_changed_weights, change_config, write_model
 from titanrl.actors import resolve
 from titanrl.config import load_config
 from titanrl.datums import sampled_datum
@@ -89,6 +89,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
     models = {family: write_model(family, folder / family) for family in FAMILIES}
     for model in models.values():
         add_changed_weights(model, "model-old.safetensors")
+        add_changed_weights(model, "consolidated.safetensors")
+        (model / "params.json").write_text('{"dim": 64, "n_layers": 1}')
+        (model / "code.py").write_text(f"open({str(model / 'ran')!r}, 'w')")
+        change_config(model, auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"})
     config = load_config("configs/quickstart.yaml", ["generator.kv_cache_bytes=8000000"])
     device = DEVICES["cpu"]
 
@@ -215,6 +219,7 @@ def test_trainer_and_generator_agree_across_grpo_steps(family: str, impl: str, l
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_model_has_the_weights_that_transformers_loads(family: str, lab: Lab) -> None:
     parts = lab.families[family]
+    assert not (parts.model / "ran").exists()  # no process has run the code in the directory
     policy = transformers.AutoModelForCausalLM.from_pretrained(parts.model, dtype=torch.float32)
     for index, completion in enumerate(lab.do(parts.sample("frozen", 5))):
         prompt = PROMPTS[index // GROUP_SIZE]

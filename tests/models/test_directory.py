@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.models.tiny import change_weights
+from titanrl.config import load_config
 from titanrl.config.errors import BrokenRule
 from titanrl.config.sections import RecipeConfig
-from titanrl.models.directory import open_model, read_model
+from titanrl.models.directory import export_dtype, open_model, read_model
 from titanrl.models.recipe import create_model
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -131,3 +135,18 @@ def test_unusable_custom_family_is_rejected(name: str, rule: str, tmp_path: Path
     assert isinstance(found, BrokenRule)
     assert rule in found.rule
     assert "model.family" in found.values
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chosen", "expected"),
+    [("float32", "base", "float32"), ("bfloat16", "base", "bfloat16"), ("bfloat16", "float32", "float32")],
+)
+def test_exports_have_the_dtype_of_the_base_unless_chosen(dtype: str, chosen: str, expected: str, tmp_path: Path) -> None:
+    model = model_of("qwen3", tmp_path, dtype="bfloat16")  # the tensors count, not config.json
+    change_weights(model, lambda weights: weights.update({key: value.to(DTYPES[dtype]) for key, value in weights.items()}))
+    assert export_dtype(load_config("quickstart", [f"checkpoint.export_dtype={chosen}"]), model) == expected
+
+
+def test_error_for_quantized_checkpoint_says_which_to_use(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got {'quant_method': 'awq'}\). Use a checkpoint that is not quantized"):
+        open_model(model_of("llama", tmp_path, quantization_config={"quant_method": "awq"}))

@@ -270,7 +270,9 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
     if config.model_impl == "titan":
         from titanrl.generator.titan import CONFIG_FORMAT
 
-        args |= {"config_format": CONFIG_FORMAT, "trust_remote_code": True}
+        args["config_format"] = CONFIG_FORMAT
+    else:
+        args["config_format"] = "hf"  # by default, vLLM reads params.json instead if there are files of Mistral's format
     return args | config.vllm
 
 

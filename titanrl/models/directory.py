@@ -22,17 +22,17 @@ from titanrl.models.weight_files import MERGE_ADAPTER, ORIGINAL, WeightFiles, br
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-)
-"""Keys of config.json that must be positive integers."""
+SIZES = {
+    "hidden_size": 1 << 20,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_key_value_heads": 1 << 20,
+    "head_dim": 1 << 20,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 32,
+}
+"""Keys of config.json that must be positive integers, and their largest values, far above those of any model."""
 SUPPORTED = ", ".join(FAMILIES)
 ADD_FAMILY = "use a model of one of these types, or set model.family to a custom family (docs/howto/model_families.md)"
 MODELS_IN = ("*", "checkpoints/final", "snapshots/*")
@@ -134,15 +134,17 @@ def read_model(path: Path, family: str | None = None) -> ModelDirectory | Broken
     if isinstance(found, BrokenRule):
         return found
     hf = found.completed(raw)
-    missing = [key for key in SIZES if not isinstance(hf.get(key), int) or hf[key] is True or hf[key] < 1]
-    if missing:
+    if missing := [key for key in SIZES if not isinstance(hf.get(key), int) or hf[key] is True or hf[key] < 1]:
         rule = f"its config.json must contain positive integers for {', '.join(missing)}"
+        return BrokenRule(values=values, rule=rule, fix=fix)
+    if large := [key for key, limit in SIZES.items() if hf[key] > limit]:
+        rule = f"{large[0]} of its config.json must be at most {SIZES[large[0]]:,}, not {hf[large[0]]}"
         return BrokenRule(values=values, rule=rule, fix=fix)
     return ModelDirectory(path=path, family=found, hf=hf)
 
 
 def _family_of(raw: dict[str, Any], family: str | None, values: dict[str, str]) -> ModelFamily | BrokenRule:
-    model_type = str(raw.get("model_type"))
+    model_type = str(raw.get("model_type"))[:200]
     if "model_type" not in raw:
         rule = f"its config.json must have a model_type, such as {SUPPORTED}, but it has none"
         return BrokenRule(values=values, rule=rule, fix="download the version of the model for transformers")

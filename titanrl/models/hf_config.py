@@ -18,14 +18,15 @@ def option_problems(hf: HFConfig, supported: Mapping[str, Any]) -> list[str]:
     for key, value in supported.items():
         if hf.get(key) not in (value, None):
             fix = f"with {value}" if value else "that is not quantized" if key == "quantization_config" else "without it"
-            problems.append(f"{key}: not supported (got {hf[key]!r}). Use a checkpoint {fix}.")
+            problems.append(f"{key}: not supported (got {hf[key]!r:.200}). Use a checkpoint {fix}.")
     if not isinstance(tied := hf.get("tie_word_embeddings"), bool | None):
-        problems.append(f"tie_word_embeddings: must be true or false (got {tied!r}). Correct config.json.")
+        problems.append(f"tie_word_embeddings: must be true or false (got {tied!r:.200}). Correct config.json.")
     if not is_positive(eps := hf.get("rms_norm_eps")):
-        problems.append(f"rms_norm_eps: must be a number above 0 (got {eps!r}). Correct config.json.")
-    layer_types = set(hf.get("layer_types") or [])
-    if not layer_types <= {"full_attention"}:
-        problems.append(f"layer_types: not supported (got {sorted(layer_types)}). Use a checkpoint with full attention only.")
+        problems.append(f"rms_norm_eps: must be a number above 0 (got {eps!r:.200}). Correct config.json.")
+    kinds = hf.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        kinds = sorted(set(map(str, kinds))) if isinstance(kinds, list) else kinds
+        problems.append(f"layer_types: not supported (got {kinds!r:.200}). Use a checkpoint with full attention only.")
     window, positions = hf.get("sliding_window"), hf["max_position_embeddings"]
     if "use_sliding_window" not in hf and isinstance(window, int) and window < positions:
         problems.append(
@@ -39,21 +40,27 @@ def rope_problems(hf: HFConfig) -> list[str]:
     """Return error messages for unsupported properties of the rotary embedding, at most one."""
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     if not isinstance(hf.get(key) or {}, Mapping):
-        return [f"{key}: must be an object (got {hf[key]!r}). Correct config.json."]
+        return [f"{key}: must be an object (got {hf[key]!r:.200}). Correct config.json."]
     rope = rope_parameters(hf)
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
-        return [f"{key}: must be the same for all layers (got separate ones for {', '.join(nested)}). Use another checkpoint."]
+        return [
+            f"{key}: must be the same for all layers (got separate ones for {', '.join(nested):.200}). Use another checkpoint."
+        ]
     if not is_positive(rope["rope_theta"]):
-        return [f"rope_theta: must be a number above 0 (got {rope['rope_theta']!r}). Correct config.json."]
+        return [f"rope_theta: must be a number above 0 (got {rope['rope_theta']!r:.200}). Correct config.json."]
     if rope["rope_type"] not in ROPE_TYPES:
-        return [f"{key}: not supported (got rope_type {rope['rope_type']!r}). Use a checkpoint with {' or '.join(ROPE_TYPES)}."]
+        return [
+            f"{key}: not supported (got rope_type {rope['rope_type']!r:.200}). Use a checkpoint with {' or '.join(ROPE_TYPES)}."
+        ]
     factor = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if factor not in (1.0, None):
-        return [f"partial_rotary_factor: not supported (got {factor}). Use a checkpoint that rotates all head dimensions."]
+        return [
+            f"partial_rotary_factor: not supported (got {factor!r:.200}). Use a checkpoint that rotates all head dimensions."
+        ]
     if rope["rope_type"] == "llama3":
         missing = [name for name in ROPE_FACTORS if not is_positive(rope.get(name))]
         if missing:
-            return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope}). Add them to config.json."]
+            return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope!r:.200}). Add them to config.json."]
     return []
 
 
