@@ -13,6 +13,7 @@ import pytest
 from tests.models.tiny import add_changed_weights
 from titanrl import AdamParams, Config, TitanRLError, connect, load_config, sampled_datum
 from titanrl.launch.sampling import Sample, SamplingClient, VersionGoneError
+from titanrl.models.directory import open_model
 from titanrl.session import Session
 from titanrl.types import FloatArray
 
@@ -269,12 +270,13 @@ async def export(session: Session) -> Path:
 
 def test_session_without_generators_trains_and_cannot_publish(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with connect(config_in(tmp_path), sampling=False) as session:
+        async with connect(config_in(tmp_path, "checkpoint.export_dtype=bfloat16"), sampling=False) as session:
             prompt, tokens = [5, 6, 7], [8, 9]
             data = [sampled_datum(prompt, tokens, [-1.0, -1.0], 1.0)]
             passes = session.training.forward_backward(data, "ppo")
             assert (await session.training.optim_step(AdamParams())).version == 1
             assert (await passes).metrics["num_tokens:sum"] == 2
+            assert open_model(await session.training.export("rounded")).weight_files().dtype == "bfloat16"
             with pytest.raises(TitanRLError, match=r"publish: this session has no generators\."):
                 await session.training.publish()
             with pytest.raises(TitanRLError, match=r"sampling: this session has no generators\."):
