@@ -19,7 +19,8 @@ RESULT = EvaluationResult(
     num_prompts=100,
     response_len_mean=17.25,
     environment={"calls": 1.5},
-    num_errors=3,
+    num_errors=7,
+    num_unscored_prompts=1,
     num_truncated=40,
     num_unjudged=2,
     first_error="answer: broken",
@@ -95,7 +96,8 @@ def test_table_and_json_have_every_statistic() -> None:
         ("", "", "environment/calls_mean", "1.5000", ""),
         ("", "", "truncated", "40", ""),
         ("", "", "truncated and not judged", "2", ""),
-        ("", "", "failed rewards", "3", "answer: broken"),
+        ("", "", "failed rewards", "7 of 400", "answer: broken"),
+        ("", "", "prompts in the mean", "99 of 100", ""),
     ]
     found = json.loads(json.dumps(evaluate.as_dict(Path("model"), {"hard": RESULT})))
     assert found["model"] == "model"
@@ -107,7 +109,9 @@ def test_table_and_json_have_every_statistic() -> None:
         "environment/calls_mean": 1.5,
         "num_truncated": 40,
         "num_unjudged": 2,
-        "num_errors": 3,
+        "num_completions": 400,
+        "num_scored_prompts": 99,
+        "num_errors": 7,
         "first_error": "answer: broken",
     }
 

@@ -16,7 +16,7 @@ from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import RunDirectory, read_lines
 from titanrl.metrics.trackers import Trackers
 from titanrl.run import NonFiniteGradientError
-from titanrl.types import OptimUpdate
+from titanrl.types import EvaluationResult, OptimUpdate
 
 SKIPPED = OptimUpdate(version=0, grad_norm=float("inf"), skipped=True)
 
@@ -47,6 +47,29 @@ def test_skipped_steps_advice_names_huge_rewards(largest_reward: float, advice: 
         run.count_skipped(SKIPPED, rewards)
     events = [row for row in read_lines(run.recorder.directory.events) if row["kind"] == "skipped_step"]
     assert [event["largest_reward"] for event in events] == [largest_reward, largest_reward]
+    asyncio.run(run.stop())
+
+
+@pytest.mark.parametrize(
+    ("num_errors", "max_error_frac", "is_compared"), [(0, 0.0, True), (1, 0.0, False), (1, 0.1, True), (2, 0.1, False)]
+)
+def test_evaluation_with_failed_rewards_is_not_compared(
+    num_errors: int, max_error_frac: float, is_compared: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_in(tmp_path / "run")
+    best = ("evaluation.best_metric=eval/chain_sum/mean", f"evaluation.max_error_frac={max_error_frac}")
+    run.config = load_config("quickstart", best)
+    run.state = RunState(step=2, version=2, next_index=0, best_value=0.5, best_step=1)
+    worse = EvaluationResult(
+        task="chain_sum", version=2, mean=0.4, num_prompts=10, response_len_mean=1.0, num_errors=num_errors, first_error="boom"
+    )
+    run.recorder.directory.event("start", step=0)
+    asyncio.run(run._compare(2, worse))
+    events = [row for row in read_lines(run.recorder.directory.events) if row["kind"] == "not_compared"]
+    assert run.state.num_without_better == is_compared
+    assert [(event["count"], event["completions"]) for event in events] == [] if is_compared else [(num_errors, 10)]
+    warned = f"{num_errors} of 10 completions have no reward; mean over 10 of 10 prompts, but evaluation.max_error_frac is"
+    assert (warned in capsys.readouterr().err.replace("\n", " ")) is not is_compared
     asyncio.run(run.stop())
 
 

@@ -190,7 +190,7 @@ class Distill(EvaluatedRun):
         self.recorder.step(metrics)
         errors = [score.error for group in batch.scores for score in group if score.reward is None]
         if errors:
-            self.recorder.directory.event("scorer_error", step=self.state.step, count=len(errors), error=errors[0])
+            self.recorder.scorer_errors(self.state.step, len(errors), sum(map(len, batch.scores)), errors[0])
         self._record_groups(batch)
         return metrics
 
@@ -251,7 +251,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return {
         "policy/kl_teacher": metrics_of.mean(np.concatenate(batch.divergences).tolist()),
         "reward/mean": metrics_of.mean([score.reward for score in scored if score.reward is not None]),
-        "reward/error_frac": 1.0 - len(scored) / len(scores),
+        **metrics_of.error_metrics(len(scores) - len(scored), len(scores)),
         **{f"reward/{part}": metrics_of.mean([s.parts[part] for s in scored if part in s.parts]) for part in parts},
         "tokens/prompt_len_mean": metrics_of.mean(prompt_lengths),
         "tokens/prompt_len_max": float(max(prompt_lengths)),

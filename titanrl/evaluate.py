@@ -134,6 +134,9 @@ def run(model: Path, config: Config, names: Sequence[str], *, as_json: bool) -> 
         except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
             err.print(f"error: {describe(error)}. The logs are in {folder}", markup=False, highlight=False)
             return 1
+        for name, result in results.items():
+            if result.num_errors:
+                console.warn(f"evaluation {name}: {result.failures} (first error: {result.first_error})")
     shutil.rmtree(folder, ignore_errors=True)
     if not code and as_json:
         print(json.dumps(as_dict(model, results), indent=2))
@@ -165,6 +168,8 @@ def as_dict(model: Path, results: Results) -> dict[str, Any]:
             **result.statistics,
             "num_prompts": result.num_prompts,
             "num_samples": result.num_samples,
+            "num_completions": result.num_completions,
+            "num_scored_prompts": result.num_prompts - result.num_unscored_prompts,
             "response_len_mean": result.response_len_mean,
             **{f"environment/{metric}_mean": value for metric, value in result.environment.items()},
             "num_truncated": result.num_truncated,
@@ -194,7 +199,9 @@ def rows(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
             if number:
                 yield "", "", what, str(number), ""
         if result.num_errors:
-            yield "", "", "failed rewards", str(result.num_errors), result.first_error
+            yield "", "", "failed rewards", f"{result.num_errors} of {result.num_completions}", result.first_error
+            scored = result.num_prompts - result.num_unscored_prompts
+            yield "", "", "prompts in the mean", f"{scored} of {result.num_prompts}", ""
 
 
 async def _interruptibly(config: Config, names: Sequence[str], console: Console) -> tuple[dict[str, EvaluationResult], int]:

@@ -187,12 +187,22 @@ class EvaluatedRun(Run):
     async def _compare(self, step: int, result: EvaluationResult, *, has_candidate: bool = False) -> None:
         """Compare a result with the best one, and keep the policy if it is better.
 
+        A result with more failed rewards than `evaluation.max_error_frac` is a mean over other completions, so it is left out.
+
         Args:
             step: Step after which the policy was evaluated.
             result: Result of the evaluation.
             has_candidate: True if the policy has already been exported.
         """
         evaluation = self.config.evaluation
+        if result.num_errors > evaluation.max_error_frac * result.num_completions:
+            failed = {"count": result.num_errors, "completions": result.num_completions}
+            self.recorder.directory.event("not_compared", step=step, set=result.task, **failed)
+            self.console.warn(
+                f"the evaluation after step {step} is not compared with the best policy: {result.failures}, but "
+                f"evaluation.max_error_frac is {evaluation.max_error_frac:g}"
+            )
+            return
         value = evaluation_metrics(result).get(str(evaluation.best_metric))
         if value is None or not improves(value, self.state.best_value, evaluation.min_improvement):
             self._note(num_without_better=self.state.num_without_better + 1)

@@ -87,7 +87,6 @@ class GRPO(DumpedRun):
         self._num_published = 0
         self._unpublished: list[TrainedBatch] = []
         self._num_deaths = 0  # of rollout workers, when a batch was last returned
-        self._warned_of_reward = False
         self._advantage = loaded(self._plugins, "algorithm.advantage")
         self._advantages_by_task = advantages_by_task(self.config, self._plugins)
         self._replay = ReplaySchedule(config.replay, config.num_steps, loaded(self._plugins, "replay.priority"))
@@ -430,13 +429,7 @@ class GRPO(DumpedRun):
         for reason, num_dropped in batch.drops.items():
             directory.event("drop", step=self.state.step, groups=num_dropped, reason=reason)
         if batch.num_errors:
-            directory.event("scorer_error", step=self.state.step, count=batch.num_errors, error=batch.first_error)
-            if not self._warned_of_reward:
-                self._warned_of_reward = True
-                self.console.warn(
-                    f"{batch.num_errors} of {batch.num_tried_rollouts} completions have no reward and are excluded "
-                    f"(first error: {batch.first_error}). reward/error_frac counts them."
-                )
+            self.recorder.scorer_errors(self.state.step, batch.num_errors, batch.num_tried_rollouts, batch.first_error)
 
 
 main = partial(command.main, GRPO, prog="python -m titanrl.grpo")

@@ -381,12 +381,28 @@ class EvaluationResult:
     """Truncated episodes with `data.environment.truncated_reward`, because their environment did not judge them."""
     num_samples: int = 1
     """Completions per prompt."""
+    num_unscored_prompts: int = 0
+    """Prompts excluded from the means because the reward of all their completions failed."""
     statistics: Mapping[str, float] = field(default_factory=dict)
     """Mean, avg@k and pass@k, with the half-widths of their confidence intervals, by metric name."""
     is_pinned: bool = True
     """True if the same policy version sampled all tokens."""
     environment: Mapping[str, float] = field(default_factory=dict)
     """Means of the metrics that the environment reported, by name."""
+
+    @property
+    def num_completions(self) -> int:
+        """Number of sampled completions, including those whose reward failed."""
+        return self.num_prompts * self.num_samples
+
+    @property
+    def failures(self) -> str:
+        """Description of the completions and prompts that are missing from the means; empty if none are."""
+        if not self.num_errors:
+            return ""
+        scored = self.num_prompts - self.num_unscored_prompts
+        of = f"mean over {scored} of {self.num_prompts} prompts"
+        return f"{self.num_errors} of {self.num_completions} completions have no reward; {of}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

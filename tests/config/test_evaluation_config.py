@@ -122,6 +122,7 @@ def test_background_evaluator_needs_a_separate_device(tmp_path: Path) -> None:
         ("best_metric: eval/chain_sum/response_len_mean", "that can be maximized", "choose one of"),
         ("patience: 3", "patience requires best_metric", "set best_metric"),
         ("min_improvement: 0.1", "min_improvement requires best_metric", "set best_metric"),
+        ("max_error_frac: 0.1", "max_error_frac requires best_metric", "set best_metric"),
     ],
 )
 def test_invalid_best_metric_is_an_error(tmp_path: Path, text: str, rule: str, fix: str) -> None:

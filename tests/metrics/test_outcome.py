@@ -45,6 +45,23 @@ def test_run_without_a_checkpoint_offers_no_resume(tmp_path: Path) -> None:
     assert not summarize(run_dir, code=1, cause="boom", num_steps=3).resumable
 
 
+def test_closing_lines_count_failed_rewards(tmp_path: Path) -> None:
+    evaluated = {"eval/sums/mean": 0.2, "eval/sums/num_errors": 0.0, "eval/sums/num_completions": 5.0}
+    trained = {"reward/mean": 0.5, "reward/num_errors": 3.0, "reward/num_completions": 16.0}
+    run_dir = write_run(tmp_path / "run", {**evaluated, **trained}, {**trained, **evaluated, "eval/sums/num_errors": 2.0})
+    outcome = summarize(run_dir, code=0, cause="", num_steps=2)
+    assert outcome.sentence == (
+        "Mean reward: held-out sums 0.200 -> 0.200 (completions without a reward: 0 of 5 -> 2 of 5), "
+        "training 0.500 -> 0.500 over 2 steps"
+    )
+    assert last_lines(run_dir, outcome)[1] == (
+        "failed   6 of 32 completions had no reward in training (scorer_error in events.jsonl has the errors)"
+    )
+    page = (run_dir / "report.html").read_text()
+    assert "0 of 5 and 2 of 5 completions had no reward and are not in the mean" in page
+    assert "6 of 32 completions had no reward in training" in page
+
+
 def test_outcome_of_fine_tuning_shows_losses(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", {"loss/eval": 2.0, "loss/train": 2.5}, {"loss/train": 1.5, "loss/eval": 1.0})
     outcome = summarize(run_dir, code=1, cause="boom", num_steps=3)

@@ -79,6 +79,8 @@ def test_rollout_metrics_summarize_the_groups_of_a_batch() -> None:
         "reward/answer": (0.1 + 0.2 + 0.3) / 3,
         "reward/format": (0.5 + 1.0) / 3,  # 0 where a rollout lacks the part
         "reward/error_frac": 0.25,
+        "reward/num_errors": 4.0,
+        "reward/num_completions": 16.0,
         "group/zero_variance_frac": 0.25,
         "tokens/prompt_len_mean": 4.5,
         "tokens/prompt_len_max": 5.0,

@@ -100,6 +100,7 @@ def test_result_leaves_failed_rewards_out_and_counts_them() -> None:
     result = evaluated(made_set(), Engine())
     assert (result.task, result.version, result.mean, result.num_prompts) == ("hard", 4, 1.0, 200)
     assert (result.num_errors, result.first_error, result.response_len_mean) == (1, "broken", 1.0)
+    assert result.failures == "1 of 200 completions have no reward; mean over 199 of 200 prompts"
     assert result.statistics == {"mean": 1.0, "mean_ci95": 0.0}
 
 

@@ -20,7 +20,7 @@ ANSWER_REWARDS = ("reasoning_gym", "exact", "math_verify")
 """Built-in rewards that compare the completion with the reference answer."""
 REWARDS = (*ANSWER_REWARDS, "regex", "overlong", "repetition", "judge")
 """Built-in rewards."""
-RESERVED = ("mean", "error_frac", "turns", "truncated")
+RESERVED = ("mean", "error_frac", "num_errors", "num_completions", "turns", "truncated")
 """Names that a reward cannot have, because `reward/<name>` is already a metric."""
 
 

@@ -109,6 +109,9 @@ class EvaluationConfig(Section):
     `checkpoints/best`."""
     min_improvement: Annotated[float, Field(ge=0.0)] = 0.0
     """Minimum increase of `best_metric` for a policy to count as better."""
+    max_error_frac: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Maximum share of completions without a reward in an evaluation that is compared by `best_metric`. Another evaluation is a
+    mean over other completions, so it neither selects a policy nor counts for `patience`."""
     patience: Count | None = None
     """Early stopping: number of consecutive evaluations without a better policy after which training ends. Null never stops
     early."""
@@ -121,7 +124,7 @@ class EvaluationConfig(Section):
                     rule="the name of a set must consist of letters, digits, _ and -, and start with a letter or digit",
                     fix="rename it",
                 )
-        for key in ("patience", "min_improvement"):
+        for key in ("patience", "min_improvement", "max_error_frac"):
             if self.best_metric is None and getattr(self, key):
                 yield BrokenRule(
                     values={key: getattr(self, key), "best_metric": None},

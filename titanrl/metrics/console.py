@@ -94,6 +94,7 @@ class Console:
         self._curve: tuple[float, ...] = ()  # mean rewards, or losses in supervised fine-tuning
         self._step_ends: tuple[tuple[float, int], ...] = ()
         self._evaluations: Mapping[str, tuple[float, float]] = {}
+        self._failures: Mapping[str, str] = {}  # of the last evaluation of each set
         self._live: Live | None = None
         if self._mode == "live":
             self._live = Live(get_renderable=self._render, console=self._out, refresh_per_second=4, auto_refresh=True)
@@ -133,12 +134,20 @@ class Console:
             self._row(metrics)
         self._start_live()
 
-    def evaluation(self, task: str, version: int, mean: float) -> None:
-        """Show the mean reward of one evaluation set."""
+    def evaluation(self, task: str, version: int, mean: float, failures: str = "") -> None:
+        """Show the mean reward of one evaluation set.
+
+        Args:
+            task: Name of the set.
+            version: Evaluated policy version.
+            mean: Mean reward.
+            failures: Description of the completions that are missing from the mean; empty if none are.
+        """
         first = self._evaluations.get(task, (mean, mean))[0]
         self._evaluations = {**self._evaluations, task: (first, mean)}
+        self._failures = {**self._failures, task: failures}
         if self._mode == "plain":
-            self._timed(f"held-out {task}: mean reward {mean:.3f} at version {version}")
+            self._timed(f"held-out {task}: mean reward {mean:.3f} at version {version}{f' ({failures})' if failures else ''}")
         self._start_live()
 
     def heldout_loss(self, version: int, loss: float) -> None:
@@ -307,6 +316,8 @@ class Console:
         }
         for task, (first, last) in self._evaluations.items():
             rows[f"held-out {task}"] = f"{first:{spec}} -> {last:{spec}}"
+            if failures := self._failures.get(task):
+                rows[f"  of {task}"] = failures.partition(";")[0]
         if LOSS in values:
             return rows | {"epoch": number(values.get("data/epoch"), ".2f")}
         return rows | {"response length": f"{number(values.get('tokens/response_len_mean'), '.1f')} tokens"}

@@ -28,6 +28,8 @@ class Outcome:
     """True if a checkpoint exists and training is not finished."""
     idle: str
     """Idle fractions of trainer and generators, with advice; empty if the run did not record them."""
+    failed: str
+    """Number of completions whose reward failed in training; empty if there is none."""
     problems: tuple[str, ...]
     """Files that could not be read or written, one message each."""
 
@@ -45,12 +47,12 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
         num_steps: Policy version at which training is complete.
     """
     rows: Rows = []
-    sentence, idle, report = "", "", None
+    sentence, idle, failed, report = "", "", "", None
     problems = []
     try:
         metrics = run_dir / "metrics.jsonl"
         rows = by_step(read_metrics(metrics)) if metrics.exists() else []
-        sentence, idle = learned(rows), balance_line(rows)
+        sentence, idle, failed = learned(rows), balance_line(rows), failed_rewards(rows)
     except Exception as error:  # a damaged file must not hide why the run failed
         problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")
     if code != 0:
@@ -58,7 +60,8 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
         reason = f": {cause}" if code in (INTERRUPTED, TERMINATED) else ""
         sentence = f"Stopped after step {rows[-1]['step'] if rows else 0}{reason}. {sentence}".strip()
     try:
-        report = write_report(run_dir, {"outcome": sentence}) if rows else None
+        facts = {"Failed rewards": failed} if failed else {}
+        report = write_report(run_dir, {"outcome": sentence, **facts}) if rows else None
     except Exception as error:  # nor must a missing package or a full disk
         problems.append(f"the report cannot be written ({type(error).__name__}: {error})")
     is_finished = code == 0 and bool(rows) and rows[-1]["version"] >= num_steps
@@ -68,6 +71,7 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
         exported=(run_dir / "checkpoints" / "final" / "config.json").exists(),
         resumable=not is_finished and any((run_dir / "checkpoints").glob(f"step-*/{COMMIT_FILE}")),
         idle=idle,
+        failed=failed,
         problems=tuple(problems),
     )
 
@@ -80,10 +84,32 @@ def learned(rows: Rows) -> str:
     else:
         heldout = {f"held-out {task}": series(rows, f"eval/{task}/mean") for task in heldout_tasks(rows)}
         name, training = "Mean reward", series(rows, "reward/mean")
-    changes = [f"{label} {points[0][1]:.3f} -> {points[-1][1]:.3f}" for label, points in heldout.items() if points]
+    changes = [
+        f"{label} {points[0][1]:.3f} -> {points[-1][1]:.3f}{_without_reward(rows, label.removeprefix('held-out '))}"
+        for label, points in heldout.items()
+        if points
+    ]
     if training:
         changes.append("training {:.3f} -> {:.3f} over {} steps".format(*first_and_last_five(training), len(training)))
     return f"{name}: {', '.join(changes)}" if changes else ""
+
+
+def failed_rewards(rows: Rows) -> str:
+    """Return how many completions of the whole run had no reward in training; empty if none failed."""
+    failed = sum(value for _, value in series(rows, "reward/num_errors"))
+    total = sum(value for _, value in series(rows, "reward/num_completions"))
+    if not failed:
+        return ""
+    return f"{failed:.0f} of {total:.0f} completions had no reward in training (scorer_error in events.jsonl has the errors)"
+
+
+def _without_reward(rows: Rows, task: str) -> str:
+    """Return how many completions of the first and the last evaluation have no reward; empty if none failed."""
+    failed, total = (series(rows, f"eval/{task}/{name}") for name in ("num_errors", "num_completions"))
+    if not failed or not any(value for _, value in (failed[0], failed[-1])):
+        return ""
+    counts = [f"{failed[at][1]:.0f} of {total[at][1]:.0f}" for at in (0, -1)]
+    return f" (completions without a reward: {' -> '.join(counts)})"
 
 
 def last_lines(run_dir: Path, outcome: Outcome, *, command: str = "titanrl train") -> list[str]:
@@ -97,6 +123,8 @@ def last_lines(run_dir: Path, outcome: Outcome, *, command: str = "titanrl train
     where, argument = relative(run_dir), in_shell(relative(run_dir))
     lines = [outcome.sentence] if outcome.sentence else []
     lines += [f"warning  {problem}" for problem in outcome.problems]
+    if outcome.failed:
+        lines.append(f"failed   {outcome.failed}")
     if outcome.idle:
         lines.append(f"idle     {outcome.idle}")
     lines.append(f"run      {where}")

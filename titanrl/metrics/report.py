@@ -90,9 +90,12 @@ def _figures(rows: Rows) -> list[Figure]:
     for task in heldout_tasks(rows):
         if points := series(rows, f"eval/{task}/mean"):
             (start, before), (end, after) = points[0], points[-1]
-            figures.append(
-                Figure(f"Held-out {task}", f"{before:.3f} \u2192 {after:.3f}", f"mean reward at steps {start} and {end}")
-            )
+            note = f"mean reward at steps {start} and {end}"
+            failed, total = (series(rows, f"eval/{task}/{name}") for name in ("num_errors", "num_completions"))
+            if any(number for _, number in (*failed[:1], *failed[-1:])):
+                counts = [f"{failed[at][1]:.0f} of {total[at][1]:.0f}" for at in (0, -1)]
+                note += f"; {' and '.join(counts)} completions had no reward and are not in the mean"
+            figures.append(Figure(f"Held-out {task}", f"{before:.3f} \u2192 {after:.3f}", note))
     if losses := series(rows, "loss/train"):
         first, last = first_and_last_five(losses)
         figures.append(Figure("Training loss", f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))

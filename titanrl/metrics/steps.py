@@ -38,7 +38,7 @@ def rollout_metrics(
     nonfinite, sampled = int(groups["num_nonfinite"].sum()), int(records.num_sampled.sum())
     return {
         "reward/mean": mean(records.rewards.tolist()),
-        "reward/error_frac": num_errors / max(num_tried_rollouts, 1),
+        **error_metrics(num_errors, num_tried_rollouts),
         **{f"reward/{part}": value for part, value in part_means(records).items()},
         "group/zero_variance_frac": num_without_signal / num_tried,
         "tokens/prompt_len_mean": mean(groups["prompt_len"].tolist()),
@@ -50,6 +50,15 @@ def rollout_metrics(
         "tokens/nonfinite_frac": nonfinite / max(nonfinite + sampled, 1),
         "group/generate_s_mean": mean(groups["generate_s"].tolist()),
         "group/score_s_mean": mean(groups["score_s"].tolist()),
+    }
+
+
+def error_metrics(num_errors: int, num_completions: int) -> dict[str, float]:
+    """Return the number and the fraction of completions whose reward failed, and the number of all completions."""
+    return {
+        "reward/error_frac": num_errors / max(num_completions, 1),
+        "reward/num_errors": float(num_errors),
+        "reward/num_completions": float(num_completions),
     }
 
 

@@ -217,6 +217,7 @@ def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> Evaluat
         num_prompts=len(groups),
         response_len_mean=float(np.mean(list(map(len, versions)))),
         num_errors=len(errors),
+        num_unscored_prompts=sum(not group.rollouts for group in groups),
         first_error=errors[0] if errors else "",
         num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
         num_unjudged=sum(TRUNCATED in rollout.reward_parts for rollout in rollouts),
