@@ -3,6 +3,8 @@
 import functools
 import pickle
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import cloudpickle
@@ -163,6 +165,54 @@ def test_wrong_signature_shows_the_expected_one(function: object, problem: str, 
     with pytest.raises(ValueError, match=rf"^data\.rewards\.x: {problem}") as raised:
         check_reward(function, key="data.rewards.x", name="mine")
     assert f"Write it as `{expected}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda prompts, completions, **kwargs: [1.0],
+        lambda completions, **kwargs: [1.0],
+        lambda prompts, completions, answer: [1.0],
+        titanrl.group_reward(lambda prompts, completions, **kwargs: [1.0]),
+        titanrl.group_reward(lambda completions, **kwargs: [1.0]),
+    ],
+)
+def test_rewards_written_for_trl_are_refused_with_the_conversion(function: object) -> None:
+    with pytest.raises(ValueError, match=r"^data\.rewards\.x: the arguments .*completions.* are those of TRL") as raised:
+        check_reward(function, key="data.rewards.x", name="mine")
+    assert "Decorate it with @titanrl.group_reward and write it as `def reward(completions, entry)`" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (Fraction(1, 4), 0.25),
+        (Decimal("0.25"), 0.25),
+        (np.float16(0.25), 0.25),
+        (np.int64(-3), -3.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (True, 1.0),
+        (-0.0, 0.0),
+        (10**300, 1e300),
+    ],
+)
+def test_numbers_of_every_type_become_floats(value: Any, number: float) -> None:
+    parts = BoundReward("x", plain).parts(value)
+    assert parts == {"x": number}
+    assert type(parts["x"]) is float
+
+
+def test_other_values_are_type_errors() -> None:
+    values = [10**400, -(10**5000), Decimal("NaN"), np.float32("inf"), 1j, b"1", np.array([1.0, 2.0]), "1", [1.0], None]
+    for value in values:  # not parameters, because a name of the test could not show the second one
+        with pytest.raises(TypeError, match=r"^the reward returned "):
+            BoundReward("x", plain).parts(value)
+
+
+def test_token_rewards_with_an_infinite_sum_are_refused() -> None:
+    with pytest.raises(TypeError, match="returned inf"):
+        BoundReward("x", plain).parts(TokenRewards(tokens=[1e308, 1e308]))
 
 
 def test_token_rewards_become_parts() -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +29,13 @@ from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments.registry import load_factory
 from titanrl.extensions import config_of, point_of
 from titanrl.plugins import Plugin, Plugins, plugins_of_data, plugins_within
+from titanrl.reward_trials import try_rewards
 from titanrl.rollout.renderers import make_renderer
 from titanrl.sandbox.confine import end_with_parent
 
-Check = tuple[Callable[[], None], dict[str, object], float]
-"""Function to call in a child process, the checked keys with their values, and the time limit in seconds."""
+Check = tuple[Callable[[], Sequence[str] | None], dict[str, object], float]
+"""Function to call in a child process, which may return warnings, the checked keys with their values, and the time limit in
+seconds."""
 
 CHECK_LIMIT_S = 60.0
 """Time limit for importing a user-defined object, or for sampling from a task."""
@@ -46,15 +48,17 @@ _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from 
 class Child:
     """A running check in a child process."""
 
-    def __init__(self, check: Callable[[], None], values: Mapping[str, object], limit_s: float) -> None:
+    def __init__(self, check: Callable[[], Sequence[str] | None], values: Mapping[str, object], limit_s: float) -> None:
         """Start the check.
 
         Args:
-            check: Function to call; it raises `ValueError` if a rule is broken.
+            check: Function to call; it raises `ValueError` if a rule is broken, and may return warnings.
             values: Checked keys with their values, for error messages.
             limit_s: Time limit in seconds.
         """
         self._values, self._limit_s = values, limit_s
+        self.warnings: Sequence[str] = ()
+        """Warnings of the check; set by `result`."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
         with tempfile.TemporaryFile() as request:
             request.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, values)))
@@ -75,7 +79,8 @@ class Child:
             last_lines = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
             self._errors.close()
         if self._process.returncode == 0 and output:
-            broken: tuple[BrokenRule, ...] = pickle.loads(output)
+            broken: tuple[BrokenRule, ...]
+            broken, self.warnings = pickle.loads(output)
             return broken
         code = self._process.returncode
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -109,9 +114,11 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
     return [Child(*check) for check in (*data, *_plugin_checks(config, plugins))]
 
 
-def _data_check(config: Config, data: DataConfig, section: str, check: Callable[..., None], has_tokenizer: bool) -> Check:
+def _data_check(
+    config: Config, data: DataConfig, section: str, check: Callable[..., Sequence[str]], has_tokenizer: bool
+) -> Check:
     """Return the check of the data section of a task or an evaluation set."""
-    prompts = partial(check, has_tokenizer=has_tokenizer)
+    prompts = partial(check, has_tokenizer=has_tokenizer, load_s=CHECK_LIMIT_S)
     if data.source == "reasoning_gym":
         return prompts, {f"{section}.task": data.task, f"{section}.task_config": data.task_config}, CHECK_LIMIT_S
     if data.path is not None:
@@ -148,23 +155,26 @@ def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
         raise BrokenRules(*broken)
 
 
-def check_data(config: Config, plugins: Plugins, task: str | None = None, *, has_tokenizer: bool = True) -> None:
-    """Read, split and tokenize the prompts of a training task as a rollout worker does.
+def check_data(
+    config: Config, plugins: Plugins, task: str | None = None, *, has_tokenizer: bool = True, load_s: float = CHECK_LIMIT_S
+) -> list[str]:
+    """Read, split and tokenize the prompts of a training task as a rollout worker does, try its rewards, and return warnings.
 
     Args:
         config: Configuration.
         plugins: User-defined objects.
         task: Name of the task; None checks all tasks.
         has_tokenizer: False to skip the check of prompt lengths.
+        load_s: Time limit for loading the rewards, in seconds.
 
     Raises:
         ValueError: The data cannot be used.
     """
-    for name in config.data.tasks if task is None else [task]:
-        _check_task(config, plugins, name, has_tokenizer=has_tokenizer)
+    names = config.data.tasks if task is None else [task]
+    return [text for name in names for text in _check_task(config, plugins, name, has_tokenizer, load_s)]
 
 
-def _check_task(config: Config, plugins: Plugins, name: str, *, has_tokenizer: bool) -> None:
+def _check_task(config: Config, plugins: Plugins, name: str, has_tokenizer: bool, load_s: float) -> list[str]:
     data = config.data.tasks[name]
     section = key_of(name, data)
     try:
@@ -176,10 +186,13 @@ def _check_task(config: Config, plugins: Plugins, name: str, *, has_tokenizer: b
                 stream.heldout(subset.num_prompts, key=subset.key, limit_s=HELDOUT_LIMIT_S)
     except BrokenRules as error:
         raise within(error, section) from None
+    return try_rewards(config.of_task(data), of_task, stream[0].entry, section, load_s=load_s)
 
 
-def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True) -> None:
-    """Read the prompts of an evaluation set that has a separate data section; see `check_data`.
+def check_set(
+    config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True, load_s: float = CHECK_LIMIT_S
+) -> list[str]:
+    """Read the prompts of an evaluation set that has a separate data section, and try its rewards; see `check_data`.
 
     Raises:
         ValueError: The data cannot be used.
@@ -188,9 +201,11 @@ def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_to
     try:
         encode = _encoder(config, subset.data, has_tokenizer=has_tokenizer)
         stream = open_stream(subset.data, encode, config.seed, plugins, is_trained_on=False)
-        stream.heldout(subset.num_prompts, split=subset.split, key=subset.key, limit_s=HELDOUT_LIMIT_S)
+        prompts = stream.heldout(subset.num_prompts, split=subset.split, key=subset.key, limit_s=HELDOUT_LIMIT_S)
     except BrokenRules as error:
         raise nested(error, subset.key) from None
+    of_set = config.model_copy(update={"data": subset.data})
+    return try_rewards(of_set, plugins, prompts[0].entry, f"{subset.key}.data", load_s=load_s)
 
 
 def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode:
@@ -246,13 +261,14 @@ def _serve() -> None:
     parent_pid, check, values = pickle.load(sys.stdin.buffer)
     end_with_parent(parent_pid)
     broken: tuple[BrokenRule, ...] = ()
+    warnings: Sequence[str] = ()
     try:
-        check()
+        warnings = check() or ()
     except BrokenRules as error:
         broken = error.broken
     except Exception as error:  # tasks and user modules may raise anything
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         broken = (rule_of(text, values),)
     with results:
-        pickle.dump(broken, results)
+        pickle.dump((broken, warnings), results)
     os._exit(0)  # threads of imported modules must not delay the exit

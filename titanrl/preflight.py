@@ -71,6 +71,8 @@ def preflight(
 ) -> None:
     """Check that a run of this configuration can start on this machine, without starting or writing anything.
 
+    Warnings are printed to stderr.
+
     Args:
         config: Configuration.
         source: Source of the configuration, which lets messages name lines and overrides.
@@ -94,6 +96,8 @@ def preflight(
         broken += child.result()
     if broken:
         raise ConfigError(*(explain_rule(rule, source) for rule in broken))
+    for text in (text for child in children for text in child.warnings):
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def broken_rules(config: Config, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:

@@ -274,6 +274,12 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
         ValueError: The candidate is not callable, or does not accept the arguments.
     """
     is_group = isinstance(candidate, GroupReward)
+    if callable(candidate) and (names := _names_of_trl(candidate)):
+        raise ValueError(
+            f"{key}: the arguments {names} are those of TRL, which passes lists, and columns as keywords (got {name}). "
+            "Decorate it with @titanrl.group_reward and write it as `def reward(completions, entry)`: entry has the question, "
+            "the answer and the metadata of the one prompt, and the reward returns one number per completion."
+        )
     check_call(
         candidate.function if isinstance(candidate, GroupReward) else candidate,
         GroupRewardFunction.__call__ if is_group else RewardFunction.__call__,
@@ -282,6 +288,18 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
         expected=GROUP_EXPECTED if is_group else EXPECTED,
         options=keywords_of(candidate) if callable(candidate) else (),
     )
+
+
+def _names_of_trl(candidate: Callable[..., Any]) -> str:
+    """Return the first arguments of a reward that is written for TRL; empty for another function."""
+    try:
+        parameters = list(inspect.signature(candidate).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        return ""
+    names = [parameter.name for parameter in parameters]
+    takes_columns = len(names) > 1 and parameters[1].kind is inspect.Parameter.VAR_KEYWORD
+    is_trl = names[:2] == ["prompts", "completions"] or (names[:1] == ["completions"] and takes_columns)
+    return ", ".join(f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters[:3]) if is_trl else ""
 
 
 def _checked(value: object) -> float | TokenRewards:
@@ -295,11 +313,13 @@ def _checked(value: object) -> float | TokenRewards:
     ends: list[Any] = [end for end, _ in value.steps]
     if not all(isinstance(end, int) and end > 0 for end in ends):
         raise TypeError(f"the reward returned steps that end after {ends!a:.60} characters. Expected positive integers.")
-    return TokenRewards(
+    checked = TokenRewards(
         tokens=[_finite(reward) for reward in value.tokens],
         steps=[(end, _finite(reward)) for end, reward in value.steps],
         whole=_finite(value.whole),
     )
+    _finite(checked.total)
+    return checked
 
 
 def _finite(value: object) -> float:
@@ -310,6 +330,13 @@ def _finite(value: object) -> float:
     """
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
-    if isinstance(value, SupportsFloat) and not isinstance(value, str) and math.isfinite(number := float(value)):
-        return number
+    if isinstance(value, int) and abs(value) > 1 << 1023:  # too large for a float, and perhaps for a text
+        raise TypeError(f"the reward returned an integer of {value.bit_length()} bits. Expected a finite number: `{EXPECTED}`.")
+    if isinstance(value, SupportsFloat) and not isinstance(value, str):
+        try:
+            number = float(value)
+        except Exception:  # an object of the user may raise anything, such as an array of several numbers
+            number = math.nan
+        if math.isfinite(number):
+            return number
     raise TypeError(f"the reward returned {value!a:.60}. Expected a finite number: `{EXPECTED}`.")

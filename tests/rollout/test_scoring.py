@@ -206,6 +206,12 @@ def test_weights_of_rewards_and_of_their_parts_multiply() -> None:
     assert scored.parts == {"right": 1.0, "judge/style": 2.0, "judge/facts": 3.0}
 
 
+def test_infinite_sum_of_rewards_is_a_failure() -> None:
+    rewards = {"right": RewardConfig(function="exact", weight=1e200)}
+    scored = weighted({"right": parts(right=1e200)}, rewards, ANSWERS, 0)
+    assert (scored.reward, scored.error) == (None, "the weighted sum of right is not a finite number")
+
+
 def test_weight_of_a_missing_part_is_an_error() -> None:
     rewards = {"judge": RewardConfig(function="exact", weights={"stile": 0.1})}
     scored = weighted({"judge": parts(judge__style=2.0, judge__facts=3.0)}, rewards, ANSWERS, 0)

@@ -1,6 +1,7 @@
 """Scoring of groups: computes all rewards, in the sandbox or in this process, and their weighted sum."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -146,6 +147,8 @@ def weighted(scores: Mapping[str, Score], rewards: Mapping[str, RewardConfig], a
                 credited.add(weight, score.token_rewards.get(part, value))
             except ValueError as error:
                 errors.append(f"{part}: {error}")
+    if not (errors or math.isfinite(total)):
+        errors.append(f"the weighted sum of {_names(parts)} is not a finite number")
     if errors:
         return Scored(reward=None, parts={}, error="; ".join(errors))
     return Scored(reward=total, parts=parts, token_rewards=credited.rewards)

@@ -52,7 +52,7 @@ class TrustedReward:
     def _checked(self, value: object) -> Score:
         try:
             return Score.of(self._reward.parts(value))
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # as above: the value may be an object of the user
             return _failed(error)
 
     async def _call(self, call: Callable[[], Any], what: str) -> Any:
@@ -68,7 +68,7 @@ class TrustedReward:
         async with self._running:
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
-                    value = call() if self._reward.is_async else await _in_thread(call)
+                    value = call() if self._reward.is_async else await in_thread(call)
                     return await value if isinstance(value, Awaitable) else value
             except TimeoutError:
                 if not limit.expired():  # the function itself raised TimeoutError
@@ -89,7 +89,7 @@ def _failed(error: BaseException) -> Score:
     return Score(parts={}, status="error", detail=ascii(detail)[1:-1])
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def in_thread(call: Callable[[], Any]) -> Any:
     """Call a function in a new thread. A thread cannot be stopped, so if the wait is cancelled, its result is dropped."""
     done: concurrent.futures.Future[Any] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()  # now cancelling the wait cannot cancel the future, so the thread can always set it

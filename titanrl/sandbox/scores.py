@@ -15,6 +15,11 @@ MAX_RESULT_BYTES = 16 << 10
 MAX_TOKEN_BYTES = 64
 """Additional length per token of an answer for a custom reward, which may return token rewards."""
 
+INVALID = "TypeError: the reward returned"
+"""Start of the error of a value that is not a reward."""
+DENIED = "which the sandbox denies"
+"""Part of the error of a reward that needs what the sandbox denies."""
+
 ProcessFailure = Literal["timeout", "crash"]
 """Reason why a scoring process returned no scores."""
 Status = Literal["ok", "error"] | ProcessFailure

@@ -29,7 +29,7 @@ from typing import Any
 from titanrl.loading import import_object
 from titanrl.rewards import Answers, BoundReward
 from titanrl.sandbox.confine import Confinement, end_with_parent, leaks, python_paths
-from titanrl.sandbox.scores import SEPARATOR, RewardSpec, encoded_score
+from titanrl.sandbox.scores import DENIED, SEPARATOR, RewardSpec, encoded_score
 
 READY = b"+"
 """First byte that a scoring process sends after confining itself, and a zygote after loading its rewards. The zygote's message
@@ -262,7 +262,7 @@ def _needs(reward: BoundReward, error: BaseException | None) -> str:
     else:
         return ""
     remedy = f"set data.rewards.{reward.name}.trusted to true if it does not execute model output"
-    return f"the reward needs {needed}, which the sandbox denies; {remedy}"
+    return f"the reward needs {needed}, {DENIED}; {remedy}"
 
 
 def _is_denial(error: BaseException) -> bool:
