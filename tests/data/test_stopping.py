@@ -40,8 +40,9 @@ def test_end_of_a_turn_is_a_stop_token(base: Tokenizer) -> None:
         (CHATML.replace("<|im_end|>", "{{ eos_token }}"), ["<|endoftext|>"]),
         (CHATML.replace("<|im_end|>", "</s>"), ["<|endoftext|>"]),
         ("{{ raise_exception('images only') }}", ["<|endoftext|>"]),
+        ("<|im_start|>{{ messages | length }}", ["<|endoftext|>"]),
     ],
-    ids=["not-special", "after-a-space", "eos", "text", "other-conversations"],
+    ids=["not-special", "after-a-space", "eos", "text", "other-conversations", "no-reply"],
 )
 def test_end_of_a_turn_is_found_in_the_template(tmp_path: Path, template: str, ends: list[str]) -> None:
     backend = byte_level(plain=("</turn>",))

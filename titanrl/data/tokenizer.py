@@ -69,8 +69,9 @@ class Tokenizer:
         self._nonce = secrets.token_hex(8)  # marks and spellings that contain it cannot occur in any text
         self._marks = re.compile(f"{self._nonce}x([0-9a-f]*)z")
 
-    def _turn_end_id(self) -> int | None:
-        """Return the token that follows an assistant message in the chat template; None if text or nothing follows it."""
+    @cached_property
+    def turn_end_id(self) -> int | None:
+        """Token that follows an assistant message in the chat template; None if text or nothing follows it."""
         if not self.chat_template:
             return None
         reply = "The reply."
@@ -78,11 +79,11 @@ class Tokenizer:
             text = self.chat_text(
                 [{"role": "user", "content": "The question."}, {"role": "assistant", "content": reply}], reply_follows=False
             )
-            after = self.encode_chat(text.rpartition(reply)[2].lstrip())
+            _, found, rest = text.rpartition(reply)
+            after = self.encode_chat(rest.lstrip()) if found else []
         except ValueError:  # a template for other conversations
             return None
-        added = self._backend.get_added_tokens_decoder()
-        return after[0] if after and after[0] in added else None
+        return after[0] if after and after[0] in self._backend.get_added_tokens_decoder() else None
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -126,8 +127,8 @@ class Tokenizer:
         The template of a base model may end turns with another token than the end of the text. A policy that learned to end
         its turns with that token would continue to the length limit.
         """
-        turn_end = self._turn_end_id()
-        return self.eos_ids if turn_end is None or turn_end in self.eos_ids else (*self.eos_ids, turn_end)
+        turn_end = () if self.turn_end_id is None else (self.turn_end_id,)
+        return tuple(dict.fromkeys([*self.eos_ids, *turn_end]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens and ids that have no token."""

@@ -134,8 +134,8 @@ class TemplateRenderer:
         self._tokenizer, self._options = tokenizer, dict(options)
         self._mark = f"end{secrets.token_hex(8)}"  # occurs in no message
         turn: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self._mark}]
-        _, _, rest = self._chat_text(turn, (), reply_follows=False).partition(self._mark)
-        end = [token for token in tokenizer.encode_chat(rest)[:1] if tokenizer.is_special(token)]
+        self._chat_text(turn, (), reply_follows=False)
+        end = () if tokenizer.turn_end_id is None else (tokenizer.turn_end_id,)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*end, *tokenizer.eos_ids]))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -145,7 +145,7 @@ class TemplateRenderer:
     def extend(self, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
         """Return the tokens that the chat template puts after the turn; None if it changes the conversation before them."""
         *earlier, _ = end.messages
-        said = self._tokenizer.decode(end.completion_ids)
+        said = self._tokenizer.decode_completion(end.completion_ids)
         reply = {"role": "assistant", "content": f"{said}{self._mark}"}
         head, mark, rest = self._chat_text([*earlier, reply, *messages], tools).partition(self._mark)
         sampled, _, _ = str(self._tokenizer.marked(reply["content"])).partition(self._mark)
@@ -158,7 +158,7 @@ class TemplateRenderer:
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
         """Parse a completion into the text outside of tool calls, and the calls."""
-        return _parse_tags(self._tokenizer.decode(list(completion_ids)), tools, takes_values=False)
+        return _parse_tags(self._tokenizer.decode_completion(list(completion_ids)), tools, takes_values=False)
 
     def _chat_text(self, messages: Sequence[Message], tools: Sequence[Tool], *, reply_follows: bool = True) -> str:
         functions = [{"type": "function", "function": spec} for spec in _specs(tools) or ()] or None
