@@ -10,7 +10,7 @@ import pytest
 from tests.models.tiny import add_changed_weights
 from tests.preflight_cases import problem, problems, write_model
 from titanrl.config import load_config
-from titanrl.preflight import model_notes
+from titanrl.preflight import dry_run, policy_notes
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -98,17 +98,20 @@ def test_weights_that_do_not_fit_are_reported_for_policy_and_teacher() -> None:
     assert "11 of 35 tensors are missing" in teacher
 
 
-def test_unused_weights_of_policy_and_teacher_are_noted() -> None:
+def test_dry_run_notes_unused_weights_of_policy_and_teacher(capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model()
     shutil.copytree(model, "teacher")
     add_changed_weights(model, "model-old.safetensors")
     Path("teacher/pytorch_model.bin").touch()
-    config = load_config("quickstart", ["model.path=model", "distill={teacher: {path: teacher}}", "warm_start=null"])
-    assert [note.partition(": ")[2] for note in model_notes(config)] == [
-        "the weights are those of model.safetensors. Not read: model-old.safetensors",
-        "the weights are those of model.safetensors. Not read: pytorch_model.bin",
+    config = load_config("distill_quickstart", ["model.path=model", "distill.teacher.path=teacher", "warm_start=null"])
+    dry_run(config)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert notes == [
+        "note: model: the weights are those of model.safetensors. Not read: model-old.safetensors",
+        "note: teacher: the weights are those of model.safetensors. Not read: pytorch_model.bin",
     ]
-    assert list(model_notes(load_config("quickstart"))) == []
+    assert list(policy_notes(config)) == [notes[0].removeprefix("note: ")]
+    assert list(policy_notes(load_config("quickstart"))) == []
 
 
 def test_rules_on_the_size_of_the_model() -> None:

@@ -31,7 +31,7 @@ from titanrl.files import why_no_file, why_no_folder
 from titanrl.launch.environment import temporary_folder
 from titanrl.metrics.console import Console
 from titanrl.models.directory import read_model
-from titanrl.preflight import model_notes, preflight
+from titanrl.preflight import preflight
 from titanrl.rollout.evaluating import evaluation_set
 from titanrl.types import EvaluationResult
 
@@ -150,8 +150,6 @@ async def evaluate_sets(config: Config, names: Sequence[str], console: Console) 
     """Start generators with the configured model, and evaluate it on the named sets."""
     from titanrl.session import connect  # imports torch
 
-    for note in model_notes(config):
-        console.note(note)
     results = {}
     async with connect(config, training=False, console=console) as session:
         task = await session.task()

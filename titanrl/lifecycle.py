@@ -27,7 +27,7 @@ from titanrl.metrics.console import Console
 from titanrl.metrics.outcome import last_lines, summarize
 from titanrl.metrics.phases import PhaseTimer
 from titanrl.metrics.record import Recorder
-from titanrl.preflight import model_notes, preflight
+from titanrl.preflight import policy_notes, preflight
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -115,7 +115,7 @@ class Lifecycle:
     async def start(self) -> Self:
         """Start all processes, load or warm-start the policy, and prepare the loop."""
         _import_heavy_packages()
-        for note in (*notes(self.config), *model_notes(self.config)):
+        for note in (*notes(self.config), *policy_notes(self.config)):
             self.console.note(note)
         self._open_recorder("resume" if self._is_resumed else "start")
         await self._with_restarts()

@@ -147,7 +147,8 @@ def dry_run(config: Config, source: Source | None = None) -> None:
     if config.sft is not None:
         numbers = read_examples(config, source).summary(config.sft.batch_size, config.num_steps)
         print_table(console, "Examples", ("number", "value"), numbers.items())
-    for note in model_notes(config):
+    teacher_notes = () if config.distill is None else open_model(config.distill.teacher.path).notes()
+    for note in (*policy_notes(config), *teacher_notes):
         console.print(f"note: {note}", markup=False, highlight=False)
     console.print("Ready to start. The dry run started and wrote nothing.", highlight=False)
 
@@ -437,9 +438,7 @@ def _broken_by_weights(model: ModelDirectory, key: str) -> Iterator[BrokenRule]:
             yield replace(rule, values={key: str(model.path)})
 
 
-def model_notes(config: Config) -> Iterator[str]:
-    """Yield remarks on weights of the policy and the teacher that are not used. Call this after `preflight`."""
-    policy, teacher = config.model.path, None if config.distill is None else config.distill.teacher.path
-    for path, family in ((policy, config.model.family), (teacher, None)):
-        if path is not None:
-            yield from open_model(path, family).notes()
+def policy_notes(config: Config) -> Iterator[str]:
+    """Yield remarks on weights in `model.path` that are not used. Call this after `preflight`."""
+    if config.model.path is not None:
+        yield from open_model(config.model.path, config.model.family).notes()

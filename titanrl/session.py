@@ -31,7 +31,7 @@ from titanrl.launch.warm_start import warm_start
 from titanrl.metrics.console import Console
 from titanrl.models.directory import open_model
 from titanrl.plugins import Plugins
-from titanrl.preflight import preflight
+from titanrl.preflight import policy_notes, preflight
 from titanrl.task import Task
 from titanrl.weights.sync import WeightSync
 
@@ -126,9 +126,11 @@ class Session:
         """
         folder = Path(path).resolve()
         try:
-            open_model(folder).weight_files()
+            notes = list(open_model(folder).notes())
         except BrokenRules as error:
             raise BrokenRules(*(replace(rule, values={"teacher": str(path)}) for rule in error.broken)) from None
+        for note in notes:
+            self._setup.console.note(note)
         tokenizer = load_tokenizer(folder)
         files = RunFiles(run_dir=self.run_dir, model_dir=folder, stop_ids=tokenizer.stop_ids)
         config = self.config if generator is None else self.config.model_copy(update={"generator": generator})
@@ -302,6 +304,8 @@ async def _start(config: Config, roles: Roles, console: Console | None) -> Sessi
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     console = console or Console(config.logging.console, total_steps=0, title=config.name)
+    for note in policy_notes(config):
+        console.note(note)
     setup = SessionSetup(config=config, run_dir=run_dir, console=console, roles=roles, plugins=plugins, lock=lock)
     session = await open_session(setup)
     try:
