@@ -20,6 +20,14 @@ def host_id() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.environ.get(HOST_FOLDER, '')}".rstrip()
 
 
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for the state of a process, such as T if a signal has stopped it; empty if it is dead."""
+    try:
+        return chr(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][0])
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def process_start(pid: str) -> int:
     """Return the start time of a process in clock ticks since boot."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -18,7 +18,6 @@ from titanrl.files import DamagedError
 from titanrl.hooks import Hooks
 from titanrl.launch.progress import FIRST, Resumable, resumable
 from titanrl.launch.recording import Beginning, open_recorder
-from titanrl.launch.respawns import Respawns
 from titanrl.launch.restarts import Restart, Restarts, newest_checkpoint
 from titanrl.launch.roles import Roles
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
@@ -28,6 +27,7 @@ from titanrl.metrics.outcome import last_lines, summarize
 from titanrl.metrics.phases import PhaseTimer
 from titanrl.metrics.record import Recorder
 from titanrl.preflight import policy_notes, preflight
+from titanrl.respawns import Respawns
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts

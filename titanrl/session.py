@@ -19,7 +19,6 @@ from titanrl.errors import FaultError, TitanRLError
 from titanrl.extensions import plugins_of, with_declared_traits
 from titanrl.launch.assembly import Parts, Rollouts, assemble
 from titanrl.launch.generators import GeneratorMeshes
-from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.run_lock import RunLock, claim_new_run
 from titanrl.launch.sampling import Sampler, SamplingClient
@@ -32,6 +31,7 @@ from titanrl.metrics.console import Console
 from titanrl.models.directory import open_model
 from titanrl.plugins import Plugins
 from titanrl.preflight import policy_notes, preflight
+from titanrl.respawns import Respawns
 from titanrl.task import Task
 from titanrl.weights.sync import WeightSync
 

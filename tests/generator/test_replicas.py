@@ -27,10 +27,10 @@ from titanrl.launch.environment import generator_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.parts import Part, SharedContext
-from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model
+from titanrl.respawns import Respawns
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import WeightManifest

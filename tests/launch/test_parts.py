@@ -18,10 +18,10 @@ from titanrl.launch.deadlines import Pace
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host, wait_for_stopped_processes
 from titanrl.launch.parts import Part, SharedContext
-from titanrl.launch.respawns import RespawnLimitError, Respawns
 from titanrl.launch.rollouts import RolloutMesh
 from titanrl.launch.stalls import Watchdog
 from titanrl.launch.supervision import PartDiedError, Supervisor
+from titanrl.respawns import RespawnLimitError, Respawns
 
 
 class Clerk(Actor):

@@ -10,10 +10,10 @@ from titanrl.config.faults import FaultsConfig
 from titanrl.errors import FaultError
 from titanrl.files import DamagedError
 from titanrl.launch.progress import RunState, complete_checkpoint
-from titanrl.launch.respawns import RespawnLimitError, Respawns
 from titanrl.launch.restarts import Restart, Restarts, newest_checkpoint
 from titanrl.launch.stalls import StallError
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
+from titanrl.respawns import RespawnLimitError, Respawns
 from titanrl.trainer.agreement import RankError
 from titanrl.trainer.replicas import DriftError
 

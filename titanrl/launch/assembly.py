@@ -34,7 +34,6 @@ from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.hosts import Hosts, acquire_hosts
 from titanrl.launch.parts import Part, SharedContext
-from titanrl.launch.respawns import Respawns
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.settings import replay_settings, transports
@@ -46,6 +45,7 @@ from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import export_dtype, open_model
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.replay.directory import ShardNews
+from titanrl.respawns import Respawns
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.manifest import WeightManifest
@@ -99,7 +99,7 @@ class Parts:
         rollouts, self.assembly.rollouts = self.assembly.rollouts, None  # may belong to a start that failed
         if rollouts is not None:
             rollouts.buffer.close()
-            await asyncio.gather(*(part.close() for part in rollouts.workers.parts))
+            await rollouts.workers.release()
         meshes = [mesh for mesh in (self.generators, self.evaluator) if mesh is not None]
         for mesh in meshes:
             mesh.listeners.clear()
@@ -325,6 +325,7 @@ class Assembly:
             buffer=buffer,
             generators=generators.serving,
             plugins=files.plugins,
+            notes=None if self.rollouts is None else self.rollouts.workers.notes,
             save=_absolute(config.rollout.save),
             replay=_absolute(config.rollout.replay),
         )

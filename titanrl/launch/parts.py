@@ -17,8 +17,8 @@ from titanrl.errors import TitanRLError
 from titanrl.launch.deadlines import Pace
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.probes import Replaceable
-from titanrl.launch.respawns import Respawns
 from titanrl.launch.supervision import ActorDiedError, PartDiedError, Supervisor
+from titanrl.respawns import Respawns
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from titanrl.config.faults import FaultsConfig
 from titanrl.errors import FaultError
 from titanrl.files import DamagedError
 from titanrl.launch.progress import Resumable, resumable
-from titanrl.launch.respawns import RespawnLimitError, Respawns
+from titanrl.respawns import RespawnLimitError, Respawns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

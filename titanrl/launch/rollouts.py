@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from monarch.actor import Channel, PortReceiver
+
 from titanrl.actors import ActorError, StoppedError, cause_of, resolve
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.deadlines import DISK_S, Pace
@@ -20,6 +22,7 @@ from titanrl.replay.actors import RECORDS_FILE
 from titanrl.replay.batch import Batch, Replayed
 from titanrl.replay.failures import StarvationError
 from titanrl.replay.saved import Freshness, Restored, Saved, TrainedBatch
+from titanrl.rollout.actor import SandboxNote
 from titanrl.tables import DoubleArray, Table
 from titanrl.types import EvaluationResult
 
@@ -76,6 +79,10 @@ class RolloutMesh:
         self._rewinding = asyncio.Lock()
         self.num_rewound = 0
         """Number of times that everything after the last batch was sampled again."""
+        self._warn = shared.warn
+        self.notes: Any = None
+        """Port for the workers' messages; opened by `spawn`."""
+        self._reading: asyncio.Task[None] | None = None
         buffer.parts = self.parts
         generators.listeners.append(self.use_generator)
 
@@ -86,6 +93,8 @@ class RolloutMesh:
 
     async def spawn(self) -> None:
         """Spawn the processes and actors."""
+        self.notes, receiver = Channel[SandboxNote].open()
+        self._reading = asyncio.create_task(self._read_notes(receiver), name="notes of the rollout workers")
         for part in self.parts:
             await part.spawn()
 
@@ -189,10 +198,25 @@ class RolloutMesh:
                     f"{role}.abandon_evaluation", lambda actors: actors.worker.abandon_evaluation.call_one(), timeout_s
                 )
 
+    async def release(self) -> None:
+        """Replace no worker any more, and read no more messages."""
+        await asyncio.gather(*(part.close() for part in self.parts))
+        if self._reading is not None:
+            self._reading.cancel()
+
     async def close(self) -> None:
         """Stop the rollout loops and the scoring processes."""
-        await asyncio.gather(*(part.close() for part in self.parts))
+        await self.release()
         await self._each("close", self.timeouts.close_s / 4)
+
+    async def _read_notes(self, receiver: PortReceiver[SandboxNote]) -> None:
+        """Record each replacement of a sandbox like that of a process, and tell the user."""
+        while True:
+            note = await receiver.recv()
+            part = f"rollout_{note.worker} sandbox"
+            self.supervisor.record("fault", cause=note.cause)
+            self.supervisor.record("respawn", part=part, cause=note.cause, seconds=round(note.seconds, 3))
+            self._warn(f"{part}: {note.cause}; replaced after {note.seconds:.1f} s, and its groups are scored again")
 
     async def _run_first(self, part: Part) -> None:
         await part.wait_until_up()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanrl.actors import STACKS_SIGNAL
+from titanrl.host import process_state
 
 DUMP_S = 10.0
 """Limit for one dump of a process's stacks, in seconds."""
@@ -45,13 +46,7 @@ class Process:
 
     def state(self) -> str:
         """Return the kernel's letter for the process state; empty if the process is dead or on another machine."""
-        if self.host is not None:
-            return ""
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                return chr(file.read().rpartition(b") ")[2][0])
-        except (FileNotFoundError, ProcessLookupError):
-            return ""
+        return process_state(self.pid) if self.host is None else ""
 
     def is_stopped(self) -> bool:
         """Return True if a signal (SIGSTOP, SIGTSTP) has stopped the process."""

@@ -32,6 +32,7 @@ from titanrl.rollout.group import (
 from titanrl.rollout.outbox import Outbox
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.rollout.readable import readable_completion, readable_group
+from titanrl.sandbox.client import log_respawn
 from titanrl.types import Completion, EvaluationResult, Group, GroupRecord, Rejection
 
 if TYPE_CHECKING:
@@ -45,6 +46,18 @@ ROUND, EVALUATION = "round", "evaluation"
 """Names of the asyncio tasks that `abandon_round` cancels."""
 IN_BACKGROUND = "evaluation in the background"
 """Name of the asyncio task that `abandon_evaluation` cancels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxNote:
+    """Message of a rollout worker: it has replaced the process that forks its scoring processes."""
+
+    worker: int
+    """Index of the worker."""
+    cause: str
+    """Cause of the process's death."""
+    seconds: float
+    """Seconds until it was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +82,8 @@ class WorkerSetup:
     """User-defined objects that replace built-in ones."""
     save: Path | None = None
     """Folder to which all rollouts are written."""
+    notes: Any = None
+    """Port to which the worker sends a `SandboxNote` for each replacement of its sandbox; None only logs them."""
     replay: Path | None = None
     """Folder with saved rollouts to use instead of generating new ones."""
 
@@ -110,11 +125,11 @@ class RolloutWorker(Actor):
             return
         self._filter = loaded(plugins, "rollout.group_filter")
         log = self._setup.run_dir / "logs" / f"environments_{self._setup.number}.log"
-        tasks = await open_tasks(config, self._tokenizer, plugins, log)
+        tasks = await open_tasks(config, self._tokenizer, plugins, log, on_respawn=self._note_respawn)
         self._tasks_of_run = list(tasks.values())
         # All groups of a round make the same number of calls, regardless of their task.
         self._num_calls = max(task.num_calls for task in self._tasks_of_run)
-        self._sets = EvaluationSets(config, self._tokenizer, plugins, tasks)
+        self._sets = EvaluationSets(config, self._tokenizer, plugins, tasks, self._note_respawn)
         gc.set_threshold(20_000)  # with the default of 700, garbage collection takes 2 % of the time
 
     @endpoint
@@ -198,6 +213,11 @@ class RolloutWorker(Actor):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _note_respawn(self, cause: str, seconds: float) -> None:
+        log_respawn(cause, seconds)
+        if self._setup.notes is not None:
+            self._setup.notes.send(SandboxNote(worker=self._setup.number, cause=cause, seconds=seconds))
 
     async def _run(self) -> None:
         """Reserve slots and generate groups until cancelled. A group starts when a slot is free and a generator has room."""

@@ -21,6 +21,7 @@ from titanrl.rollout.episodes import TRUNCATED, Episodes, start_episodes
 from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out, summed_metrics
 from titanrl.rollout.scoring import Scoring
 from titanrl.rollout.tasks import OpenTask
+from titanrl.sandbox.client import OnRespawn, log_respawn
 from titanrl.types import EvaluationResult, GenerationRequest, Group, Prompt
 
 IN_FLIGHT = 128
@@ -36,6 +37,7 @@ class EvaluationSets:
         tokenizer: Tokenizer,
         plugins: Plugins,
         tasks: Mapping[str, OpenTask],
+        on_respawn: OnRespawn = log_respawn,
     ) -> None:
         """Keep the arguments without loading anything.
 
@@ -44,7 +46,9 @@ class EvaluationSets:
             tokenizer: Tokenizer of the policy.
             plugins: User-defined objects.
             tasks: Tasks of the run, used by sets that do not define their own data.
+            on_respawn: Called after the sandbox of a set died and was replaced.
         """
+        self._on_respawn = on_respawn
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
         self._decode = partial(tokenizer.decode_completion, stop=config.rollout.stop, keep_stop=config.rollout.keep_stop)
         self._of_run = {name: _Opened(task.prompts.stream, task.scoring, task.episodes) for name, task in tasks.items()}
@@ -120,7 +124,7 @@ class EvaluationSets:
                     stream = make_stream(subset.data, self._tokenizer, config.seed, plugins, is_trained_on=False)
                 except BrokenRules as error:
                     raise nested(error, subset.key) from None
-                scoring = Scoring(config, plugins)
+                scoring = Scoring(config, plugins, self._on_respawn)
                 await scoring.start()
                 episodes = None
                 if subset.data.environment is not None:

@@ -19,6 +19,7 @@ from titanrl.rewards import Answers, BoundReward, Scored
 from titanrl.rollout.scorers import custom
 from titanrl.rollout.token_rewards import TokenCredit
 from titanrl.rollout.trusted import TrustedReward
+from titanrl.sandbox.client import OnRespawn, log_respawn
 from titanrl.sandbox.pool import ScoringPool
 from titanrl.sandbox.scores import RewardSpec, Score
 
@@ -35,8 +36,14 @@ ScorePart = Callable[[Answers], Awaitable[list[Score]]]
 class Scoring:
     """Scores groups of completions with all configured rewards."""
 
-    def __init__(self, config: Config, plugins: Plugins) -> None:
-        """Keep the settings; `start` loads the rewards."""
+    def __init__(self, config: Config, plugins: Plugins, on_respawn: OnRespawn = log_respawn) -> None:
+        """Keep the settings; `start` loads the rewards.
+
+        Args:
+            config: Configuration.
+            plugins: User-defined objects.
+            on_respawn: Called after the sandbox died and was replaced.
+        """
         self._rewards, sandbox = config.data.reward_parts, config.sandbox
         self._trusted = {
             name: plugins.get(key) or Plugin(key=key, name=config.function)
@@ -44,7 +51,7 @@ class Scoring:
             if config.trusted and (key := f"data.rewards.{name}")
         }
         specs = reward_specs(config, plugins)
-        self._pool = ScoringPool(specs, sandbox) if specs else None
+        self._pool = ScoringPool(specs, sandbox, config.faults, on_respawn) if specs else None
         self._confined = [spec.name for spec in specs]
         self._timeout_s = sandbox.timeout_s
         self._parts: dict[str, ScorePart] = {}

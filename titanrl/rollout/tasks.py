@@ -14,6 +14,7 @@ from titanrl.data.tokenizer import Tokenizer
 from titanrl.plugins import Plugins, plugins_of_data
 from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.scoring import Scoring
+from titanrl.sandbox.client import OnRespawn, log_respawn
 from titanrl.types import Prompt
 
 
@@ -52,6 +53,7 @@ async def open_tasks(
     plugins: Plugins,
     log: Path | None = None,
     prompts: Mapping[str, LeveledPrompts] = MappingProxyType({}),
+    on_respawn: OnRespawn = log_respawn,
 ) -> Mapping[str, OpenTask]:
     """Open the tasks of a run, by name.
 
@@ -61,6 +63,7 @@ async def open_tasks(
         plugins: User-defined objects.
         log: File for the output of environment processes; None for the standard error stream.
         prompts: Prompts by task name, for tasks whose prompts are already open.
+        on_respawn: Called after the sandbox of a task died and was replaced.
 
     Raises:
         SandboxUnavailable: This machine cannot confine a process.
@@ -71,7 +74,7 @@ async def open_tasks(
         section = key_of(name, data)
         own, of_task = config.of_task(data), plugins_of_data(plugins, section)
         try:
-            scoring = Scoring(own, of_task)
+            scoring = Scoring(own, of_task, on_respawn)
             await scoring.start()
             leveled = prompts.get(name) or open_prompts(name, data, tokenizer, config.seed, of_task)
             episodes = None

@@ -1,6 +1,7 @@
 """Client of the sandbox: starts the zygote, and talks over sockets to it and to the scoring processes that it forks."""
 
 import asyncio
+import logging
 import math
 import os
 import pickle
@@ -8,29 +9,42 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
+from titanrl.config.faults import FaultsConfig
 from titanrl.config.sections import SandboxConfig
 from titanrl.errors import TitanRLError
+from titanrl.host import process_state
+from titanrl.respawns import Respawns
 from titanrl.sandbox.confine import SandboxUnavailable
-from titanrl.sandbox.scores import RewardSpec
+from titanrl.sandbox.scores import ProcessFailure, RewardSpec
 from titanrl.sandbox.zygote import COUNT, END, GROUP, READY, TOKENS, ZygoteConfig
 
 FORK_DEADLINE_S = 60.0
 """Maximum wait for a scoring process to become ready, in seconds."""
+_LOOK_S = 5.0
+"""Part of this wait after which the state of the zygote is read, in seconds."""
 
 _LOAD_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 5.0
 _MAX_FIRST_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 10
 _STDERR_TAIL_BYTES = 2000
+logger = logging.getLogger(__name__)
+
 _INHERITED = {"PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
 _PYCACHE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
 
 
 class SandboxDied(TitanRLError):
-    """Raised if the scoring processes died. The pool can be closed and started again."""
+    """Raised if the scoring processes cannot be used. The pool can be closed and started again."""
+
+
+class ZygoteDied(SandboxDied):
+    """Raised if the zygote was killed or stopped. `Zygotes` starts another one."""
 
 
 class ScoringProcess:
@@ -206,11 +220,14 @@ class ZygoteClient:
     async def _next_ready(self) -> ScoringProcess | None:
         if not self._ready.empty():  # the usual case, without the cost of a timer
             return self._ready.get_nowait()
-        try:
-            async with asyncio.timeout(FORK_DEADLINE_S):
-                return await self._ready.get()
-        except TimeoutError:
-            raise SandboxDied(f"no scoring process was ready within {FORK_DEADLINE_S:g} s") from None
+        for _ in range(round(FORK_DEADLINE_S / _LOOK_S)):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    return await self._ready.get()
+            if process_state(self._popen.pid) == "T":
+                self._fail(ZygoteDied(f"the sandbox's zygote (process {self._popen.pid}) was stopped by a signal"))
+        self._fail(ZygoteDied(f"no scoring process was ready within {FORK_DEADLINE_S:g} s"))
+        return None
 
     def _release(self, process: ScoringProcess) -> None:
         """Reuse a process for another group if it replied and has groups left to score; otherwise replace it."""
@@ -235,6 +252,8 @@ class ZygoteClient:
 
     async def stop(self) -> None:
         """Stop the zygote and its scoring processes, and wait until the zygote has exited."""
+        if process_state(self._popen.pid) == "T":
+            self._popen.kill()
         self._fail(SandboxDied("the sandbox was closed"))
         if self._loaded.done() and not self._exited.done():
             self._control.shutdown(socket.SHUT_WR)  # the zygote kills and reaps its processes, then exits
@@ -299,7 +318,8 @@ class ZygoteClient:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._fail(SandboxDied(f"the zygote exited with status {self._popen.wait()}. {self._stderr_tail()}"))
+        status, tail = self._popen.wait(), self._stderr_tail()
+        self._fail(ZygoteDied(f"the sandbox's zygote (process {self._popen.pid}) exited with status {status}. {tail}".strip()))
         self._exited.set_result(None)
 
     def _disconnect(self) -> None:
@@ -319,6 +339,117 @@ class ZygoteClient:
         size = os.fstat(self._stderr).st_size
         tail = os.pread(self._stderr, _STDERR_TAIL_BYTES, max(0, size - _STDERR_TAIL_BYTES)).decode(errors="replace").strip()
         return f"{tail.splitlines()[-1]}\n{tail}" if tail else ""
+
+
+T = TypeVar("T")
+OnRespawn = Callable[[str, float], None]
+"""Callback with the cause of a zygote's death, and the time in seconds until another one had replaced it."""
+
+
+def log_respawn(cause: str, seconds: float) -> None:
+    """Log that a zygote was replaced."""
+    logger.warning("%s; replaced after %.1f s", cause, seconds)
+
+
+class Zygotes:
+    """The zygote of a pool. When it dies, another one replaces it, and unanswered requests are sent again."""
+
+    def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig, faults: FaultsConfig, on_respawn: OnRespawn) -> None:
+        """Start nothing yet.
+
+        Args:
+            specs: Rewards.
+            config: Limits of the scoring processes.
+            faults: Limit on replacements.
+            on_respawn: Called after each replacement.
+        """
+        self._specs, self._config, self._on_respawn = specs, config, on_respawn
+        self._respawns = Respawns(faults)
+        self._replacing = asyncio.Lock()
+        self._zygote: ZygoteClient | None = None
+        self._is_closed = False
+        self.are_groups: tuple[bool, ...] = ()
+        """For each reward, True if it scores all completions of a prompt in one call. Set by `start`."""
+        self.take_token_ids: tuple[bool, ...] = ()
+        """For each reward, True if it takes token ids. Set by `start`."""
+
+    async def start(self) -> None:
+        """Start the zygote and wait until it has loaded the rewards.
+
+        Raises:
+            ValueError: A reward cannot be loaded.
+            SandboxDied: Loading took too long, or the pool was closed.
+            RespawnLimitError: The zygote was killed too often.
+        """
+        is_loaded = False
+        while not is_loaded:
+            if self._is_closed:
+                raise SandboxDied("the sandbox was closed")
+            zygote = self._zygote = ZygoteClient(self._specs, self._config)
+            try:
+                await zygote.load()
+                is_loaded = True
+            except ZygoteDied as error:
+                self._respawns.add("the sandbox", str(error))
+            finally:
+                if not is_loaded:
+                    await self._end()
+        self.are_groups, self.take_token_ids = zygote.are_groups, zygote.take_token_ids
+
+    async def request(
+        self, request: bytes, timeout_s: float, max_bytes: int, parse: Callable[[bytes], Awaitable[T | None]]
+    ) -> T | ProcessFailure:
+        """Send a pickled request to a scoring process, and return the parsed reply, or the reason why there is none.
+
+        Args:
+            request: Pickled request.
+            timeout_s: Time limit in seconds.
+            max_bytes: Longest valid reply.
+            parse: Parses a reply; returns None for an invalid one.
+
+        Raises:
+            SandboxDied: The pool was closed, or no process can be confined.
+            RespawnLimitError: The zygote died too often.
+        """
+        while True:
+            async with self._replacing:  # wait for a replacement
+                zygote = self._zygote
+            if zygote is None:
+                raise SandboxDied("the sandbox is closed or was never started")
+            try:
+                reply = await zygote.request(request, timeout_s, max_bytes)
+                if reply is None:
+                    return "timeout"
+                parsed = await parse(reply)
+                if parsed is not None:
+                    return parsed
+                await zygote.check()
+                return "crash"
+            except ZygoteDied as error:
+                await self._replace(zygote, str(error))
+
+    async def stop(self) -> None:
+        """Stop the zygote and its scoring processes. Pending requests raise `SandboxDied`."""
+        self._is_closed = True
+        await self._end()
+        async with self._replacing:  # it fails soon, because its zygote was stopped
+            await self._end()
+
+    async def _end(self) -> None:
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            await zygote.stop()
+
+    async def _replace(self, dead: ZygoteClient, cause: str) -> None:
+        """Replace a dead zygote, unless another request has done so."""
+        async with self._replacing:
+            if self._zygote is not dead:
+                return
+            started = time.perf_counter()
+            await self._end()
+            self._respawns.add("the sandbox", cause)
+            await self.start()
+            self._on_respawn(cause, time.perf_counter() - started)
 
 
 def _start_zygote(control_fd: int, stderr: int, config: ZygoteConfig) -> "subprocess.Popen[bytes]":

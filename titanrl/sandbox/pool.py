@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
+from titanrl.config.faults import FaultsConfig
 from titanrl.config.sections import SandboxConfig
 from titanrl.rewards import Answers
-from titanrl.sandbox.client import FORK_DEADLINE_S, SandboxDied, ZygoteClient
+from titanrl.sandbox.client import FORK_DEADLINE_S, OnRespawn, SandboxDied, Zygotes, log_respawn
 from titanrl.sandbox.confine import SandboxUnavailable, missing_features
 from titanrl.sandbox.scores import SEPARATOR, ProcessFailure, RewardSpec, Score, parse_scores
 from titanrl.sandbox.zygote import END, STARTED, Request
@@ -33,12 +34,24 @@ class ScoringPool:
     The pool belongs to the event loop that starts it, in any thread. Its processes are killed when that thread exits.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig) -> None:
-        """Keep the settings; `start` starts the processes."""
-        self._specs = specs
-        self._config = config
-        self._zygote: ZygoteClient | None = None
-        self._are_groups: tuple[bool, ...] = ()
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        config: SandboxConfig,
+        faults: FaultsConfig | None = None,
+        on_respawn: OnRespawn = log_respawn,
+    ) -> None:
+        """Keep the settings; `start` starts the processes.
+
+        Args:
+            specs: Rewards.
+            config: Limits of the scoring processes.
+            faults: Limit on replacements of the zygote.
+            on_respawn: Called after each replacement.
+        """
+        self._specs, self._config = specs, config
+        self._faults, self._on_respawn = faults or FaultsConfig(), on_respawn
+        self._zygotes: Zygotes | None = None
 
     async def start(self) -> None:
         """Load the rewards, and check with one process that the confinement works.
@@ -48,7 +61,7 @@ class ScoringPool:
             SandboxDied: The first scoring process could not reply.
             ValueError: A reward cannot be loaded.
         """
-        assert self._zygote is None, "the pool has already been started"
+        assert self._zygotes is None, "the pool has already been started"
         if missing := missing_features():
             raise SandboxUnavailable(
                 "rewards may eval() model output, so they run only in confined processes, and this machine lacks "
@@ -56,9 +69,8 @@ class ScoringPool:
             )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.close)
-            self._zygote = ZygoteClient(self._specs, self._config)
-            await self._zygote.load()
-            self._are_groups = self._zygote.are_groups
+            self._zygotes = Zygotes(self._specs, self._config, self._faults, self._on_respawn)
+            await self._zygotes.start()
             nothing = Answers(entry={}, completions=(), num_tokens=(), finish_reasons=())
             if isinstance(failure := await self._attempt(0, nothing, FORK_DEADLINE_S), str):
                 raise SandboxDied(f"the first scoring process could not reply: {failure}")
@@ -68,7 +80,8 @@ class ScoringPool:
         """Score the answers to one prompt. Wait while `num_processes` groups are being scored.
 
         If the group times out or crashes its process, each answer is scored again in a separate process, so that only the
-        answer at fault fails. A reward that scores the whole group in one call cannot be split: all of its answers fail.
+        answer at fault fails. A reward that scores the whole group in one call cannot be split: all of its answers fail. If the
+        zygote dies, it is replaced, and the answers are scored again.
 
         Args:
             answers: Completions of one prompt.
@@ -78,7 +91,8 @@ class ScoringPool:
             One score per answer, in order.
 
         Raises:
-            SandboxDied: The scoring processes died.
+            SandboxDied: The pool is closed.
+            RespawnLimitError: The zygote died too often.
         """
         num = len(answers.completions)
         if num == 0:
@@ -86,7 +100,7 @@ class ScoringPool:
         scores = await self._attempt(reward, answers, self._config.timeout_s)
         if not isinstance(scores, str):
             return scores
-        if self._are_groups[reward] or (scores == "timeout" and num == 1):
+        if self._opened().are_groups[reward] or (scores == "timeout" and num == 1):
             return [self._failed(scores)] * num
         share_s = self._config.timeout_s / min(num, _MAX_SHARES)
         alone = await asyncio.gather(*(self._attempt(reward, answers.only(index), share_s) for index in range(num)))
@@ -97,28 +111,30 @@ class ScoringPool:
 
         The pool can be started again.
         """
-        if self._zygote is not None:
-            zygote, self._zygote = self._zygote, None
-            await zygote.stop()
+        zygotes, self._zygotes = self._zygotes, None
+        if zygotes is not None:
+            await zygotes.stop()
+
+    def _opened(self) -> Zygotes:
+        if self._zygotes is None:
+            raise SandboxDied("the scoring pool is closed or was never started")
+        return self._zygotes
 
     async def _attempt(self, reward: int, answers: Answers, timeout_s: float) -> list[Score] | ProcessFailure:
         """Score the answers in one process. Kill the process afterwards, unless it may score another group."""
         texts = tuple([text[-MAX_TEXT_CHARS:] for text in answers.completions])
-        zygote = self._zygote
-        if zygote is None:
-            raise SandboxDied("the scoring pool is closed or was never started")
-        token_ids = answers.token_ids if zygote.take_token_ids[reward] else ()
+        zygotes = self._opened()
+        token_ids = answers.token_ids if zygotes.take_token_ids[reward] else ()
         request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids)
         max_bytes = self._max_reply_bytes(reward, answers)
-        reply = await zygote.request(pickle.dumps(request), timeout_s, max_bytes)
-        if reply is None:
-            return "timeout"
-        parse = partial(parse_scores, reply.removeprefix(STARTED).removesuffix(END), self._specs[reward], answers.num_tokens)
-        scores = parse() if len(reply) <= _PARSED_AT_ONCE_BYTES else await asyncio.to_thread(parse)
-        if scores is None:
-            await zygote.check()
-            return "crash"
-        if texts == answers.completions:
+
+        async def parse(reply: bytes) -> list[Score] | None:
+            body = reply.removeprefix(STARTED).removesuffix(END)
+            parsed = partial(parse_scores, body, self._specs[reward], answers.num_tokens)
+            return parsed() if len(reply) <= _PARSED_AT_ONCE_BYTES else await asyncio.to_thread(parsed)
+
+        scores = await zygotes.request(pickle.dumps(request), timeout_s, max_bytes, parse)
+        if isinstance(scores, str) or texts == answers.completions:
             return scores
         nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
         return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]

@@ -7,8 +7,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal
 
+from titanrl.config.faults import FaultsConfig
 from titanrl.config.sections import SandboxConfig
-from titanrl.sandbox.client import SandboxDied, ZygoteClient
+from titanrl.sandbox.client import SandboxDied, Zygotes, log_respawn
 from titanrl.sandbox.confine import SandboxUnavailable, missing_features
 from titanrl.sandbox.scores import RewardSpec
 from titanrl.sandbox.zygote import END, STARTED, Request
@@ -46,7 +47,7 @@ class SnippetPool:
         """
         self._config = config
         self._spec = RewardSpec(name="python", factory=_RUNNER, kwargs={"modules": tuple(modules)}, returns_text=True)
-        self._zygote: ZygoteClient | None = None
+        self._zygotes: Zygotes | None = None
 
     async def start(self) -> None:
         """Start the processes.
@@ -55,7 +56,7 @@ class SnippetPool:
             SandboxUnavailable: This machine cannot confine a process.
             ValueError: A module cannot be imported.
         """
-        assert self._zygote is None, "the pool has already been started"
+        assert self._zygotes is None, "the pool has already been started"
         if missing := missing_features():
             raise SandboxUnavailable(
                 f"model-written code runs only in confined processes, and this machine lacks {'; and '.join(missing)}. "
@@ -63,8 +64,8 @@ class SnippetPool:
             )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.close)
-            self._zygote = ZygoteClient([self._spec], self._config)
-            await self._zygote.load()
+            self._zygotes = Zygotes([self._spec], self._config, FaultsConfig(), log_respawn)
+            await self._zygotes.start()
             stack.pop_all()
 
     async def run(self, code: str, *, max_output_chars: int) -> SnippetResult:
@@ -76,26 +77,26 @@ class SnippetPool:
                 start.
 
         Raises:
-            SandboxDied: The processes of the pool died.
+            SandboxDied: The pool is closed.
+            RespawnLimitError: The zygote died too often.
         """
-        if self._zygote is None:
+        if self._zygotes is None:
             raise SandboxDied("the snippet pool is closed or was never started")
-        zygote = self._zygote
+
+        async def parse(reply: bytes) -> SnippetResult | None:
+            result = _parse(reply.removeprefix(STARTED).removesuffix(END), max_output_chars)
+            return None if result.status == "crash" else result
+
         request: Request = (0, {"max_output_chars": max_output_chars}, (code,), (0,), ("stop",), ())
         max_bytes = 2 * _JSON_BYTES_PER_CHAR * _limit(max_output_chars)
-        reply = await zygote.request(pickle.dumps(request), self._config.timeout_s, max_bytes)
-        if reply is None:
-            return SnippetResult(status="timeout")
-        result = _parse(reply.removeprefix(STARTED).removesuffix(END), max_output_chars)
-        if result.status == "crash":
-            await zygote.check()
-        return result
+        result = await self._zygotes.request(pickle.dumps(request), self._config.timeout_s, max_bytes, parse)
+        return SnippetResult(status=result) if isinstance(result, str) else result
 
     async def close(self) -> None:
         """Kill all processes and wait until they have exited. The pool can be started again."""
-        if self._zygote is not None:
-            zygote, self._zygote = self._zygote, None
-            await zygote.stop()
+        zygotes, self._zygotes = self._zygotes, None
+        if zygotes is not None:
+            await zygotes.stop()
 
 
 def _parse(reply: bytes, max_output_chars: int) -> SnippetResult:
