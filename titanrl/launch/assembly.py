@@ -182,7 +182,14 @@ async def assemble(
         supervisor, logs = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), files.run_dir / "logs"
         hosts, kind = await acquire_hosts(config, device.kind, logs, supervisor, say=say, warn=warn), config.hosts.kind
         shared = SharedContext(
-            fleet=Fleet(logs, supervisor, own_children=kind == "local", have_names=kind != "kubernetes"),
+            fleet=Fleet(
+                logs,
+                supervisor,
+                faults=config.faults,
+                warn=warn,
+                own_children=kind == "local",
+                have_names=kind != "kubernetes",
+            ),
             supervisor=supervisor,
             respawns=respawns or Respawns(config.faults),
             warn=warn,

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
 from titanrl.actors import ProcessVariables, set_up_process
+from titanrl.config.faults import FaultsConfig
 from titanrl.launch.cores import CORES, Cores
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.templates.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
@@ -23,6 +25,7 @@ from titanrl.launch.templates.shared import shared_template
 from titanrl.launch.templates.template import Template
 from titanrl.ownership import receive_own
 from titanrl.private_sockets import private_folder
+from titanrl.respawns import RespawnLimitError, Respawns
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -43,12 +46,23 @@ _LOOPBACK_VARIABLES = {
 class Fleet:
     """All process meshes of a run."""
 
-    def __init__(self, log_dir: Path, supervisor: Supervisor, *, own_children: bool = True, have_names: bool = True) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        supervisor: Supervisor,
+        *,
+        faults: FaultsConfig | None = None,
+        warn: Callable[[str], None] = logger.warning,
+        own_children: bool = True,
+        have_names: bool = True,
+    ) -> None:
         """Start without processes.
 
         Args:
             log_dir: folder of the processes' logs and pid files.
             supervisor: watches the processes.
+            faults: limit on replacements of templates.
+            warn: called with a message for the user about such a replacement.
             own_children: True if this process starts all processes, so that they are tied to its life.
             have_names: False if hosts cannot resolve each other's names, like Kubernetes pods.
         """
@@ -61,6 +75,9 @@ class Fleet:
         self._stores: dict[int, TCPStore] = {}  # by `id` of the mesh
         self._announcements = _Announcements(supervisor)
         self._templates: dict[str, Template] = {}  # by kind
+        self._replaced: list[Template] = []  # stopped by a signal, but with forks that run
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._respawns, self._warn = Respawns(faults or FaultsConfig()), warn
         self._shared: dict[str, str] = {}  # socket paths of shared templates, by kind
 
     def prepare(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> None:
@@ -80,10 +97,45 @@ class Fleet:
             return
         if template is not None:
             template.close()
-        self._templates[kind] = Template(environment, load, self._log_dir / f"template_{kind}.log")
+        self._start_template(kind, environment, load)
+
+    def _start_template(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> Template:
+        template = self._templates[kind] = Template(environment, load, self._log_dir / f"template_{kind}.log")
+        on_fault = partial(self._on_template_fault, kind, template, environment, load)
+        self._supervisor.attend(f"template_{kind}_0", template.pid, on_fault)
+        return template
+
+    def _on_template_fault(
+        self, kind: str, template: Template, environment: Mapping[str, str], load: Callable[[], None], cause: str
+    ) -> None:
+        """Replace a template that was killed, and with it its forks, or stopped. A stopped one stays, for its forks."""
+        is_stopped = not template.has_ended
+        if template is not self._templates.get(kind) or not (is_stopped or template.was_killed):
+            return
+        self._supervisor.record("fault", cause=cause)
+        try:
+            self._respawns.add(f"template_{kind}", cause)
+        except RespawnLimitError as error:
+            self._warn(f"{error}. Later processes import their packages themselves.")
+            return
+        if is_stopped and template.has_forked:
+            self._replaced.append(template)
+        else:
+            template.close()
+        new = self._start_template(kind, environment, load)
+        task = asyncio.create_task(self._report_template(kind, new, cause), name=f"replace template_{kind}")
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _report_template(self, kind: str, template: Template, cause: str) -> None:
+        started = time.perf_counter()
+        if await template.is_ready():
+            seconds = time.perf_counter() - started
+            self._supervisor.record("respawn", part=f"template_{kind}", cause=cause, seconds=round(seconds, 3))
+            self._warn(f"{cause}; replaced after {seconds:.1f} s")
 
     async def template(self, kind: str) -> str | None:
-        """Wait until a template is ready; return its socket path, or None if it does not exist or has failed."""
+        """Wait until a template is ready; return its socket path, or None if it does not exist, has failed or is stopped."""
         if kind in self._shared:
             return self._shared[kind]
         template = self._templates.get(kind)
@@ -175,9 +227,12 @@ class Fleet:
         results = await asyncio.gather(*stops, return_exceptions=True)
         self._announcements.close()
         self._stores.clear()
-        for template in self._templates.values():
+        for task in self._replacing:
+            task.cancel()
+        for template in (*self._templates.values(), *self._replaced):
             template.close()
         self._templates.clear()
+        self._replaced.clear()
         for file in self._log_dir.glob("*.pid"):
             file.unlink()
         failures = [result for result in results if isinstance(result, Exception)]

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import monarch.actor
@@ -76,6 +76,7 @@ class Supervisor:
         self._exits: dict[int, asyncio.Event] = {}  # by pidfd
         self._replaceable: dict[str, Replaceable] = {}  # by role
         self._remote: dict[str, Process] = {}
+        self._helpers: dict[int, tuple[Process, Callable[[str], None]]] = {}  # by pidfd
         self._all_exited, self._reporting = asyncio.Event(), asyncio.Lock()
         self._failure: asyncio.Future[TitanRLError] = self._loop.create_future()
         self._guards: dict[asyncio.Task[None], str] = {}  # roles
@@ -208,6 +209,18 @@ class Supervisor:
         self._all_exited.clear()
         self._loop.add_reader(pidfd, self._on_exit, pidfd)
 
+    def attend(self, name: str, pid: int, on_fault: Callable[[str], None]) -> None:
+        """Watch a process of this machine that works on no request, and whose death ends nothing, such as a template.
+
+        Args:
+            name: name and number, such as `template_generator_0`.
+            pid: process id.
+            on_fault: called once with the cause, when the process has exited or counts as stopped by a signal.
+        """
+        pidfd = os.pidfd_open(pid)
+        self._helpers[pidfd] = Process(name=name, pid=pid), on_fault
+        self._loop.add_reader(pidfd, self._on_helper_exit, pidfd)
+
     def watch_remote(self, name: str, pid: int, host: str) -> None:
         """Register a process of another machine. Only torchmonarch reports its death."""
         self._remote[name] = Process(name=name, pid=pid, host=host)
@@ -306,7 +319,7 @@ class Supervisor:
     def _look_at_states(self, watchdog: Watchdog, now: float) -> None:
         """Report processes that a signal stopped long enough ago to count as a stall."""
         known, self._stopped = self._stopped, {}
-        for process in self._pidfds.values():
+        for process in [*self._pidfds.values(), *(process for process, _ in self._helpers.values())]:
             if process.is_stopped():
                 stopped = known.get(process) or Stopped(since=now, limit_s=watchdog.config.min_stall_s)
                 self._stopped[process] = stopped
@@ -321,7 +334,12 @@ class Supervisor:
         request = next(iter([name for name in names if works_on(process.role, name)] or names), "")
         stall = Stall(request=request, seconds=seconds, suspects=(process,), are_stopped=True)
         report = await self._report_stall(watchdog, stall, interval_s=0.0)
-        if process.is_stopped():
+        if not process.is_stopped():
+            return
+        pidfd = next((pidfd for pidfd, (helper, _) in self._helpers.items() if helper == process), None)
+        if pidfd is not None and watchdog.config.on_stall == "respawn":
+            self._end_helper(pidfd, report.text)
+        else:
             await self._act_on_stall(watchdog, stall, report)
 
     async def _report_stall(self, watchdog: Watchdog, stall: Stall, interval_s: float) -> Report:
@@ -351,7 +369,8 @@ class Supervisor:
                 watchdog.warn(f"{report.text}; still waiting (faults.on_stall)")
             return
         hung = await self._hung_roles(stall) if watchdog.config.on_stall == "respawn" else set()
-        if not set(stall.suspects) <= {*self._pidfds.values(), *self._remote.values()}:
+        helpers = {process for process, _ in self._helpers.values()}
+        if not set(stall.suspects) <= {*self._pidfds.values(), *self._remote.values(), *helpers}:
             return  # a suspect was replaced in the meantime, and its replacement may complete the request
         if not hung:
             self.fail(StallError(report.text, stall.actor))
@@ -374,6 +393,17 @@ class Supervisor:
             self._all_exited.set()
         if pidfd not in self._expected_exits:
             self._handle_death(process.role, f"{process} exited")
+
+    def _on_helper_exit(self, pidfd: int) -> None:
+        process, _ = self._helpers[pidfd]
+        self._end_helper(pidfd, f"{process} exited")
+
+    def _end_helper(self, pidfd: int, cause: str) -> None:
+        self._loop.remove_reader(pidfd)
+        _, on_fault = self._helpers.pop(pidfd)
+        os.close(pidfd)
+        if not self._closing:
+            on_fault(cause)
 
     def _on_guard_done(self, task: "asyncio.Task[None]") -> None:
         role = self._guards.pop(task)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 
 from tests.launch.templates import template_loads
 from titanrl.actors import Actor, concurrent_endpoint
+from titanrl.config.faults import FaultsConfig
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
+from titanrl.launch.stalls import OnEvent, Watchdog
 from titanrl.launch.supervision import ActorDiedError, Supervisor
 from titanrl.launch.templates.template import Template
 
@@ -38,12 +41,14 @@ class Scribe(Actor):
         }
 
 
-def with_fleet(folder: Path, work: Callable[[Fleet, Supervisor], Awaitable[None]]) -> None:
-    """Run a coroutine with a fleet; stop it afterwards."""
+def with_fleet(folder: Path, work: Callable[[Fleet, Supervisor], Awaitable[None]], on_event: OnEvent | None = None) -> None:
+    """Run a coroutine with a fleet; stop it afterwards. With `on_event`, stopped processes are noticed after 1 s."""
 
     async def run() -> None:
-        supervisor = Supervisor()
-        fleet = Fleet(folder, supervisor)
+        (folder / "logs").mkdir(exist_ok=True)
+        watchdog = None if on_event is None else Watchdog(FaultsConfig(min_stall_s=1), folder)
+        supervisor = Supervisor(on_event, watchdog)
+        fleet = Fleet(folder, supervisor, faults=FaultsConfig(max_respawns=1))
         try:
             await work(fleet, supervisor)
         finally:
@@ -102,7 +107,7 @@ def test_dead_fork_is_detected_and_can_be_replaced(tmp_path: Path) -> None:
     with_fleet(tmp_path, work)
 
 
-def test_killed_template_kills_its_forks_and_can_be_prepared_again(tmp_path: Path) -> None:
+def test_killed_template_kills_its_forks_and_is_replaced(tmp_path: Path) -> None:
     async def work(fleet: Fleet, supervisor: Supervisor) -> None:
         fleet.prepare("scribe", {}, template_loads.note)
         scribe = await spawn(fleet, "scribe_0")
@@ -110,11 +115,44 @@ def test_killed_template_kills_its_forks_and_can_be_prepared_again(tmp_path: Pat
         os.kill(look["parent"], signal.SIGKILL)
         with pytest.raises(ActorDiedError, match="scribe_0_0"):
             await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
-        assert await fleet.template("scribe") is None
+        path = await fleet.template("scribe")
+        assert path is not None, "another template has replaced it"
+        assert await fleet.template("scribe") == path
+        os.kill(fleet._templates["scribe"].pid, signal.SIGKILL)
+        while await fleet.template("scribe") is not None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert await fleet.template("scribe") is None, "faults.max_respawns is 1"
         fleet.prepare("scribe", {}, template_loads.note)
         assert await fleet.template("scribe") is not None
 
     with_fleet(tmp_path, work)
+
+
+def test_stopped_template_is_replaced_and_its_forks_continue(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, template_loads.note)
+        first = await spawn(fleet, "scribe_0")
+        look = await supervisor.ask("scribe.look", first.look.call_one(), 60)
+        os.kill(look["parent"], signal.SIGSTOP)
+        while await fleet.template("scribe") is not None:  # the kernel stops it when it is scheduled
+            await asyncio.sleep(0.01)
+        second = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_1")).look.call_one(), 60)
+        assert second["parent"] == os.getpid(), "meanwhile, processes import themselves"
+        while not any(event["kind"] == "respawn" for event in events):
+            await asyncio.sleep(0.05)
+        third = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_2")).look.call_one(), 60)
+        assert third["parent"] not in (look["parent"], os.getpid())
+        again = await supervisor.ask("scribe.look", first.look.call_one(), 60)
+        assert (again["pid"], again["parent"]) == (look["pid"], look["parent"])
+
+    with_fleet(tmp_path, work, lambda kind, **fields: events.append({"kind": kind, **fields}))
+    assert [event["kind"] for event in events] == ["stall", "fault", "respawn"]
+    assert events[0]["actor"] == "template_scribe"
+    assert events[2]["part"] == "template_scribe"
+    assert "template_scribe rank 0 was stopped by a signal" in events[2]["cause"]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +183,37 @@ print('no fork')
 def test_stand_in_returns_if_nothing_listens(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", STAND_IN, str(tmp_path / "nothing")], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "no fork\n")
+
+
+def test_stand_in_runs_itself_if_the_template_is_stopped(tmp_path: Path) -> None:
+    """The template continues afterwards, and must not run the process a second time."""
+    (tmp_path / "ending.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('once ')\n")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "TITANRL_PROCESS": "scribe_0",
+        "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
+    }
+
+    async def work() -> None:
+        template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
+        assert await template.is_ready()
+        os.kill(template.pid, signal.SIGSTOP)
+        program = f"from titanrl.launch.templates import bootstrap; bootstrap.FORK_S = 0.3\n{STAND_IN}"
+        with (tmp_path / "output").open("w+") as output:  # a pipe would stay open in the socket of the stopped template
+            command = [sys.executable, "-c", program, template.path]
+            call = partial(subprocess.call, command, env=environment, stdout=output, stderr=output, timeout=30)
+            assert await asyncio.to_thread(call) == 0
+        assert (tmp_path / "output").read_text() == (
+            f"{template.path}: no fork within 0.3 s, so this process imports its packages itself\nno fork\n"
+        )
+        os.kill(template.pid, signal.SIGCONT)
+        again = [sys.executable, "-c", STAND_IN, template.path]  # the template serves in order
+        assert await asyncio.to_thread(partial(subprocess.call, again, env=environment, timeout=30)) == 0
+        assert (tmp_path / "ran").read_text() == "once "
+        template.close()
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import sys
 from typing import NoReturn
 
 from titanrl.launch.cores import CORES, bind
-from titanrl.launch.templates.messages import Order, receive_number, send_order
+from titanrl.launch.templates.messages import Order, confirm, receive_number, send_order
 from titanrl.ownership import is_own_peer
 from titanrl.sandbox.confine import allow_tracing, end_with_parent
 
@@ -30,6 +30,8 @@ ANNOUNCEMENTS = "TITANRL_ANNOUNCEMENTS"
 """Environment variable with the path of the controller's socket for announcements."""
 TEMPLATE = "TITANRL_TEMPLATE"
 """Environment variable with the socket path of the template that forks the process; unset if there is none."""
+FORK_S = 10.0
+"""Limit in seconds for a fork, which takes milliseconds unless the template was stopped by a signal."""
 MONARCH = "monarch._src.actor.bootstrap_main"
 """Module that Monarch runs by default in a new process."""
 
@@ -64,8 +66,12 @@ def announce(name: str, controller: str) -> None:
 
 
 def stand_in(template: str, controller: int) -> None:
-    """Request a fork from a template, and exit with the fork's status. Return if the template failed and made no fork."""
+    """Request a fork from a template, and exit with the fork's status. Return if the template makes none in time.
+
+    A fork runs only once this process has confirmed it, so that a late fork does not run beside this process.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(FORK_S)
         try:
             connection.connect(template)
             if not is_own_peer(connection):
@@ -73,11 +79,16 @@ def stand_in(template: str, controller: int) -> None:
                 return
             send_order(connection, Order(environment=dict(os.environ), folder=os.getcwd(), controller=controller))
             fork = receive_number(connection)
+            if fork is None:
+                return
+            signal.signal(signal.SIGTERM, lambda number, frame: os.kill(fork, number))
+            confirm(connection)
+        except TimeoutError:
+            print(f"{template}: no fork within {FORK_S:g} s, so this process imports its packages itself", file=sys.stderr)
+            return
         except OSError:
             return
-        if fork is None:
-            return
-        signal.signal(signal.SIGTERM, lambda number, frame: os.kill(fork, number))
+        connection.settimeout(None)
         end_as(receive_number(connection))
 
 

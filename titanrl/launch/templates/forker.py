@@ -3,11 +3,10 @@
 This module must not import Monarch, because a fork would lack Monarch's threads.
 """
 
-import contextlib
 import logging
 import os
 import pickle
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titanrl.launch.templates import bootstrap
-from titanrl.launch.templates.messages import Order, receive_order, send_number
+from titanrl.launch.templates.messages import Order, is_confirmed, receive_order, send_number
 from titanrl.loading import loading
 from titanrl.ownership import is_own_peer
 from titanrl.sandbox.confine import allow_tracing, end_with_parent
@@ -70,22 +69,24 @@ class _Forker:
     def __init__(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket."""
         self._listener = listener
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._epoll = select.epoll()
+        self._epoll.register(listener, select.EPOLLIN)
+        self._forks: dict[int, _Fork] = {}  # by pidfd, and by the descriptor of the connection until the stand-in exits
 
     def run(self) -> Order:
         """Fork on request until the parent exits. Only forks return, each with its order."""
         while True:
-            key, _ = self._selector.select()[0]  # one at a time, because the next event may belong to the same fork
-            if key.data is None:
+            descriptor, _ = self._epoll.poll(maxevents=1)[0]  # one at a time: the next event may belong to the same fork
+            fork = self._forks.get(descriptor)
+            if fork is None:
                 order = self._accept()
                 if order is not None:
                     return order
-            elif key.fd == key.data.pidfd:
-                self._reap(key.data)
-            else:  # the stand-in has exited, because it never sends anything
-                self._selector.unregister(key.fileobj)
-                signal.pidfd_send_signal(key.data.pidfd, signal.SIGKILL)
+            elif descriptor == fork.pidfd:
+                self._reap(fork)
+            else:  # the stand-in has exited, or runs itself
+                self._forget(descriptor)
+                signal.pidfd_send_signal(fork.pidfd, signal.SIGKILL)
 
     def _accept(self) -> Order | None:
         """Fork for the next process. Return its order in the fork, and None in the template."""
@@ -105,36 +106,41 @@ class _Forker:
         pid = os.fork()
         if pid == 0:
             end_with_parent(template)
+            if not is_confirmed(connection):
+                os._exit(0)
             self._leave(connection, streams)
             os.chdir(order.folder)
             return order
         fork = _Fork(pid, os.pidfd_open(pid), connection)
         for stream in streams:
             os.close(stream)
-        self._selector.register(fork.pidfd, selectors.EVENT_READ, fork)
-        self._selector.register(connection, selectors.EVENT_READ, fork)
+        self._forks |= {fork.pidfd: fork, connection.fileno(): fork}
+        self._epoll.register(fork.pidfd, select.EPOLLIN)
+        self._epoll.register(connection, select.EPOLLRDHUP)  # the fork reads the confirmation
         send_number(connection, pid)
         return None
 
     def _reap(self, fork: _Fork) -> None:
         """Collect a fork that has exited, and send its wait status to its stand-in."""
-        self._selector.unregister(fork.pidfd)
+        self._forget(fork.pidfd)
         os.close(fork.pidfd)
         _, status = os.waitpid(fork.pid, 0)
-        with contextlib.suppress(KeyError):  # the stand-in exited first
-            self._selector.unregister(fork.connection)
+        if fork.connection.fileno() in self._forks:
+            self._forget(fork.connection.fileno())
         send_number(fork.connection, status)
         fork.connection.close()
 
+    def _forget(self, descriptor: int) -> None:
+        self._epoll.unregister(descriptor)
+        del self._forks[descriptor]
+
     def _leave(self, connection: socket.socket, streams: Sequence[int]) -> None:
         """Close the template's descriptors in a fork, and replace its standard streams with the stand-in's."""
-        for key in list(self._selector.get_map().values()):
-            if key.data is None:
-                self._listener.close()
-            elif key.fd == key.data.pidfd:
-                os.close(key.fd)
-                key.data.connection.close()
-        self._selector.close()
+        self._listener.close()
+        for fork in {fork.pid: fork for fork in self._forks.values()}.values():
+            os.close(fork.pidfd)
+            fork.connection.close()
+        self._epoll.close()
         connection.close()
         for number, stream in enumerate(streams):
             os.dup2(stream, number)

@@ -7,6 +7,7 @@ import struct
 from dataclasses import asdict, dataclass
 
 _NUMBER = struct.Struct("=i")
+_CONFIRMATION = b"+"
 _STREAMS = (0, 1, 2)
 
 
@@ -43,6 +44,20 @@ def receive_order(connection: socket.socket) -> tuple[Order, list[int]]:
     if len(data) < size:
         raise ConnectionError("the process exited before its order was complete")
     return Order(**json.loads(os.fsdecode(data))), list(streams)
+
+
+def confirm(connection: socket.socket) -> None:
+    """Let the fork run."""
+    connection.sendall(_CONFIRMATION)
+
+
+def is_confirmed(connection: socket.socket) -> bool:
+    """Wait in a fork for the stand-in's confirmation; return False if the stand-in has exited, or runs itself."""
+    connection.settimeout(None)
+    try:
+        return connection.recv(len(_CONFIRMATION)) == _CONFIRMATION
+    except OSError:
+        return False
 
 
 def send_number(connection: socket.socket, number: int) -> None:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from titanrl.host import process_state
 from titanrl.private_sockets import private_folder
 
 _PROGRAM = "import sys; from titanrl.launch.templates.forker import main; main(*map(int, sys.argv[1:]))"
@@ -60,14 +61,34 @@ class Template:
         self._is_ready = asyncio.create_task(self._receive_state(), name="template")
 
     @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def has_forked(self) -> bool:
+        """True if the imports were complete, so that the template may have forks."""
+        return self._is_ready.done() and not self._is_ready.cancelled() and self._is_ready.result()
+
+    @property
+    def can_fork(self) -> bool:
+        """True once the packages are imported, while the template is neither dead nor stopped by a signal."""
+        return self.has_forked and process_state(self.pid) not in ("", "Z", "T")
+
+    @property
+    def was_killed(self) -> bool:
+        """True if a signal ended the template."""
+        return (self._process.poll() or 0) < 0
+
+    @property
     def has_ended(self) -> bool:
         """True if the template has exited, because it failed or was killed."""
         return self._process.poll() is not None
 
     async def is_ready(self) -> bool:
-        """Wait for the imports; return False if the template exited instead."""
+        """Wait for the imports; return False if the template cannot fork."""
         await asyncio.wait({self._is_ready})  # `close` may cancel it during the wait
-        return not self._is_ready.cancelled() and self._is_ready.result() and not self.has_ended
+        return self.can_fork
 
     def close(self) -> None:
         """Kill the template, and with it every running fork."""
