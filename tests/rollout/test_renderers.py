@@ -269,6 +269,7 @@ def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
         make_renderer(load_tokenizer(folder), name, {}),
         limits,
         lambda turn, limit: SamplingParams(max_new_tokens=limit, temperature=1.0, seed=0),
+        lambda ids: "2",  # a stop text, which messages leave out
     )
 
     async def play() -> None:
@@ -286,6 +287,7 @@ def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
 
     asyncio.run(play())
     assert len(talk.segments()) == num_segments
+    assert talk.last_text == ""
     assert talk.num_sampled == sum(len(sampled(folder, reply)) for reply in replies)
 
 
@@ -308,7 +310,7 @@ def test_template_renderer_continues_a_conversation_with_tools(qwen2_dir: Path) 
     renderer = automatic(qwen2_dir)
     assert isinstance(renderer, TemplateRenderer)
     vocabulary = load_tokenizer(qwen2_dir).vocabulary
-    assert renderer.stop_ids == (vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"])
+    assert set(renderer.stop_ids) == {vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]}
     prompt = renderer.render(QUESTION, [ADD])
     assert text_of(qwen2_dir, prompt) == (
         "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n\n<tools>\n"

@@ -266,8 +266,8 @@ class Conversation:
         segment, environment = self._segments[-1], self._environment
         before = tuple(segment.token_ids)
         segment.add(completion)
-        message = self._parse(completion)
-        self._history.append(message)
+        parsed, message = self._parse(completion)
+        self._history.append(parsed)
         self.messages.append(message)
         self.last_text = message["content"]
         self.num_turns += 1
@@ -358,14 +358,13 @@ class Conversation:
         except Exception as error:  # the chat template may reject any message, and the tokenizer any text
             raise EpisodeError("environment_error", f"its messages cannot be rendered: {_described(error)}") from error
 
-    def _parse(self, completion: Completion) -> dict[str, Any]:
+    def _parse(self, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the policy's message with all of its text, as its tokens are, and without the stop text at its end."""
         token_ids = completion.token_ids.tolist()
-        message = self._renderer.parse(token_ids, self._tools)
-        if isinstance(message["content"], str):
-            message["content"] = _without_end(message["content"], self._stop_text(token_ids))
-        calls = message.get("tool_calls", ())
+        parsed = self._renderer.parse(token_ids, self._tools)
+        calls = parsed.get("tool_calls", ())
         self.num_malformed += sum(isinstance(call["function"]["arguments"], str) for call in calls)
-        return message
+        return parsed, parsed | {"content": _without_end(parsed["content"], self._stop_text(token_ids))}
 
     async def _truncate(self, environment: Environment, message: Message | None, limit: Limit) -> None:
         """End the episode at a limit, and let the environment judge it if it can.

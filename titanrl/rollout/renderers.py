@@ -116,7 +116,7 @@ class TemplateRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-        """Check the template, and find the token that ends a turn.
+        """Check the template.
 
         Args:
             tokenizer: Tokenizer of the policy.
@@ -133,10 +133,12 @@ class TemplateRenderer:
             raise ValueError(f"data.environment.renderer_options.{unknown[0]}: {rule}. Remove it.")
         self._tokenizer, self._options = tokenizer, dict(options)
         self._mark = f"end{secrets.token_hex(8)}"  # occurs in no message
-        turn: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self._mark}]
-        self._chat_text(turn, (), reply_follows=False)
         end = () if tokenizer.turn_end_id is None else (tokenizer.turn_end_id,)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*end, *tokenizer.eos_ids]))
+        try:
+            self._chat_text([{"role": "user", "content": "a"}], ())
+        except ValueError as error:
+            raise ValueError(f"data.environment.renderer: {error} (got a question). Choose another renderer.") from error
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a conversation in the model's chat template."""
@@ -160,9 +162,9 @@ class TemplateRenderer:
         """Parse a completion into the text outside of tool calls, and the calls."""
         return _parse_tags(self._tokenizer.decode_completion(list(completion_ids)), tools, takes_values=False)
 
-    def _chat_text(self, messages: Sequence[Message], tools: Sequence[Tool], *, reply_follows: bool = True) -> str:
+    def _chat_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         functions = [{"type": "function", "function": spec} for spec in _specs(tools) or ()] or None
-        return self._tokenizer.chat_text(messages, reply_follows=reply_follows, tools=functions, options=self._options)
+        return self._tokenizer.chat_text(messages, reply_follows=True, tools=functions, options=self._options)
 
 
 class LibraryRenderer:
