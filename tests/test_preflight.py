@@ -6,14 +6,15 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.preflight_cases import GOOD, data_problem, preflight_error, problem, problems, write_questions
+from tests.preflight_cases import GOOD, data_problem, preflight_error, problem, problems, write_model, write_questions
 from titanrl import packages
-from titanrl.child_checks import check_data, check_plugins
+from titanrl.child_checks import Child, check_data, check_plugins
 from titanrl.config import ConfigError, Source, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import validate
@@ -81,6 +82,21 @@ def test_huge_prompt_is_dropped_before_tokenization(monkeypatch: pytest.MonkeyPa
     assert "0 held out; 1 of 1 rows left out: 1 longer than data.max_prompt_tokens" in text
 
 
+@pytest.mark.parametrize(
+    ("template", "rule"),
+    [
+        ("{{ raise_exception('no system role') }}", 'the chat template rejects the conversation: no system role (got "0 =")'),
+        ("{{ messages[0]['content'] + 1 }}", "the chat template rejects the conversation: "),
+        ("{% for m in messages %}{{ m.content * 100 }}{% endfor %}", "50 longer than data.max_prompt_tokens"),
+    ],
+)
+def test_chat_template_is_rendered_before_the_start(template: str, rule: str) -> None:
+    model = write_model()
+    (model / "chat_template.jinja").write_text(template)
+    data = f"model: {{path: {model}}}\ndata: {{{write_questions(50)}}}\nevaluation: {{num_prompts: 1}}\n"
+    assert rule in data_problem(data)
+
+
 def test_missing_jsonl_is_reported() -> None:
     assert "run.yaml:4: data.path" in data_problem("data: {source: jsonl, path: none.jsonl}\n")
 
@@ -131,16 +147,46 @@ REWARDED = "data: {{rewards: {{answer: rewards.py:score}}, {}}}\nevaluation: {{n
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("import sys; print('bye'); sys.exit(3)", "must not end the Python process (exit code 3, bye)"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "must not end the Python process (SIGSEGV"),
-        ("import time; time.sleep(100)", "must not take longer than 4 s"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "free memory, or load less: the system kills a process"),
     ],
 )
-def test_reward_that_crashes_or_hangs_is_reported(module: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "sleep" in module:
-        monkeypatch.setattr("titanrl.child_checks.CHECK_LIMIT_S", 4.0)
+def test_reward_that_crashes_is_reported(module: str, rule: str) -> None:
     Path("rewards.py").write_text(module)
     text = preflight_error(REWARDED.format(write_questions(50)))
     assert text.startswith("run.yaml:4: data.rewards.answer=")
     assert rule in text.partition("\n  rule: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "load", "limit_s", "advice"),
+    [
+        (0.4, 0.0, 2.0, "it waits, perhaps for the network, a lock or another process"),
+        (0.4, 1e6, 2.5, "the machine is busy (load 1000000 on "),
+        (1.2, 1e6, 2.0, "it computes for too long"),
+    ],
+)
+def test_check_that_times_out_says_why(
+    cpu_s: float, load: float, limit_s: float, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Child, "_cpu_s", lambda self: cpu_s)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("titanrl.child_checks.BUSY_FACTOR", 1.25)
+    (rule,) = Child(partial(time.sleep, 100.0), {"data.rewards.answer": "rewards.py:score"}, 2.0).result()
+    used = f"(it used {cpu_s:.0f} s of CPU time)"
+    assert rule.rule == f"the check timed out: loading it must not take longer than {limit_s:g} s {used}"
+    assert rule.fix.startswith(advice)
+
+
+def test_busy_machine_gives_a_check_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 1e6, 1e6))
+    monkeypatch.setattr("titanrl.child_checks.BUSY_FACTOR", 100)
+    assert Child(partial(time.sleep, 2.0), {"data.rewards.answer": "rewards.py:score"}, 1.0).result() == ()
+
+
+def test_process_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        Child(partial(time.sleep, 0.0), {}, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -239,13 +285,36 @@ def test_too_many_replicas_for_the_memory_are_reported(monkeypatch: pytest.Monke
 
 
 def test_model_larger_than_memory_is_reported() -> None:
-    text = problem("", "model.recipe.hidden_size=1000000", "model.recipe.num_layers=100")
-    assert "weights, gradients, optimizer state and KV cache need" in text
+    memory, disk = problems("", "model.recipe.hidden_size=1000000", "model.recipe.num_layers=100")
+    assert "weights, gradients, optimizer state and KV cache need" in memory
+    assert "one checkpoint and the exported model need" in disk
 
 
 def test_unwritable_output_is_reported() -> None:
     Path("file").touch()
-    assert 'output_dir="file/runs"\n  rule: must be a writable directory, but' in problem("", "output_dir=file/runs")
+    here = Path().absolute()
+    for folder, why in (
+        ("file/runs", f"{here}/file is not (Not a directory)"),
+        ("file", f"{here}/file is not (Not a directory)"),
+        ("/proc/x", "/proc is not (No such file or directory)"),
+        ("/dev/null/x", "/dev/null is not (Not a directory)"),
+    ):
+        assert f'output_dir="{folder}"\n  rule: must be a writable directory, but {why}\n' in problem(
+            "", f"output_dir={folder}"
+        )
+        assert problems("", f"cache_dir={folder}")[0].startswith(f"override cache_dir={folder}: cache_dir=")
+
+
+def test_too_small_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = 408_320
+    needed = parameters * 4 * (1 + 2 + 1)  # checkpoint: parameters and two moments in float32; export: parameters
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": needed - 1}))
+    text = problem("")
+    assert text.startswith('run.yaml:1: output_dir="runs" (default), ')
+    assert f"one checkpoint and the exported model need 6.5 MB, but {Path().absolute()} has 6.5 MB free" in text
+    assert problems("", "train=false") == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": needed}))
+    assert problems("") == []
 
 
 def test_missing_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from titanrl.config.data import DataConfig
 from titanrl.config.environment import ENVIRONMENTS, EnvironmentConfig
-from titanrl.config.errors import BrokenRule, BrokenRules, nested, rule_of, within
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, nested, rule_of, within
 from titanrl.config.evaluation import EvaluationSet
 from titanrl.config.mixture import key_of
 from titanrl.config.schema import Config
 from titanrl.config.sizes import model_values
 from titanrl.data.levels import open_levels
 from titanrl.data.recipe import write_tokenizer
-from titanrl.data.streams import Encode, make_encoder, make_gym_dataset, open_stream, uses_chat_template
+from titanrl.data.streams import Encode, Entry, make_encoder, make_gym_dataset, open_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments.registry import load_factory
 from titanrl.extensions import config_of, point_of
@@ -39,6 +39,8 @@ seconds."""
 
 CHECK_LIMIT_S = 60.0
 """Time limit for importing a user-defined object, or for sampling from a task."""
+BUSY_FACTOR = 5
+"""Factor by which the time limits are extended on a busy machine."""
 HELDOUT_LIMIT_S = 2.0
 """Time after which the search for held-out prompts stops without an error."""
 
@@ -64,16 +66,23 @@ class Child:
             request.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, values)))
             request.seek(0)
             command = [sys.executable, "-c", _CHILD]
-            self._process = subprocess.Popen(command, stdin=request, stdout=subprocess.PIPE, stderr=self._errors)
+            try:
+                self._process = subprocess.Popen(command, stdin=request, stdout=subprocess.PIPE, stderr=self._errors)
+            except OSError as error:
+                raise ConfigError(
+                    f"checks: a process must be started for each, but that fails: {error.strerror} (got {sys.executable}). "
+                    "Free memory, or raise the limit of processes (ulimit -u)."
+                ) from error
 
     def result(self) -> tuple[BrokenRule, ...]:
         """Wait for the check, and return the broken rules."""
         try:
-            output, _ = self._process.communicate(timeout=self._limit_s)
+            output = self._output()
         except subprocess.TimeoutExpired:
+            late = self._late()
             self._process.kill()
             self._process.communicate()
-            return (self._failed(f"loading it must not take longer than {self._limit_s:g} s"),)
+            return (late,)
         finally:
             self._errors.seek(0)
             last_lines = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
@@ -84,10 +93,49 @@ class Child:
             return broken
         code = self._process.returncode
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return (self._failed(f"loading it must not end the Python process ({', '.join([how, *last_lines])})"),)
+        rule = f"loading it must not end the Python process ({', '.join([how, *last_lines])})"
+        fix = "correct the module, the task or its options"
+        if code == -signal.SIGKILL:
+            fix = "free memory, or load less: the system kills a process when memory runs out"
+        return (BrokenRule(values=self._values, rule=rule, fix=fix),)
 
-    def _failed(self, rule: str) -> BrokenRule:
-        return BrokenRule(values=self._values, rule=rule, fix="correct the module, the task or its options")
+    def _output(self) -> bytes:
+        """Return what the check wrote. A check that a busy machine has given little CPU time gets `BUSY_FACTOR` times as long.
+
+        Raises:
+            TimeoutExpired: The check took too long.
+        """
+        try:
+            return self._process.communicate(timeout=self._limit_s)[0]
+        except subprocess.TimeoutExpired:
+            if not _is_busy() or self._cpu_s() > self._limit_s / 2:
+                raise
+        waited_s, self._limit_s = self._limit_s, BUSY_FACTOR * self._limit_s
+        return self._process.communicate(timeout=self._limit_s - waited_s)[0]
+
+    def _late(self) -> BrokenRule:
+        """Return the rule that a check broke by taking too long, with advice that depends on what it did."""
+        used_s = self._cpu_s()
+        if used_s > self._limit_s / 2:
+            fix = "it computes for too long: make the module, the task or its options load faster"
+        elif _is_busy():
+            fix = f"the machine is busy (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores): try again when it is idle"
+        else:
+            fix = "it waits, perhaps for the network, a lock or another process: do this later than at import"
+        took = f"longer than {self._limit_s:g} s (it used {used_s:.0f} s of CPU time)"
+        rule = f"the check timed out: loading it must not take {took}"
+        return BrokenRule(values=self._values, rule=rule, fix=fix)
+
+    def _cpu_s(self) -> float:
+        """Return the CPU time that the running check has used, in seconds."""
+        line = Path(f"/proc/{self._process.pid}/stat").read_bytes().rpartition(b")")[2]  # a name may contain spaces
+        fields = line.split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_busy() -> bool:
+    """Return True if more processes want to run on this machine than it has cores."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_tokenizer: bool) -> list[Child]:
@@ -220,14 +268,26 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
         if unknown := [token_id for token_id in config.rollout.stop_ids if token_id not in known]:
             rule = f"the tokenizer has no token with this id; its ids are 0 to {max(known)}"
             raise BrokenRules(BrokenRule(values={"rollout.stop": unknown[0]}, rule=rule, fix="correct the id"))
-        encoder = make_encoder(data, tokenizer)
-        # Rendering a chat template imports transformers, which takes seconds; the lengths of such prompts are not checked.
-        encode = encode if uses_chat_template(data, tokenizer) else encoder
+        encode = partial(_encoded, make_encoder(data, tokenizer), config)
         if data.environment is not None:
             check_environment(data.environment, tokenizer)
     if data.source != "reasoning_gym" and any(reward.function == "reasoning_gym" for reward in data.rewards.values()):
         make_gym_dataset(data.task, data.task_config, seed=0, size=1)
     return encode
+
+
+def _encoded(encode: Encode, config: Config, entry: Entry) -> Sequence[int]:
+    """Tokenize the question of an entry, and name the chat template in the error if it rejects the question."""
+    try:
+        return encode(entry)
+    except BrokenRules:
+        raise
+    except ValueError as error:
+        if "chat template" not in str(error):
+            raise
+        fix = "correct the template or the prompts; data.chat_template: never tokenizes prompts without it"
+        rule = f"{str(error).partition('. ')[0]} (got {inline(entry.get('messages', entry['question']))})"
+        raise BrokenRules(BrokenRule(values=model_values(config), rule=rule, fix=fix)) from error
 
 
 def check_environment(environment: EnvironmentConfig, tokenizer: Tokenizer) -> None:

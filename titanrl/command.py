@@ -30,6 +30,7 @@ from titanrl.config.source import config_of_run, read_source
 from titanrl.errors import describe
 from titanrl.launch.environment import temporary_folder
 from titanrl.launch.launcher.command import run_launched, tell_failure
+from titanrl.launch.run_lock import check_idle, check_new_run
 from titanrl.metrics.console import Console
 from titanrl.preflight import dry_run
 from titanrl.run import Run
@@ -49,7 +50,7 @@ def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "tit
     with refusing():
         config, source = read(kind, arguments)
         if arguments.dry_run:
-            dry_run(config, source)
+            dry_run(config, source, partial(check, kind.for_config(config), config, arguments.resume, source))
             sys.exit(0)
     start = partial(run, kind, config, arguments.resume, source)
     try:
@@ -88,6 +89,22 @@ def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source
             tell_failure(source, str(error))
         raise
     return config, source
+
+
+def check(kind: type[Run], config: Config, resume: Path | None, source: Source) -> str:
+    """Make the checks of a start; return where a resumed run would continue, and which checkpoints are unusable.
+
+    Raises:
+        ConfigError: The run cannot start, or the run to resume is still active.
+    """
+    if resume is not None:
+        check_idle(resume)
+    found = kind.check(config, resume=resume, source=source)
+    if resume is None:
+        check_new_run(config.run_dir)
+        return ""
+    unusable = "".join(f"; {name} cannot be used: {reason}" for name, reason in found.unusable.items())
+    return f"continuing after step {found.state.step}{unusable}"
 
 
 def run(kind: type[Run], config: Config, resume: Path | None, source: Source) -> int:

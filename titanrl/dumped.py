@@ -1,15 +1,17 @@
 """Base of runs that save their rollouts to a dump, or replay a dump instead of sampling."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
 from titanrl.config.explain import explain_rule
-from titanrl.dumps import DumpBatches, DumpError, DumpInfo, DumpReader, fingerprint, holds_dump, read_info
+from titanrl.dumps import DumpBatches, DumpInfo, DumpReader, fingerprint, holds_dump, read_info
 from titanrl.evaluated import EvaluatedRun
+from titanrl.launch.progress import Resumable
 from titanrl.launch.roles import Roles
 from titanrl.metrics.console import Console
+from titanrl.plugins import Plugins
 from titanrl.replay.batch import Batch
 
 
@@ -28,13 +30,9 @@ class DumpedRun(EvaluatedRun):
         """Check the dump folders; see `Lifecycle` for the arguments.
 
         Raises:
-            ConfigError: `rollout.save` already holds the dump of another run, or `train: false` needs another class.
+            ConfigError: `train: false` needs another class, or a check fails.
         """
         save, replay = config.rollout.save, config.rollout.replay
-        if save is not None and holds_dump(save) and (resume is None or read_info(save).run != config.name):
-            fix = "choose another folder, remove this one, or resume its run with --resume"
-            rule = BrokenRule(values={"rollout.save": str(save)}, rule="the folder holds the dump of another run", fix=fix)
-            raise ConfigError(explain_rule(rule, source))
         if not isinstance(self, self.for_config(config)):
             rule = BrokenRule(
                 values={"train": False}, rule=f"{type(self).__name__} trains", fix="use titanrl.generation.Generation"
@@ -43,6 +41,24 @@ class DumpedRun(EvaluatedRun):
         super().__init__(config, resume=resume, console=console, source=source, **objects)
         self._dump = None if save is None else DumpBatches(save.resolve())
         self._recorded = None if replay is None else DumpReader(replay.resolve())
+
+    @classmethod
+    def check(
+        cls,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        source: Source | None = None,
+        plugins: Plugins | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Resumable:
+        """Check also that `rollout.save` does not hold the dump of another run; see `Lifecycle.check`."""
+        save = config.rollout.save
+        if save is not None and holds_dump(save) and (resume is None or read_info(save).run != config.name):
+            fix = "choose another folder, remove this one, or resume its run with --resume"
+            rule = BrokenRule(values={"rollout.save": str(save)}, rule="the folder holds the dump of another run", fix=fix)
+            raise ConfigError(explain_rule(rule, source))
+        return super().check(config, resume=resume, source=source, plugins=plugins, meanwhile=meanwhile)
 
     def roles(self) -> Roles:
         """Return all roles, except generators in a replay."""
@@ -63,11 +79,7 @@ class DumpedRun(EvaluatedRun):
             self._dump.flush()
 
     def open_dump(self) -> None:
-        """Prepare the dump folder for the run's current state, and check the dump to replay.
-
-        Raises:
-            DumpError: The replayed dump was written with another tokenizer.
-        """
+        """Prepare the dump folder for the run's current state, and say how much of a dump is replayed."""
         state, vocabulary = self.state, self.session.tokenizer.vocabulary
         info = DumpInfo(
             run=self.config.name,
@@ -79,11 +91,7 @@ class DumpedRun(EvaluatedRun):
             self._dump.begin(info, step=state.step, next_index=state.next_index, in_flight=state.in_flight)
         if self._recorded is None:
             return
-        if self._recorded.info.tokenizer != info.tokenizer:
-            raise DumpError(
-                f"rollout.replay: the dump was written with another tokenizer (got {self._recorded.folder} with "
-                f"{self._recorded.info.vocabulary} tokens; the model has {info.vocabulary}). Set model to the dump's model."
-            )
+        assert self._recorded.info.tokenizer == info.tokenizer, "checked before the start"
         num_steps, wanted = self._num_recorded or 0, self.config.num_steps
         ending = f"; it has no more batches, so training ends after step {num_steps}" if num_steps < wanted else ""
         self.console.note(f"replay: {min(num_steps, wanted)} batches of {self._recorded.folder}, without evaluations{ending}")

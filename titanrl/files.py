@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -79,6 +80,20 @@ def why_no_file(path: Path) -> str | None:
     if not stat.S_ISREG(mode):
         return "is not a regular file"
     return None if os.access(path, os.R_OK) else "cannot be read (Permission denied)"
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Return why a folder cannot be created, or nothing can be created in it; None if both are possible.
+
+    Permissions alone do not tell: a file system can be read-only, full, or, as /proc, without new files. So a temporary folder
+    is created where the first missing folder would be, and deleted again.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".titanrl-", dir=existing))
+    except OSError as error:
+        return f"{existing} is not ({os.strerror(error.errno or 0)})"
+    return None
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from titanrl.config import Config, Source
+from titanrl.config import Config, ConfigError, Source
 from titanrl.config.choices import Program
+from titanrl.config.errors import BrokenRules
+from titanrl.config.explain import explain_rule
 from titanrl.config.program import check_program
 from titanrl.config.sizes import notes
 from titanrl.device import resolve_device
@@ -23,9 +25,10 @@ from titanrl.launch.roles import Roles
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.loading import loading
 from titanrl.metrics.console import Console
-from titanrl.metrics.outcome import last_lines, summarize
+from titanrl.metrics.outcome import last_lines, relative, summarize
 from titanrl.metrics.phases import PhaseTimer
 from titanrl.metrics.record import Recorder
+from titanrl.plugins import Plugins
 from titanrl.preflight import policy_notes, preflight
 from titanrl.respawns import Respawns
 
@@ -70,24 +73,26 @@ class Lifecycle:
         check_program(config, self.program, source)
         self.config = config = with_objects(config, objects)
         self._plugins = plugins_of(config, objects)
-        lock = claim_run(resume) if resume is not None and resume.is_dir() else None
-        self._found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
+        self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
+        lock = None if resume is None else claim_run(resume)
+        try:
+            self.console.phase(
+                "check", "model, data and rewards" if resume is None else f"{relative(resume)}, model, data and rewards"
+            )
+            self._found = self.check(
+                config, resume=resume, source=source, plugins=self._plugins, meanwhile=_import_heavy_packages
+            )
+        except BaseException:  # including interrupts, because a live display hides the cursor
+            self.console.close()
+            if lock is not None:
+                lock.release()
+            raise
         self.state = self._found.state
-        preflight(
-            config,
-            source,
-            plugins=self._plugins,
-            training=config.train,
-            sampling=config.rollout.replay is None,
-            rollouts=self.with_data,
-            meanwhile=_import_heavy_packages,
-        )
         self._lock: RunLock = lock or claim_new_run(config.run_dir)
         self.run_dir = self._lock.path.resolve()
         self.config = config = with_declared_traits(config, self._plugins)
         self._hooks = Hooks.of(self._plugins)
         self.device = resolve_device(config.device)
-        self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
         self._is_resumed = resume is not None
         self._resume_step = self.state.step or None  # the first job of `titanrl submit` resumes a run without checkpoints
         self._saved_step = self.state.step
@@ -103,6 +108,49 @@ class Lifecycle:
         self._restarts = Restarts(config.faults, self._respawns)
         self._restart: Restart | None = None
         self._kept: Parts | None = None
+
+    @classmethod
+    def check(
+        cls,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        source: Source | None = None,
+        plugins: Plugins | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Resumable:
+        """Check that a run can start or be resumed, without starting or writing anything. A start and `--dry-run` both do this.
+
+        Args:
+            config: Configuration of the run.
+            resume: Directory of the run to resume; None for a new one.
+            source: Source of the configuration, which lets messages name lines and overrides.
+            plugins: User-defined objects; by default those named in the configuration.
+            meanwhile: Function to call while child processes check data and user-defined objects.
+
+        Returns:
+            The state to continue from.
+
+        Raises:
+            ConfigError: The run cannot start.
+        """
+        plugins = plugins_of(config, {}) if plugins is None else plugins
+        found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
+        preflight(
+            config,
+            source,
+            plugins=plugins,
+            training=config.train,
+            sampling=config.rollout.replay is None,
+            rollouts=cls.with_data,
+            is_resumed=resume is not None,
+            meanwhile=meanwhile,
+        )
+        try:
+            with_declared_traits(config, plugins)
+        except BrokenRules as error:
+            raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
+        return found
 
     def roles(self) -> Roles:
         """Return the roles that the loop needs."""

@@ -34,6 +34,7 @@ from titanrl.data import examples
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
 from titanrl.extensions import plugins_of
+from titanrl.files import why_not_writable
 from titanrl.launch.core_rules import broken_by_cores
 from titanrl.launch.kubernetes.rules import broken_by_kubernetes
 from titanrl.launch.launcher.world import broken_by_launcher
@@ -42,6 +43,7 @@ from titanrl.launch.templates.shared import broken_by_templates
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
 from titanrl.plugins import Plugins
+from titanrl.terminal import announcing
 
 PROCESSES_PER_CORE = 100
 """Limit of processes per CPU core on one machine."""
@@ -67,6 +69,7 @@ def preflight(
     training: bool = True,
     sampling: bool = True,
     rollouts: bool = True,
+    is_resumed: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
     """Check that a run of this configuration can start on this machine, without starting or writing anything.
@@ -80,6 +83,7 @@ def preflight(
         training: True to check the requirements of a trainer.
         sampling: True to check the requirements of generators.
         rollouts: True to check the prompts, which a session without rollouts does not use.
+        is_resumed: True for a run that continues in its own directory.
         meanwhile: Function to call while child processes check data and user-defined objects.
 
     Raises:
@@ -89,7 +93,7 @@ def preflight(
     plugins = plugins_of(config, {}) if plugins is None else plugins
     has_tokenizer = config.model.path is None or not any(_broken_by_model(config, sampling=sampling))
     children = start_checks(config, plugins, with_data=rollouts, has_tokenizer=has_tokenizer)
-    broken = list(broken_rules(config, training=training, sampling=sampling))
+    broken = list(broken_rules(config, training=training, sampling=sampling, is_resumed=is_resumed))
     if not broken:
         meanwhile()
     for child in children:
@@ -100,10 +104,13 @@ def preflight(
         print(f"warning: {text}", file=sys.stderr)
 
 
-def broken_rules(config: Config, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
+def broken_rules(
+    config: Config, *, training: bool = True, sampling: bool = True, is_resumed: bool = False
+) -> Iterator[BrokenRule]:
     """Yield the rules that the configuration breaks on this machine, except rules on data and user-defined objects.
 
-    Without `training` or `sampling`, rules that concern only a trainer or only generators are skipped.
+    Without `training` or `sampling`, rules that concern only a trainer or only generators are skipped. A resumed run creates
+    nothing in `output_dir`.
     """
     yield from _broken_by_device(config)
     yield from _broken_by_machine(config)
@@ -114,7 +121,7 @@ def broken_rules(config: Config, *, training: bool = True, sampling: bool = True
         yield from _broken_by_engine_args(config)
     yield from packages.broken_rules(config, _device_kind(config), training=training, sampling=sampling)
     yield from _broken_by_rewards(config)
-    yield from _broken_by_folders(config)
+    yield from _broken_by_folders(config, is_resumed=is_resumed)
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
@@ -133,8 +140,13 @@ def read_examples(config: Config, source: Source | None = None) -> examples.Exam
         raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
 
 
-def dry_run(config: Config, source: Source | None = None) -> None:
-    """Print the report of `--dry-run`, then check the configuration.
+def dry_run(config: Config, source: Source | None, check: Callable[[], str]) -> None:
+    """Print the report of `--dry-run`, then check what the start of the run checks.
+
+    Args:
+        config: Configuration.
+        source: Source of the configuration, which lets messages name lines and overrides.
+        check: Function that makes the checks of a start, and returns a remark.
 
     Raises:
         ConfigError: The run cannot start.
@@ -143,14 +155,16 @@ def dry_run(config: Config, source: Source | None = None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     device_bytes = _device_bytes(device)
     print_dry_run(config, console, source, shape=model_shape(config), device=device, device_bytes=device_bytes)
-    preflight(config, source, rollouts=config.sft is None)
-    if config.sft is not None:
-        numbers = read_examples(config, source).summary(config.sft.batch_size, config.num_steps)
+    with announcing("checking the model, the data and the rewards"):
+        remark = check()
+        numbers = {} if config.sft is None else read_examples(config, source).summary(config.sft.batch_size, config.num_steps)
+    if numbers:
         print_table(console, "Examples", ("number", "value"), numbers.items())
     teacher_notes = () if config.distill is None else open_model(config.distill.teacher.path).notes()
     for note in (*policy_notes(config), *teacher_notes):
         console.print(f"note: {note}", markup=False, highlight=False)
-    console.print("Ready to start. The dry run started and wrote nothing.", highlight=False)
+    ready = f"Ready to start{f', {remark}' if remark else ''}. The dry run started and wrote nothing."
+    console.print(ready, markup=False, highlight=False, soft_wrap=True)
 
 
 # Machine
@@ -219,16 +233,52 @@ def _device_bytes(device: DeviceKind) -> int | None:
     return min(mebibytes) << 20 if mebibytes else None
 
 
-def _broken_by_folders(config: Config) -> Iterator[BrokenRule]:
+def _broken_by_folders(config: Config, *, is_resumed: bool) -> Iterator[BrokenRule]:
     yield from dumps.broken_rules(config.rollout)
-    folders = {"output_dir": config.output_dir}
+    yield from _broken_by_replay(config)
+    folders = {} if is_resumed else {"output_dir": config.output_dir}
     if config.model.path is None or config.warm_start is not None:
         folders["cache_dir"] = config.cache_dir
     for key, folder in folders.items():
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            rule = f"must be a writable directory, but {existing} is not"
-            yield BrokenRule(values={key: str(folder)}, rule=rule, fix=f"correct {key}")
+        if why := why_not_writable(folder):
+            rule = f"must be a writable directory, but {why}"
+            yield BrokenRule(values={key: str(folder)}, rule=rule, fix=f"correct {key}, or the permissions of the directory")
+        elif key == "output_dir":
+            yield from _broken_by_space(config, folder)
+
+
+def _broken_by_space(config: Config, folder: Path) -> Iterator[BrokenRule]:
+    """Yield a rule if the smallest output of a training run, one checkpoint and the exported model, does not fit the disk."""
+    memory = derive(config, model_shape(config)).memory
+    if memory is None or not config.train:
+        return
+    num_copies = config.trainer.parallelism.world_size // config.trainer.parallelism.dp_replicate
+    state = memory.trainer.state - memory.trainer.gradients
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    needed, free = state * num_copies + memory.trainer.parameters * num_copies, shutil.disk_usage(existing).free
+    if needed > free:
+        yield BrokenRule(
+            values={"output_dir": str(folder), **model_values(config)},
+            rule=f"one checkpoint and the exported model need {gigabytes(needed)}, but {existing} has {gigabytes(free)} free",
+            fix="set output_dir to a larger disk, or free space",
+        )
+
+
+def _broken_by_replay(config: Config) -> Iterator[BrokenRule]:
+    """Yield a rule if the dump to replay was written with another tokenizer, whose ids would be other texts."""
+    replay = config.rollout.replay
+    if replay is None or not dumps.holds_dump(replay):
+        return
+    try:
+        info, vocabulary = dumps.read_info(replay), policy_tokenizer(config).vocabulary
+    except Exception:  # the rules of the dump and of the model name the cause
+        return
+    if info.tokenizer != dumps.fingerprint(vocabulary):
+        yield BrokenRule(
+            values={"rollout.replay": str(replay), **model_values(config)},
+            rule=f"the dump was written with another tokenizer, of {info.vocabulary} tokens; the model has {len(vocabulary)}",
+            fix="set model to the dump's model",
+        )
 
 
 def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:

@@ -90,11 +90,8 @@ def refusing() -> Iterator[None]:
         print(error, file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(
-            f"{_shortened(str(error.filename), 200)}: {error.strerror}. Correct the path or its permissions.", file=sys.stderr
-        )
+        what = "" if error.filename is None else f"{_shortened(str(error.filename), 200)}: "
+        print(f"{what}{error.strerror or error}. Correct the path or its permissions.", file=sys.stderr)
         sys.exit(2)
 
 

@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from titanrl.config.errors import ConfigError
+from titanrl.files import why_no_folder, why_not_writable
 from titanrl.ownership import ALLOW, is_only_user, open_regular, own_flaw
 
 LOCK_FILE = "run.lock"
@@ -28,15 +29,7 @@ class RunLock:
             ConfigError: The name of the lock file is taken by something else, such as a folder, a link or a FIFO.
         """
         self.path = path
-        try:
-            self._file = os.fdopen(open_regular(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
-        except OSError as error:
-            if error.errno not in _NOT_A_FILE:
-                raise
-            raise ConfigError(
-                f"output_dir: {LOCK_FILE} in the directory of a run must be a file (got {path / LOCK_FILE}: {error.strerror}). "
-                "Delete it, or choose another output_dir or name."
-            ) from None
+        self._file = os.fdopen(_open_lock(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -78,16 +71,89 @@ def claim_run(run_dir: Path) -> RunLock:
     """Lock the directory of a run that is to be resumed.
 
     Raises:
-        ConfigError: Another process holds the lock, so the run is still active, or the directory cannot be locked.
+        ConfigError: Another process holds the lock, so the run is still active, or the directory cannot be used or locked.
     """
+    _check_folder(run_dir)
     try:
         return RunLock(run_dir)
     except BlockingIOError:
-        owner = (run_dir / LOCK_FILE).read_text(encoding="utf-8").split()
-        who = f"process {owner[0]} on {owner[1]}" if len(owner) == 2 else "another process"
+        raise _still_active(run_dir) from None
+
+
+def check_idle(run_dir: Path) -> None:
+    """Check that no process holds the lock of a run directory, as `claim_run` does, but without writing to it.
+
+    Raises:
+        ConfigError: The run is still active, or the directory cannot be used.
+    """
+    _check_folder(run_dir)
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = _open_lock(run_dir, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _still_active(run_dir) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def check_new_run(wanted: Path) -> None:
+    """Check that `claim_new_run` can lock a directory, without creating or writing anything.
+
+    Raises:
+        ConfigError: The directory exists and another user could change it, or it cannot be locked.
+    """
+    if not _is_taken(wanted) and wanted.is_dir():
+        _check_owner(wanted)
+        with contextlib.suppress(FileNotFoundError):
+            os.close(_open_lock(wanted, os.O_RDONLY))
+
+
+def _open_lock(run_dir: Path, flags: int) -> int:
+    """Open the lock file; it must be a regular file."""
+    try:
+        return open_regular(run_dir / LOCK_FILE, flags)
+    except OSError as error:
+        if error.errno not in _NOT_A_FILE:
+            raise
         raise ConfigError(
-            f"--resume: the run is still active in {who} (got {run_dir}). Wait until it has finished, or interrupt it."
+            f"output_dir: {LOCK_FILE} in the directory of a run must be a regular file (got {run_dir / LOCK_FILE}). "
+            "Delete it, or choose another output_dir or name."
         ) from None
+
+
+def _is_taken(path: Path) -> bool:
+    """Return True if a path holds a run, or is no directory."""
+    return holds_run(path) or (os.path.lexists(path) and not path.is_dir())
+
+
+def _check_owner(run_dir: Path) -> None:
+    if not is_only_user() and (found := own_flaw(run_dir)):
+        raise ConfigError(
+            f"output_dir: other users must not be able to replace the files of a run ({found}). Choose another output_dir or "
+            f"name, or set {ALLOW}=1 if you are the only user of this machine or container."
+        )
+
+
+def _check_folder(run_dir: Path) -> None:
+    if why := why_no_folder(run_dir):
+        raise ConfigError(f"--resume: the run directory {why} (got {run_dir}). Give the directory of an earlier run.")
+    if why := why_not_writable(run_dir):
+        raise ConfigError(
+            f"--resume: a run continues in its directory, which must be writable, but {why} (got {run_dir}). "
+            "Correct the permissions, or copy the directory."
+        )
+
+
+def _still_active(run_dir: Path) -> ConfigError:
+    owner = (run_dir / LOCK_FILE).read_text(encoding="utf-8").split()
+    who = f"process {owner[0]} on {owner[1]}" if len(owner) == 2 else "another process"
+    return ConfigError(
+        f"--resume: the run is still active in {who} (got {run_dir}). Wait until it has finished, or interrupt it."
+    )
 
 
 def holds_run(path: Path) -> bool:
@@ -96,14 +162,11 @@ def holds_run(path: Path) -> bool:
 
 
 def _claim_without_run(path: Path) -> RunLock | None:
-    """Lock a directory; return None if it contains a run or is locked."""
-    if holds_run(path):
+    """Lock a directory; return None if it contains a run, is locked, or is no directory."""
+    if _is_taken(path):
         return None
-    if path.is_dir() and not is_only_user() and (found := own_flaw(path)):
-        raise ConfigError(
-            f"output_dir: other users must not be able to replace the files of a run ({found}). Choose another output_dir or "
-            f"name, or set {ALLOW}=1 if you are the only user of this machine or container."
-        )
+    if path.is_dir():
+        _check_owner(path)
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(BlockingIOError):
         lock = RunLock(path)
