@@ -4,7 +4,6 @@ This module does not import torch or vLLM. `titanrl.child_checks` checks data an
 """
 
 import ast
-import difflib
 import importlib.util
 import os
 import shutil
@@ -30,6 +29,7 @@ from titanrl.config.schema import Config
 from titanrl.config.shapes import ModelShape
 from titanrl.config.sizes import cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source
+from titanrl.config.suggest import did_you_mean
 from titanrl.data import examples
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
@@ -304,8 +304,7 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
                     fix="correct the value; vllm.EngineArgs documents the options",
                 )
             continue
-        near = difflib.get_close_matches(key, options, n=1)
-        fix = f"did you mean {near[0]}?" if near else "remove it; vllm.EngineArgs documents the options"
+        fix = did_you_mean(key, options) or "remove it; vllm.EngineArgs documents the options"
         yield BrokenRule(values={f"generator.vllm.{key}": config.generator.vllm[key]}, rule="no such vLLM option", fix=fix)
 
 

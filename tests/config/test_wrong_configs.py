@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -40,6 +41,16 @@ def test_key_in_the_wrong_section(tmp_path: Path) -> None:
         ("algorithm.num_steps", "num_steps"),
         ("max_tokens", "rollout.max_new_tokens"),
         ("warm_start.lr", "warm_start.learning_rate"),
+        ("steps", "num_steps"),
+        ("checkpoint.keep", "checkpoint.keep_last"),
+        ("evaluation.steps", "evaluation.every_steps"),
+        ("batch_size", "rollout.groups_per_step"),
+        ("algorithm.beta", "algorithm.kl.coef"),
+        ("trainer.gradient_checkpointing", "trainer.activation_checkpointing"),
+        ("dtype", "trainer.dtype or generator.dtype"),
+        ("evaluation.sets.hard.num_sample", "evaluation.sets.hard.num_samples"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("numSteps", "num_steps"),
     ],
 )
 def test_unknown_key_suggests_the_most_similar_key_of_any_section(tmp_path: Path, unknown: str, suggested: str) -> None:
@@ -235,8 +246,83 @@ def test_impossible_parallelism(tmp_path: Path) -> None:
 
 def test_unknown_choice(tmp_path: Path) -> None:
     assert complaint(tmp_path, GOOD + "trainer:\n  dtype: float16\n") == (
-        'configs/run.yaml:4: trainer.dtype="float16"\n  rule: must be one of float32, bfloat16\n  fix:  did you mean bfloat16?'
+        'configs/run.yaml:4: trainer.dtype="float16"\n  rule: must be one of float32, bfloat16\n  fix:  choose one of them'
     )
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    ["nodes", "dropout", "sp", "tokenizer", "max_length", "num_gpus", "num_epochs", "ref_model", "train_files", "hosts.nodes"],
+)
+def test_key_of_another_meaning_is_never_suggested(tmp_path: Path, unknown: str) -> None:
+    assert "fix:  remove it. Keys " in complaint(tmp_path, GOOD, f"{unknown}=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "fix"),
+    [
+        ("train: yes", "must be true or false", "write true, without quotes. The default is true."),
+        ("train: 'false'", "must be true or false", "write false, without quotes."),
+        ("warm_start: None", "must be a section", "write null, without quotes, or its keys below it"),
+        ("rollout: {group_size: 010}", "must be an integer >= 2", "write 10. The default is 8."),
+        ("rollout: {group_size: 0x10}", "must be an integer >= 2", "write 16."),
+        ("rollout: {group_size: 8.0}", "must be an integer >= 2", "write 8."),
+        ("seed: 1,000", "must be an integer >= 0", "write 1000."),
+        ("seed: 10k", "must be an integer >= 0", "write 10000."),
+        ("algorithm: {learning_rate: '1e-5'}", "must be a number > 0", "remove the quotes."),
+        ("algorithm: {learning_rate: .inf}", "must be a finite number > 0", "write a finite number."),
+        ("logging: {loggers: wandb}", "must be a list of values", "write it as a list: [wandb]."),
+        ("1: 2", "keys must be strings", "correct or remove it"),
+        ("~: 2", "keys must be strings", "correct or remove it"),
+        ("rollout.group_size: 4", "no such key", "write `group_size` inside the section `rollout`"),
+        ("rollout:\n\tgroup_size: 4", "must be YAML: found character", "replace tabs by spaces"),
+        ("seed:4", "must be YAML: could not find expected ':'", "write a space after the colon"),
+        ("---\nseed: 4", "must be YAML: found another document", "remove the line `---`"),
+        ("rollout: {<<: {group_size: 4}}", "must be YAML: merge keys (<<)", "write the keys that it would merge"),
+        (
+            "output_dir: ~/runs",
+            "a path is used as written: ~ and environment variables are not expanded",
+            "write /home/me/runs",
+        ),
+        ("model: {path: $HOME/x}", "a path is used as written", "write /home/me/x"),
+        ("model: {path: $NOTHING/x}", "a path is used as written", "shorten or correct it"),
+    ],
+)
+def test_usual_slip_in_a_file_is_explained(
+    text: str, rule: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    found = complaint(tmp_path, f"{GOOD}{text}\n")
+    assert f"\n  rule: {rule}" in found
+    assert f"\n  fix:  {fix}" in found
+
+
+@pytest.mark.parametrize(
+    ("override", "rule", "fix"),
+    [
+        ("model.path=", "an override must have a value", "write model.path=null for no value"),
+        ("seed =4", "a key must have no spaces", "write it like rollout.group_size=16"),
+        ("--seed=4", "a key must have no spaces, brackets or leading dashes", "write it like rollout.group_size=16"),
+        ("algorithm.betas[0]=0.5", "a key must have no spaces, brackets", "or algorithm.betas=[0.9, 0.95]"),
+        ("algorithm.betas.0=0.5", "must be a list of 2 numbers", "set the list as a whole: algorithm.betas=[...]"),
+        ("name=\udcff", "must be valid UTF-8", "correct the encoding"),
+    ],
+)
+def test_usual_slip_in_an_override_is_explained(override: str, rule: str, fix: str, tmp_path: Path) -> None:
+    found = complaint(tmp_path, GOOD, override)
+    assert f"\n  rule: {rule}" in found
+    assert fix in found.partition("\n  fix:  ")[2]
+
+
+def test_argument_of_an_ascii_locale_is_decoded(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(GOOD)
+    assert load_config(tmp_path / "run.yaml", ["data.task=\udcc3\udca9"]).data.task == "\u00e9"
+
+
+@pytest.mark.parametrize(("path", "overrides"), [("quickstart", "seed=1"), (None, []), ({"name": "a"}, [])])
+def test_arguments_of_wrong_types_are_named(path: Any, overrides: Any) -> None:
+    with pytest.raises(TypeError, match="load_config: expected a path and a list of overrides"):
+        load_config(path, overrides)
 
 
 @pytest.mark.parametrize("override", ["foo", "a..b=1", "=3", ".a=1", "a.=1"])

@@ -1,6 +1,6 @@
 """Error messages for mistakes in a configuration: location, key, value, rule and fix."""
 
-import difflib
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +9,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from titanrl.config.errors import BrokenRule, BrokenRules, inline, message
-from titanrl.config.keys import Node, dotted, nearest_key, node_at, section_at, type_text
+from titanrl.config.keys import Node, dotted, nearest_keys, node_at, section_at, type_text
 from titanrl.config.source import Source
+from titanrl.config.strict_yaml import scalar
+from titanrl.config.suggest import did_you_mean, question
 
 Location = tuple[str | int, ...]
 
@@ -65,10 +67,15 @@ def _written(path: Location, value: Any) -> str:
 
 def _explain_value(details: ErrorDetails, source: Source) -> str:
     path, value = details["loc"], details["input"]
-    if details["type"] in ("extra_forbidden", "invalid_key"):
+    if details["type"] == "invalid_key":  # such as a number, or null
+        where, what = source.nearest(path[:-1]), f"{dotted(path[:-1]) or 'the file'} has the key {inline(value)}"
+        return message(
+            where, what, "keys must be strings", "correct or remove it; a name that YAML reads as another type needs quotes"
+        )
+    if details["type"] == "extra_forbidden":
         return _explain_unknown_key(path, value, source)
     if details["type"] == "missing" and isinstance(path[-1], str):
-        meaning = (node_at(path) or {}).get("description", "")
+        meaning = " ".join((node_at(path) or {}).get("description", "").split())
         return message(
             source.nearest(path), f"{dotted(path)} is missing", "this key is required", f"add `{path[-1]}: ...`. {meaning}"
         )
@@ -80,7 +87,10 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
     while len(path) > 1 and node_at(path) is None and node_at(path[:-1]) is not None:  # the type that the value could have
         path = path[:-1]
     node = node_at(path) or {}
-    return message(source.nearest(path), _written(path, value), f"must be {type_text(node)}", _fix(path, value, node))
+    rule = f"must be {type_text(node)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        rule = rule.replace("a number", "a finite number")
+    return message(source.nearest(path), _written(path, value), rule, _fix(path, value, node))
 
 
 def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
@@ -88,29 +98,76 @@ def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
     keys = ", ".join(section.keys) if section else ""
     name = dotted(path[:-1])
     where, of = (f"in {name}", f"of {name}") if name else ("at the top level", "at the top level")
-    guess = nearest_key(path)
-    hint = f"did you mean {guess}? " if guess else "remove it. "
+    last = str(path[-1])
+    section_name, _, key = last.rpartition(".")
+    if section_name and node_at((*path[:-1], *last.split("."))) is not None:
+        hint = f"write `{key}` inside the section `{section_name}`, or on the command line as {last}=... "
+    else:
+        meant = question(nearest_keys(path))
+        hint = f"{meant} " if meant else "remove it. "
     return message(source.nearest(path), _written(path, value), f"no such key {where}", f"{hint}Keys {of}: {keys}")
 
 
 def _fix(path: Location, value: Any, node: Node) -> str:
     section = section_at(path)
     if section is not None:
+        if isinstance(value, str) and value.lower() in ("none", "nil", "null") and section.is_optional:
+            return "write null, without quotes, or its keys below it"
         return f"write its keys below it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
-    choices = [choice for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
-    if choices:
-        guesses = difflib.get_close_matches(inline(value).strip('"'), list(map(str, choices)), n=1)
-        return f"did you mean {guesses[0]}?" if guesses else "choose one of them"
+    if hint := _hint(path, value, node):
+        hint = f"{hint}. "
+    choices = [str(choice) for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
+    if choices and not hint:
+        return did_you_mean(value if isinstance(value, str) else inline(value), choices) or "choose one of them"
     key = node_at(path if isinstance(path[-1], str) else path[:-1]) or {}
     default = f"the default is {inline(key['default'])}. " if "default" in key else ""
-    return f"{_quoting_hint(value, node)}{default}{key.get('description', '')}"
+    if hint:
+        default = default[:1].upper() + default[1:]
+    return f"{hint}{default}{' '.join(key.get('description', '').split())}"
 
 
-def _quoting_hint(value: Any, node: Node) -> str:
-    if (
-        node.get("type") in ("integer", "number")
-        and isinstance(value, str)
-        and re.fullmatch(r"[-+]?[\d._]+([eE][-+]?\d+)?", value)
-    ):
-        return "remove the quotes. "
-    return "put it in quotes. " if node.get("type") == "string" and isinstance(value, int | float) else ""
+def _hint(path: Location, value: Any, node: Node) -> str:
+    """Return how to write the value that was probably meant; empty if that is unknown."""
+    kinds = {option.get("type") for option in (node, *node.get("anyOf", ()))}
+    if isinstance(value, str):
+        return _hint_for_text(value, kinds)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "write a finite number"
+    if "integer" in kinds and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if "array" in kinds and isinstance(value, dict):
+        return f"set the list as a whole: {dotted(path)}=[...]"
+    if "string" in kinds and isinstance(value, int | float):
+        return "put it in quotes"
+    return ""
+
+
+def _hint_for_text(value: str, kinds: set[Any]) -> str:
+    """Return how to write a value that was given as text."""
+    plain, text = scalar(value), value.strip().lower()
+    is_number = isinstance(plain, int | float) and not isinstance(plain, bool)
+    if "null" in kinds and (plain is None or text in ("none", "nil")):
+        return "write null, without quotes"
+    if "boolean" in kinds and (isinstance(plain, bool) or text in ("yes", "no", "on", "off")):
+        return f"write {'true' if plain is True or text in ('yes', 'on') else 'false'}, without quotes"
+    if {"integer", "number"} & kinds:
+        number = plain if is_number else _number_in(text)
+        if number is not None and not ("integer" in kinds and float(number) != int(number)):
+            return "remove the quotes" if is_number else f"write {number:g}" if isinstance(number, float) else f"write {number}"
+    if "array" in kinds and "object" not in kinds:
+        return f"write it as a list: [{value}]"
+    return ""
+
+
+def _number_in(text: str) -> int | float | None:
+    """Return the number that another notation means: `1,000`, `0x10`, `010`, `10k`; None if there is none."""
+    if match := re.fullmatch(r"([-+]?)0*(\d{1,3}(?:,\d{3})+|\d+)", text):
+        return int(f"{match[1]}{match[2].replace(',', '')}")
+    if re.fullmatch(r"0[xob][0-9a-f]+", text):
+        try:
+            return int(text, 0)
+        except ValueError:
+            return None
+    if match := re.fullmatch(r"(\d+)([km])", text):
+        return int(match[1]) * {"k": 1000, "m": 1_000_000}[match[2]]
+    return None

@@ -1,6 +1,5 @@
 """The keys of the configuration with their types and descriptions, derived from the JSON schema."""
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,14 +9,42 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 
 from titanrl.config.schema import Config
+from titanrl.config.suggest import MAX_NAME, MAX_SUGGESTIONS, is_misspelled, is_same_word, words
 
 Node = dict[str, Any]
 KeyPath = Sequence[str | int]
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-MAX_NAME = 100
-"""Maximum length of an unknown name for which similar keys are searched."""
 _TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string", "null": "null"}
+
+FOREIGN = {
+    "adv_estimator": "algorithm.advantage",
+    "batch_size": "rollout.groups_per_step",
+    "beta": "algorithm.kl.coef",
+    "clip_eps": "algorithm.clip_low",
+    "clip_range": "algorithm.clip_low",
+    "clip_ratio": "algorithm.clip_low",
+    "dataset": "data.source",
+    "epsilon": "algorithm.clip_low",
+    "eval_steps": "evaluation.every_steps",
+    "gpu_memory_utilization": "generator.vllm.gpu_memory_utilization",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "loss_type": "algorithm.loss",
+    "lr": "learning_rate",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "num_steps",
+    "max_tokens": "rollout.max_new_tokens",
+    "model.name": "model.path",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.group_size",
+    "reward_fn": "data.rewards",
+    "reward_funcs": "data.rewards",
+    "save_steps": "checkpoint.every_steps",
+    "tensor_parallel_size": "generator.tp",
+}
+"""Names that other libraries use, with the key of the same meaning, or with its name in any section."""
 
 
 class _Untitled(GenerateJsonSchema):
@@ -160,29 +187,42 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1e6 else f"{value:g}"
 
 
-def nearest_key(path: KeyPath) -> str | None:
-    """Return the valid key that is most similar to an unknown one, from any section; None if no key is similar.
+def nearest_keys(path: KeyPath) -> list[str]:
+    """Return the valid keys that an unknown one probably means, in any section; empty if there is none, or too many.
 
-    Keys of the same section are preferred; keys of sections that are off by default have a lower score.
+    A key can be meant if its name and the names of its sections contain every word of the unknown name, except for typos, and
+    its name has at most one other word (two in the section of the unknown key). Keys of the same name come first; then keys of
+    the same section, keys below it, keys with fewer other words, and keys of sections that are on by default.
     """
     *parent, name = map(str, path)
-    if len(name) > MAX_NAME:  # the time of a comparison grows with the product of the lengths
-        return None
-    here = dotted(parent)
-    scores: dict[str, float] = {}
+    if len(name) > MAX_NAME:
+        return []
+    foreign = FOREIGN.get(".".join([*parent, name]).lower()) or FOREIGN.get(name.lower(), name)
+    if "." in foreign:
+        return [foreign]
+    here, asked = section_at(path[:-1]), words(foreign)
+    ranks: dict[str, tuple[bool, int, int, bool]] = {}
     for section in sections():
-        is_here = section.path == here
+        is_here = here is not None and section.keys == here.keys
+        around = words(section.path.replace("<name>", ""))
+        distance = 0 if is_here else 1 if parent and set(words(" ".join(parent))) <= set(around) else 2
+        is_off = not is_here and (section.is_optional or "<name>" in section.path or section.path.startswith("hosts."))
+        where = dotted(parent) if is_here else section.path
         for key in section.keys:
-            likeness = _likeness(name, key, section.path)
-            if likeness >= (0.6 if is_here else 0.75):
-                candidate = f"{section.path}.{key}".lstrip(".")
-                scores[candidate] = likeness + 0.1 * is_here - 0.05 * (section.is_optional or "<name>" in section.path)
-    return max(scores, key=lambda key: scores[key], default=None)
+            others = _num_other_words(asked, words(key), around)
+            if others is not None and others <= (2 if is_here else 0 if is_off else 1):
+                is_exact = not is_off and words(key) == asked
+                ranks[f"{where}.{key}".lstrip(".")] = (not is_exact, distance, others, is_off)
+    best = min(ranks.values(), default=None)
+    found = [key for key, rank in ranks.items() if rank == best]
+    return found if len(found) <= MAX_SUGGESTIONS else []
 
 
-def _likeness(name: str, key: str, section: str) -> float:
-    """Return the similarity of an unknown name and a key by spelling, by path (`kl_coef`), and by initials (`lr`)."""
-    spellings = (key, f"{section.rpartition('.')[2]}_{key}")
-    best = max(difflib.SequenceMatcher(a=name, b=spelling).ratio() for spelling in spellings)
-    initials = "".join(word[:1] for word in key.split("_"))
-    return max(best, 0.9 if len(name) > 1 and name == initials else 0.0)
+def _num_other_words(asked: Sequence[str], key: Sequence[str], section: Sequence[str]) -> int | None:
+    """Return the number of words of a key that an unknown name lacks; None if the key cannot be meant."""
+    if is_misspelled("".join(asked), "".join(key)):
+        return 0
+    meant = [next((word for word in (*key, *section) if is_same_word(word, name)), None) for name in asked]
+    if None in meant or not set(meant) & set(key):
+        return None
+    return len(set(key) - set(meant))

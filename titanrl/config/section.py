@@ -71,7 +71,7 @@ def _with_absolute_file(path: str, info: ValidationInfo) -> str:
 
 
 def _path_problem(path: Path) -> str | None:
-    """Return the Linux limit that a path violates; None if the path is valid."""
+    """Return the reason why a path cannot be used, such as a limit of Linux; None if it can."""
     try:
         encoded = os.fsencode(path)
     except UnicodeEncodeError:
@@ -80,6 +80,8 @@ def _path_problem(path: Path) -> str | None:
         return "a path must not contain the character U+0000"
     if len(encoded) > MAX_PATH_BYTES:
         return f"a path must not be longer than {MAX_PATH_BYTES:,} bytes, but has {len(encoded):,}"
+    if re.match(r"~|\$", os.fspath(path)) and not os.path.lexists(path):
+        return "a path is used as written: ~ and environment variables are not expanded"
     if max(map(len, encoded.split(b"/"))) > MAX_NAME_BYTES:
         return f"a file or directory name must not be longer than {MAX_NAME_BYTES} bytes"
     return None
@@ -98,7 +100,9 @@ class Section(BaseModel):
         """Yield a rule for every invalid path."""
         for name, path in self:
             if isinstance(path, Path) and (problem := _path_problem(path)):
-                yield BrokenRule(values={name: str(path)}, rule=problem, fix="shorten or correct it")
+                expanded = os.path.expandvars(os.path.expanduser(path))
+                fix = "shorten or correct it" if expanded == str(path) else f"write {expanded}"
+                yield BrokenRule(values={name: str(path)}, rule=problem, fix=fix)
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

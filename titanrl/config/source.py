@@ -1,5 +1,7 @@
 """The source of a configuration: a YAML file with overrides, and the location where each value was set."""
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +75,10 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     Raises:
         ConfigError: The file does not exist or is not a strict YAML mapping, or an override is malformed.
     """
+    file: object = path
+    if isinstance(overrides, str) or not isinstance(file, str | Path):
+        given = inline(overrides) if isinstance(overrides, str) else type(path).__name__
+        raise TypeError(f"load_config: expected a path and a list of overrides, such as ['seed=1'] (got {given})")
     path = config_file(path)
     values, node = _read_mapping(path)
     parsed = [_parse_override(text) for text in overrides]
@@ -141,11 +147,23 @@ def _read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node]:
 
 def _parse_override(text: str) -> Override | str:
     """Parse an override, or return an error message."""
+    try:
+        text = os.fsencode(text).decode()  # in an ASCII locale, Python decodes arguments to surrogates
+    except UnicodeError:
+        return message(f"override {text}", inline(text), "must be valid UTF-8", "correct the encoding of the argument")
     key, equals, value = text.partition("=")
     path = tuple(key.split("."))
     if not equals or not all(path) or len(path) > MAX_DEPTH:
         rule = "must have the form key.path=value, with no empty name in the path"
         return message(f"override {text}", inline(text), rule, "write it like rollout.group_size=16")
+    if re.search(r"^-|\s|[\[\]]", key):
+        rule = "a key must have no spaces, brackets or leading dashes"
+        return message(
+            f"override {text}", inline(key), rule, "write it like rollout.group_size=16, or algorithm.betas=[0.9, 0.95]"
+        )
+    if not value.strip():
+        fix = f"write {key}=null for no value, or {key}='\"\"' for an empty text"
+        return message(f"override {text}", f"{key}=", "an override must have a value", fix)
     try:
         return Override(text=text, path=path, value=parse(value)[0])
     except yaml.YAMLError as error:

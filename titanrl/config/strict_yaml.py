@@ -40,6 +40,15 @@ _UNUSABLE = re.compile("[\0\ud800-\udfff]")
 """Characters that YAML escapes can produce, but that paths or UTF-8 cannot contain."""
 
 
+_FIX = "correct the syntax; strings that contain ': ' or ' #' need quotes"
+_FIXES = {
+    "character '\\t'": "replace tabs by spaces",
+    "could not find expected ':'": "write a space after the colon, as in `key: value`",
+    "found another document": "remove the line `---`, and keep one document",
+}
+"""Fixes of syntax errors, by a part of PyYAML's message."""
+
+
 class _Loader(_Scalars, yaml.SafeLoader):
     """A loader that rejects duplicate keys, tags, anchors, aliases, and values that cannot be converted."""
 
@@ -75,6 +84,8 @@ class _Loader(_Scalars, yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _refusal(key, "a key must be a string", "write `key: value`")
+            if key.value == "<<" and key.style is None:
+                raise _refusal(key, "merge keys (<<) are not supported", "write the keys that it would merge")
             if key.value in lines:
                 raise _refusal(key, f"duplicate key {key.value}, first defined at line {lines[key.value]}", "keep one of them")
             lines[key.value] = key.start_mark.line + 1
@@ -115,6 +126,12 @@ def parse(text: str) -> tuple[Any, yaml.Node | None]:
         loader.dispose()
 
 
+def scalar(text: str) -> Any:
+    """Return the value that a text has in YAML without quotes, if it is null, true, false or a number; else the text."""
+    tag: str = _Loader("").resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    return text if tag.endswith(":str") else parse(text)[0]
+
+
 def dump(value: Any) -> str:
     """Return a value as YAML that `parse` reads back; paths become strings and tuples become lists."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -142,5 +159,6 @@ def explain_yaml_error(error: yaml.YAMLError, text: str) -> tuple[int, str, str,
         return 1, "", f"must be YAML: {error}", "save the file as plain UTF-8 text"
     lines = text.splitlines()
     line = min(error.problem_mark.line, max(0, len(lines) - 1))
-    fix = error.note or "correct the syntax; strings that contain ': ' or ' #' need quotes"
-    return line + 1, (lines[line].strip()[:80] if lines else ""), f"must be YAML: {error.problem or error.context}", fix
+    problem = error.problem or error.context or ""
+    fix = error.note or next((fix for part, fix in _FIXES.items() if part in problem), _FIX)
+    return line + 1, (lines[line].strip()[:80] if lines else ""), f"must be YAML: {problem.removeprefix('but ')}", fix

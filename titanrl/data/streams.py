@@ -5,7 +5,6 @@ its text assigns each question to the training or the held-out split, so no ques
 """
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -24,6 +23,7 @@ import numpy as np
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.evaluation import Split
+from titanrl.config.suggest import did_you_mean
 from titanrl.data.chat import ChatFormat
 from titanrl.data.custom_prompts import read_custom_prompts
 from titanrl.data.entries import read_entries
@@ -212,8 +212,7 @@ def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: in
             {"data.task": task}, f"the package {error.name} must be installed", "pip install reasoning-gym"
         ) from error
     if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS, n=1)
-        fix = f"did you mean {near[0]}?" if near else "choose a task of https://github.com/open-thought/reasoning-gym"
+        fix = did_you_mean(task, DATASETS) or "choose a task of https://github.com/open-thought/reasoning-gym"
         raise _broken({"data.task": task}, "reasoning-gym has no such task", fix)
     for reserved, key in {"seed": "seed", "size": "data.num_prompts"}.items():
         if reserved in task_config:

@@ -1,6 +1,5 @@
 """Read Hugging Face model directories: config.json, model family and model sizes. This module does not import torch."""
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.schema import Config
 from titanrl.config.sections import ModelConfig
 from titanrl.config.shapes import ModelShape
+from titanrl.config.suggest import did_you_mean
 from titanrl.device import Device
 from titanrl.files import in_shell, why_no_file, why_no_folder
 from titanrl.loading import import_object
@@ -185,11 +185,10 @@ def recipe_family(model: ModelConfig) -> ModelFamily | BrokenRule:
     elif model.recipe.family in FAMILIES:
         found = FAMILIES[model.recipe.family]
     else:
-        near = difflib.get_close_matches(model.recipe.family, FAMILIES, n=1)
         return BrokenRule(
             values={"model.recipe.family": model.recipe.family},
             rule=f"must be one of the supported model types {SUPPORTED}",
-            fix=f"did you mean {near[0]}?" if near else "choose one of them",
+            fix=did_you_mean(model.recipe.family, FAMILIES) or "choose one of them",
         )
     if isinstance(found, ModelFamily) and found.recipe is None:
         rule = f"the family {found.model_type} has no recipe for a tiny model"
