@@ -12,6 +12,7 @@ from typing import Any
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.schema import Config
 from titanrl.plugins import Plugin, Plugins
+from titanrl.respawns import RespawnLimitError
 from titanrl.rewards import Answers, BoundReward
 from titanrl.rollout.scorers import custom
 from titanrl.rollout.scoring import reward_specs, weighted
@@ -85,6 +86,7 @@ def sample_answers(entry: Mapping[str, Any], *, with_tokens: bool = True) -> Ans
         num_tokens=tuple(map(len, texts)),
         finish_reasons=("stop", "length"),
         token_ids=tuple([ord(char) for char in text] for text in texts),
+        decode_raw=lambda ids: "".join(map(chr, ids)),
         decode=(lambda ids: "".join(map(chr, ids))) if with_tokens else None,
     )
 
@@ -107,7 +109,7 @@ async def _scores(config: Config, plugins: Plugins, answers: Answers, limit_s: f
             await asyncio.wait_for(pool.start(), load_s)
             found = await asyncio.gather(*(pool.score(answers, reward=index) for index in range(len(specs))))
             scores |= {spec.name: own for spec, own in zip(specs, found, strict=True)}
-        except (SandboxDied, SandboxUnavailable, TimeoutError, ValueError):
+        except (RespawnLimitError, SandboxDied, SandboxUnavailable, TimeoutError, ValueError):
             return scores
         finally:
             await pool.close()

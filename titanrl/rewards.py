@@ -60,8 +60,8 @@ class RewardFunction(Protocol):
     """A reward of one completion.
 
     `entry` has the keys `question`, `answer` and `metadata` of the prompt. A function can also declare parameters named
-    `num_tokens` (tokens of the completion), `token_ids` (their ids) or `finish_reason` (`stop` or `length`). They are passed as
-    keyword arguments.
+    `num_tokens` (tokens of the completion), `token_ids` (their ids), `raw_completion` (their text with special tokens) or
+    `finish_reason` (`stop` or `length`). They are passed as keyword arguments.
 
     Example:
         def short_and_right(completion: str, entry: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
@@ -76,8 +76,8 @@ class RewardFunction(Protocol):
 class GroupRewardFunction(Protocol):
     """A reward of all completions of a prompt, decorated with `group_reward`. It returns one value per completion, in order.
 
-    A function can also declare parameters named `num_tokens`, `token_ids` or `finish_reasons`. They are passed as keyword
-    arguments with one value per completion.
+    A function can also declare parameters named `num_tokens`, `token_ids`, `raw_completions` or `finish_reasons`. They are
+    passed as keyword arguments with one value per completion.
 
     Example:
         @titanrl.group_reward
@@ -152,6 +152,16 @@ class Answers:
     """Token ids of each completion; empty if no reward needs them."""
     decode: Callable[[Sequence[int]], str] | None = None
     """Function that decodes token ids to text; None for an episode, whose text is only its last message."""
+    raw_completions: tuple[str, ...] = ()
+    """Text of the tokens of each completion with special tokens; empty if no reward needs it."""
+    decode_raw: Callable[[Sequence[int]], str] | None = None
+    """Function that decodes token ids to text with special tokens; None if there is no tokenizer."""
+
+    def with_raw(self) -> "Answers":
+        """Return the answers with `raw_completions`."""
+        if self.decode_raw is None:
+            return replace(self, raw_completions=self.completions)
+        return replace(self, raw_completions=tuple(map(self.decode_raw, self.token_ids)))
 
     def only(self, index: int) -> "Answers":
         """Return the answers reduced to one completion."""
@@ -163,6 +173,8 @@ class Answers:
             finish_reasons=self.finish_reasons[one],
             token_ids=self.token_ids[one],
             decode=self.decode,
+            raw_completions=self.raw_completions[one],
+            decode_raw=self.decode_raw,
         )
 
 
@@ -203,6 +215,11 @@ class BoundReward:
         """True if the function has the parameter `token_ids`."""
         return "token_ids" in self._keywords
 
+    @property
+    def takes_raw(self) -> bool:
+        """True if the function has the parameter `raw_completion`, or `raw_completions` for a group reward."""
+        return not self._keywords.isdisjoint(("raw_completion", "raw_completions"))
+
     def call_one(self, answers: Answers, index: int) -> Any:
         """Call the function for one completion; the result may be awaitable."""
         if not self._keywords:
@@ -211,11 +228,15 @@ class BoundReward:
         options = {"num_tokens": answers.num_tokens[index], "finish_reason": answers.finish_reasons[index]}
         if self.takes_token_ids:
             options["token_ids"] = list(answers.token_ids[index])
+        if self.takes_raw:
+            options["raw_completion"] = answers.raw_completions[index]
         return self.function(answers.completions[index], answers.entry, **self._taken(options))
 
     def call_group(self, answers: Answers) -> Any:
         """Call the function for all completions; the result may be awaitable."""
+        options: dict[str, object]
         options = {"num_tokens": list(answers.num_tokens), "finish_reasons": list(answers.finish_reasons)}
+        options["raw_completions"] = list(answers.raw_completions)
         options["token_ids"] = list(map(list, answers.token_ids))
         return self.function(list(answers.completions), answers.entry, **self._taken(options))
 
@@ -253,7 +274,11 @@ class BoundReward:
 def keywords_of(function: Callable[..., Any]) -> list[str]:
     """Return the names of the optional keyword arguments that a reward accepts."""
     is_group = isinstance(function, GroupReward)
-    known = ("num_tokens", "token_ids", "finish_reasons" if is_group else "finish_reason")
+    known = (
+        "num_tokens",
+        "token_ids",
+        *(("raw_completions", "finish_reasons") if is_group else ("raw_completion", "finish_reason")),
+    )
     try:
         _, _, *parameters = inspect.signature(function).parameters.values()  # follows a group reward's wrapped function
     except (TypeError, ValueError):  # some builtins have no signature, and some functions too few parameters

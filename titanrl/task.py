@@ -92,6 +92,7 @@ class Task:
                         finish_reasons=tuple(sample.finish_reason for sample in group),
                         token_ids=tuple(sample.tokens.tolist() for sample in group),
                         decode=self._tokenizer.decode,
+                        decode_raw=self._tokenizer.decode_raw,
                     )
                 )
                 for prompt, group in zip(prompts, groups, strict=True)

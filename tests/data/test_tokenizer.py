@@ -34,6 +34,10 @@ def test_decoding_omits_special_tokens_and_unused_ids(tokenizer: Tokenizer) -> N
     assert tokenizer.decode([98, 25, 108, 99, 2, 100, EOS_ID, 0]) == "<think>7</think> <answer>"
 
 
+def test_raw_text_contains_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode_raw([98, 25, 99, EOS_ID]) == "<think>7</think><eos>"
+
+
 def test_every_token_id_has_a_readable_text(tokenizer: Tokenizer) -> None:
     assert [tokenizer.token_text(i) for i in (0, 1, 2, 25, 98, 108)] == ["<pad>", "<eos>", " ", "7", "<think>", "<id 108>"]
 

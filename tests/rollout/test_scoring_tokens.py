@@ -1,6 +1,7 @@
 """Token rewards, confined and trusted, with real processes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,23 @@ def test_token_rewards_are_weighted_and_summed_per_token(trusted: bool) -> None:
     assert second.token_rewards == (1.0 + 0.1 * 3, 0.5 + 0.1 * 1 + 1.0)
     assert first.reward == pytest.approx(sum(first.token_rewards))
     assert second.parts == {"steps/ends": 0.75, "steps/short": 1.0, "ids": pytest.approx(0.4), "one": 0.0}
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_rewards_can_read_special_tokens(trusted: bool) -> None:
+    def ended(completion: str, entry: Mapping[str, Any], raw_completion: str) -> float:
+        assert "<eos>" not in completion
+        return float(raw_completion == "abc d<eos>")
+
+    @titanrl.group_reward
+    def all_ended(completions: Sequence[str], entry: Mapping[str, Any], raw_completions: Sequence[str]) -> list[float]:
+        return [float(text.endswith("<eos>")) + len(raw_completions) for text in raw_completions]
+
+    answers = replace(CREDITED, decode_raw=lambda ids: "".join(TEXTS[token] or "<eos>" for token in ids))
+    rewards = {"ended": Reward(ended, trusted=trusted), "all": Reward(all_ended, trusted=trusted)}
+    scored = score(Config(name="a", num_steps=1), {"rewards": rewards}, answers)
+    assert [one.parts for one in scored] == [{"ended": 1.0, "all": 3.0}, {"ended": 0.0, "all": 3.0}]
+    assert [one.parts["all"] for one in score(Config(name="a", num_steps=1), {"rewards": rewards}, CREDITED)] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("trusted", [False, True])

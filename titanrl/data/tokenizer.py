@@ -135,6 +135,11 @@ class Tokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
 
+    def decode_raw(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, including special tokens."""
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
     def decode_completion(self, ids: Sequence[int], stop: Sequence[str | int] = (), *, keep_stop: bool = False) -> str:
         """Return the text of a completion without special tokens and, as in vLLM, without the stop text that ended it.
 

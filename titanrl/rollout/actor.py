@@ -281,7 +281,7 @@ class RolloutWorker(Actor):
             if task.episodes is None:
                 requests = sampling_requests(prompt, config.rollout, config.seed)
                 generate = partial(session.generate, num_kept=config.rollout.group_size, place=place)
-                group = await roll_out(prompt, requests, generate, task.scoring.score, self._decode)
+                group = await roll_out(prompt, requests, generate, task.scoring.score, self._decode, self._tokenizer.decode_raw)
             else:
                 group = await task.episodes.roll_out(prompt, partial(session.generate, place=place), in_round=place is not None)
             for _ in range(0 if place is None else self._num_calls - task.num_calls):

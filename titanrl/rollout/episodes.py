@@ -52,6 +52,8 @@ class Episodes:
     """Function that scores the policy's last messages with the configured rewards."""
     stop_text: Callable[[Sequence[int]], str] = lambda ids: ""
     """Function from the tokens of a turn to the text at their end that messages leave out."""
+    decode_raw: Callable[[Sequence[int]], str] | None = None
+    """Function from token ids to their text with special tokens."""
     evaluation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while held-out episodes are played. Two evaluations that each held some of the processes would deadlock."""
 
@@ -202,6 +204,7 @@ class Episodes:
             num_tokens=tuple(conversation.num_sampled for conversation in conversations),
             finish_reasons=tuple(conversation.finish_reason for conversation in conversations),
             token_ids=tuple(conversation.sampled_ids for conversation in conversations),
+            decode_raw=self.decode_raw,
         )
         return await self.score(answers)
 
@@ -387,7 +390,14 @@ async def start_episodes(
         text = tokenizer.decode_completion(ids, rollout.stop, keep_stop=rollout.keep_stop)
         return tokenizer.decode_completion(ids)[len(text) :]
 
-    return Episodes(config=config, renderer=renderer, environments=environments, score=score, stop_text=stop_text)
+    return Episodes(
+        config=config,
+        renderer=renderer,
+        environments=environments,
+        score=score,
+        stop_text=stop_text,
+        decode_raw=tokenizer.decode_raw,
+    )
 
 
 async def _run_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_rounds: int) -> None:

@@ -77,7 +77,7 @@ class EvaluationSets:
 
         async def complete(prompt: Prompt) -> Group:
             requests = evaluation_requests(prompt, subset, seed, self._config.rollout)
-            return await roll_out(prompt, requests, generate, opened.scoring.score, self._decode)
+            return await roll_out(prompt, requests, generate, opened.scoring.score, self._decode, self._tokenizer.decode_raw)
 
         async def answer(prompts: Sequence[Prompt]) -> Sequence[Group]:
             if opened.episodes is None:

@@ -49,7 +49,12 @@ _UNUSABLE = "the completion was cancelled, or has no token"
 
 
 async def roll_out(
-    prompt: Prompt, requests: Sequence[GenerationRequest], generate: Generate, score: ScoreAnswers, decode: Decode
+    prompt: Prompt,
+    requests: Sequence[GenerationRequest],
+    generate: Generate,
+    score: ScoreAnswers,
+    decode: Decode,
+    decode_raw: Decode | None = None,
 ) -> Group:
     """Sample and score completions of a prompt.
 
@@ -68,6 +73,7 @@ async def roll_out(
         finish_reasons=tuple(completion.finish_reason for completion in completions),
         token_ids=token_ids,
         decode=decode,
+        decode_raw=decode_raw,
     )
     pairs = list(zip(completions, await score(answers) if completions else (), strict=True))
     scored = [(completion, score) for completion, score in pairs if score.reward is not None]

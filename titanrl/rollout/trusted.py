@@ -33,6 +33,7 @@ class TrustedReward:
     async def score(self, answers: Answers) -> list[Score]:
         """Score the answers to one prompt, in order."""
         num = len(answers.completions)
+        answers = answers.with_raw() if self._reward.takes_raw else answers
         if not self._reward.is_group:
             return list(await asyncio.gather(*(self._score_one(answers, index) for index in range(num))))
         try:

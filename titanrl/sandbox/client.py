@@ -21,7 +21,7 @@ from titanrl.host import process_state
 from titanrl.respawns import Respawns
 from titanrl.sandbox.confine import SandboxUnavailable
 from titanrl.sandbox.scores import ProcessFailure, RewardSpec
-from titanrl.sandbox.zygote import COUNT, END, GROUP, READY, TOKENS, ZygoteConfig
+from titanrl.sandbox.zygote import COUNT, END, GROUP, RAW, READY, TOKENS, ZygoteConfig
 
 FORK_DEADLINE_S = 60.0
 """Maximum wait for a scoring process to become ready, in seconds."""
@@ -144,6 +144,8 @@ class ZygoteClient:
         """For each reward, True if it scores all completions of a prompt in one call. Set by `load`."""
         self.take_token_ids: tuple[bool, ...] = ()
         """For each reward, True if it takes token ids. Set by `load`."""
+        self.take_raw: tuple[bool, ...] = ()
+        """For each reward, True if it takes the text with special tokens. Set by `load`."""
         self._specs = specs
         self._slots = asyncio.Semaphore(config.num_processes)
         self._num_spare = config.num_processes
@@ -299,6 +301,7 @@ class ZygoteClient:
         else:
             self.are_groups = tuple(bool(flags & GROUP) for flags in message.removeprefix(READY))
             self.take_token_ids = tuple(bool(flags & TOKENS) for flags in message.removeprefix(READY))
+            self.take_raw = tuple(bool(flags & RAW) for flags in message.removeprefix(READY))
             self._loaded.set_result(None)
 
     def _on_ready(self, process: ScoringProcess, message: bytes) -> None:
@@ -372,6 +375,8 @@ class Zygotes:
         """For each reward, True if it scores all completions of a prompt in one call. Set by `start`."""
         self.take_token_ids: tuple[bool, ...] = ()
         """For each reward, True if it takes token ids. Set by `start`."""
+        self.take_raw: tuple[bool, ...] = ()
+        """For each reward, True if it takes the text with special tokens. Set by `start`."""
 
     async def start(self) -> None:
         """Start the zygote and wait until it has loaded the rewards.
@@ -394,7 +399,7 @@ class Zygotes:
             finally:
                 if not is_loaded:
                     await self._end()
-        self.are_groups, self.take_token_ids = zygote.are_groups, zygote.take_token_ids
+        self.are_groups, self.take_token_ids, self.take_raw = zygote.are_groups, zygote.take_token_ids, zygote.take_raw
 
     async def request(
         self, request: bytes, timeout_s: float, max_bytes: int, parse: Callable[[bytes], Awaitable[T | None]]

@@ -125,7 +125,9 @@ class ScoringPool:
         texts = tuple([text[-MAX_TEXT_CHARS:] for text in answers.completions])
         zygotes = self._opened()
         token_ids = answers.token_ids if zygotes.take_token_ids[reward] else ()
-        request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids)
+        raw = answers.with_raw().raw_completions if zygotes.take_raw[reward] else ()
+        raw = tuple([text[-MAX_TEXT_CHARS:] for text in raw])
+        request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids, raw)
         max_bytes = self._max_reply_bytes(reward, answers)
 
         async def parse(reply: bytes) -> list[Score] | None:

@@ -87,7 +87,7 @@ class SnippetPool:
             result = _parse(reply.removeprefix(STARTED).removesuffix(END), max_output_chars)
             return None if result.status == "crash" else result
 
-        request: Request = (0, {"max_output_chars": max_output_chars}, (code,), (0,), ("stop",), ())
+        request: Request = (0, {"max_output_chars": max_output_chars}, (code,), (0,), ("stop",), (), ())
         max_bytes = 2 * _JSON_BYTES_PER_CHAR * _limit(max_output_chars)
         result = await self._zygotes.request(pickle.dumps(request), self._config.timeout_s, max_bytes, parse)
         return SnippetResult(status=result) if isinstance(result, str) else result

@@ -34,8 +34,8 @@ from titanrl.sandbox.scores import DENIED, SEPARATOR, RewardSpec, encoded_score
 READY = b"+"
 """First byte that a scoring process sends after confining itself, and a zygote after loading its rewards. The zygote's message
 continues with one byte per reward: `GROUP` if the reward scores all completions of a prompt in one call, plus `TOKENS` if it
-takes token ids."""
-GROUP, TOKENS = 1, 2
+takes token ids, plus `RAW` if it takes the text with special tokens."""
+GROUP, TOKENS, RAW = 1, 2, 4
 STARTED = b"!"
 """First byte of a reply, sent when a request arrives. If a process dies without sending it, the answers were not the cause."""
 END = b"\n"
@@ -61,7 +61,9 @@ class ZygoteConfig:
     """Number of groups that a process scores before it exits."""
 
 
-Request = tuple[int, Mapping[str, Any], tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[Sequence[int], ...]]
+Request = tuple[
+    int, Mapping[str, Any], tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[Sequence[int], ...], tuple[str, ...]
+]
 """Index of a reward in `ZygoteConfig.rewards`, then the fields of `Answers`. Pickling a tuple is faster than a dataclass."""
 
 
@@ -78,7 +80,10 @@ def main(control_fd: int, parent_pid: int, config_fd: int) -> None:
     confinement = Confinement(python_paths(), config.memory_bytes, config.cpu_s)
     gc.collect()
     gc.freeze()  # otherwise garbage collection in a forked process would touch, and thus copy, every memory page
-    control.send(READY + bytes(GROUP * own.reward.is_group + TOKENS * own.reward.takes_token_ids for own in rewards))
+    flags = bytes(
+        GROUP * own.reward.is_group + TOKENS * own.reward.takes_token_ids + RAW * own.reward.takes_raw for own in rewards
+    )
+    control.send(READY + flags)
     _Forker(control, rewards, confinement, config.groups_per_process).run()
 
 
@@ -167,9 +172,14 @@ def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, n
         stream.peek(1)
         os.write(channel, STARTED)
         request: Request = pickle.load(stream)
-        reward, entry, completions, num_tokens, finish_reasons, token_ids = request
+        reward, entry, completions, num_tokens, finish_reasons, token_ids, raw = request
         answers = Answers(
-            entry=entry, completions=completions, num_tokens=num_tokens, finish_reasons=finish_reasons, token_ids=token_ids
+            entry=entry,
+            completions=completions,
+            num_tokens=num_tokens,
+            finish_reasons=finish_reasons,
+            token_ids=token_ids,
+            raw_completions=raw,
         )
         loaded = rewards[reward]
         if loaded.reward.is_group:
