@@ -20,13 +20,14 @@ from titanrl.actors import resolve
 from titanrl.config import load_config
 from titanrl.datums import sampled_datum
 from titanrl.device import DEVICES
-from titanrl.generator.actor import LOAD_FORMAT, Generator, GeneratorSetup
+from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.training import TrainingClient
+from titanrl.models.vllm_limits import LOAD_FORMAT
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.types import AdamParams, Completion, GenerationRequest, SamplingParams

@@ -37,10 +37,6 @@ GroupRequest = tuple[Sequence[GenerationRequest], int]
 """Requests of a group, and the number of completions to keep."""
 
 
-LOAD_FORMAT = "titanrl"
-"""Value of vLLM's option `load_format` with which vLLM gets the weights from `titanrl.generator.frozen`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSetup:
     """Everything a generator needs to start."""

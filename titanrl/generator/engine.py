@@ -272,7 +272,7 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
 
         args["config_format"] = CONFIG_FORMAT
     else:
-        args["config_format"] = "hf"  # by default, vLLM reads params.json instead if there are files of Mistral's format
+        args["config_format"] = "hf"  # by default, vLLM reads params.json if there is one
     return args | config.vllm
 
 

@@ -12,8 +12,8 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from titanrl.generator.actor import LOAD_FORMAT
 from titanrl.models.directory import ModelDirectory
+from titanrl.models.vllm_limits import LOAD_FORMAT
 
 
 def register_loader(source: ModelDirectory) -> None:

@@ -19,7 +19,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
 from titanrl.data.mixture import make_mixture
 from titanrl.device import Device
-from titanrl.generator.actor import LOAD_FORMAT, Generator, GeneratorSetup
+from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.environment import (
     generator_cores,
     generator_device,
@@ -43,6 +43,7 @@ from titanrl.launch.templates.imports import needed
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import export_dtype, open_model
+from titanrl.models.vllm_limits import LOAD_FORMAT
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.replay.directory import ShardNews
 from titanrl.respawns import Respawns

@@ -1,4 +1,4 @@
-"""Check whether vLLM can serve a model, without importing vLLM."""
+"""Limits and names of vLLM, and whether it can serve a model, without importing vLLM."""
 
 from titanrl.config.choices import DeviceKind, Dtype
 from titanrl.models.family import HFConfig
@@ -7,6 +7,8 @@ CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions for which vLLM 0.32.0 has a CPU attention kernel."""
 CPU_BLOCK_TOKENS = 32
 """Block size of the KV cache on CPU, in tokens. It is the smallest size vLLM accepts, so that short prompts share blocks."""
+LOAD_FORMAT = "titanrl"
+"""Value of vLLM's option `load_format` with which vLLM gets the weights from `titanrl.generator.frozen`."""
 
 
 def vllm_problems(
