@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from titanrl.files import commit_folder
 from titanrl.grpo import GRPO
 from titanrl.launch.progress import FIRST, RunState
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
+from titanrl.sft import SFT
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -113,3 +115,10 @@ def test_dry_run_refuses_a_lock_that_is_no_file(capsys: pytest.CaptureFixture[st
     with pytest.raises(ConfigError, match="in the directory of a run must be a regular file") as raised:
         claim_new_run(Path("runs/quickstart"))
     assert capsys.readouterr().err.endswith(f"{raised.value}\n")
+
+
+@pytest.mark.parametrize("config", ["quickstart", {"name": "a"}, None])
+def test_anything_but_a_config_is_refused_with_how_to_load_one(config: Any) -> None:
+    for kind in (GRPO, SFT):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}: expected a Config .* Load it: {kind.__name__}\(load_config"):
+            kind(config)

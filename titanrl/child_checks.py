@@ -32,6 +32,7 @@ from titanrl.plugins import Plugin, Plugins, plugins_of_data, plugins_within
 from titanrl.reward_trials import try_rewards
 from titanrl.rollout.renderers import make_renderer
 from titanrl.sandbox.confine import end_with_parent
+from titanrl.temporary import TemporaryFolder, delete_all
 
 Check = tuple[Callable[[], Sequence[str] | None], dict[str, object], float]
 """Function to call in a child process, which may return warnings, the checked keys with their values, and the time limit in
@@ -309,9 +310,9 @@ def policy_tokenizer(config: Config) -> Tokenizer:
     """
     if config.model.path is not None:
         return load_tokenizer(config.model.path)
-    with tempfile.TemporaryDirectory() as scratch:
-        write_tokenizer(Path(scratch))
-        return load_tokenizer(Path(scratch))
+    folder = TemporaryFolder().path  # stays until the process exits, because a renderer reads the tokenizer again
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
 
 
 def _serve() -> None:
@@ -331,4 +332,5 @@ def _serve() -> None:
         broken = (rule_of(text, values),)
     with results:
         pickle.dump((broken, warnings), results)
+    delete_all()
     os._exit(0)  # threads of imported modules must not delay the exit

@@ -10,6 +10,7 @@ from titanrl.dumps import DumpBatches, DumpInfo, DumpReader, fingerprint, holds_
 from titanrl.evaluated import EvaluatedRun
 from titanrl.launch.progress import Resumable
 from titanrl.launch.roles import Roles
+from titanrl.lifecycle import expect_config
 from titanrl.metrics.console import Console
 from titanrl.plugins import Plugins
 from titanrl.replay.batch import Batch
@@ -32,6 +33,7 @@ class DumpedRun(EvaluatedRun):
         Raises:
             ConfigError: `train: false` needs another class, or a check fails.
         """
+        expect_config(self, config)
         save, replay = config.rollout.save, config.rollout.replay
         if not isinstance(self, self.for_config(config)):
             rule = BrokenRule(

@@ -70,6 +70,7 @@ class Lifecycle:
         Raises:
             ConfigError: A file or device named by the configuration is missing, or it is for another subcommand.
         """
+        expect_config(self, config)
         check_program(config, self.program, source)
         self.config = config = with_objects(config, objects)
         self._plugins = plugins_of(config, objects)
@@ -408,6 +409,13 @@ class Lifecycle:
     def num_unsaved_steps(self) -> int:
         """Steps taken since the last checkpoint."""
         return self.state.step - self._saved_step
+
+
+def expect_config(run: object, config: object) -> None:
+    """Raise a `TypeError` if a path, a mapping or anything else was given as the configuration."""
+    if not isinstance(config, Config):
+        name = type(run).__name__
+        raise TypeError(f"{name}: expected a Config (got {type(config).__name__}). Load it: {name}(load_config('run.yaml'))")
 
 
 def _import_heavy_packages() -> None:

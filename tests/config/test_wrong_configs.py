@@ -319,7 +319,10 @@ def test_argument_of_an_ascii_locale_is_decoded(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run.yaml", ["data.task=\udcc3\udca9"]).data.task == "\u00e9"
 
 
-@pytest.mark.parametrize(("path", "overrides"), [("quickstart", "seed=1"), (None, []), ({"name": "a"}, [])])
+@pytest.mark.parametrize(
+    ("path", "overrides"),
+    [("quickstart", "seed=1"), ("quickstart", {"seed": 1}), ("quickstart", [1]), (None, []), ({"name": "a"}, [])],
+)
 def test_arguments_of_wrong_types_are_named(path: Any, overrides: Any) -> None:
     with pytest.raises(TypeError, match="load_config: expected a path and a list of overrides"):
         load_config(path, overrides)

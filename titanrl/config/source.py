@@ -76,8 +76,13 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
         ConfigError: The file does not exist or is not a strict YAML mapping, or an override is malformed.
     """
     file: object = path
-    if isinstance(overrides, str) or not isinstance(file, str | Path):
-        given = inline(overrides) if isinstance(overrides, str) else type(path).__name__
+    listed: object = overrides
+    if (
+        not isinstance(file, str | Path)
+        or not isinstance(listed, list | tuple)
+        or not all(isinstance(text, str) for text in listed)
+    ):
+        given = inline(overrides) if isinstance(file, str | Path) else type(path).__name__
         raise TypeError(f"load_config: expected a path and a list of overrides, such as ['seed=1'] (got {given})")
     path = config_file(path)
     values, node = _read_mapping(path)
