@@ -15,7 +15,7 @@ KINDS = ("generator", "rollout", "scoring", "trainer", "store", "evaluator")
 """Kinds of victims. A rollout worker's process also holds its storage shard."""
 SIGNALS: Mapping[str, int] = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV}
 """Faults that a process cannot avoid, by the names that results use."""
-_ZYGOTE = "titanrl.sandbox.zygote"
+_ZYGOTE, _TEMPLATE = "titanrl.sandbox.zygote", "titanrl.launch.templates.forker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Victim:
     """A process that can be signaled."""
 
     kind: str
-    """One of `KINDS`."""
+    """One of `KINDS`, or `zygote` or `template`."""
     part: str
     """Name in the events of the run, such as `generator_0`; for a scoring process, the name of its worker."""
     process: Process
@@ -97,7 +97,12 @@ def victims(run_dir: Path) -> list[Victim]:
         found.append(Victim(kind, part, process))
         if kind == "rollout":
             zygotes = [child for child in process.children() if _ZYGOTE in child.command_line()]
+            found += [Victim("zygote", f"{part} sandbox", zygote) for zygote in zygotes]
             found += [Victim("scoring", part, child, zygote) for zygote in zygotes for child in zygote.children()]
+        elif kind == "generator":
+            parent = process_of(process.parent)
+            if parent is not None and _TEMPLATE in parent.command_line():
+                found.append(Victim("template", "template_generator", parent))
     return found
 
 

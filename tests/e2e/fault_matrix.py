@@ -17,6 +17,8 @@ PARTS = {
     "generator": "generator rank",
     "rollout": "rollout worker with its storage shard",
     "scoring": "scoring process",
+    "zygote": "process that forks the scoring processes",
+    "template": "template of the generators",
     "trainer": "trainer rank",
     "store": "store process",
     "evaluator": "generator that evaluates in the background",
@@ -60,6 +62,8 @@ MAIN = {
     "generator": "rollout",
     "rollout": "rollout",
     "scoring": "rollout",
+    "zygote": "rollout",
+    "template": "rollout",
     "trainer": "forward/backward",
     "store": "rollout",
     "evaluator": "evaluation",
@@ -68,6 +72,8 @@ MAIN = {
 """Phase in which each part does most of its work."""
 WORKS_IN = {
     "scoring": ("rollout", "evaluation"),
+    "zygote": ("rollout", "evaluation"),
+    "template": ("rollout",),
     "evaluator": ("start", "evaluation"),
     "environment": ("start", "rollout", "evaluation"),
 }
@@ -101,7 +107,7 @@ class Cell:
 
     def reason_against(self) -> str:
         """Return why the cell is skipped; empty if it is run."""
-        if self.part == "scoring" and self.phase == "start":
+        if self.part in ("scoring", "zygote") and self.phase == "start":
             return "forked later"
         if self.part == "evaluator" and self.mode == "sync":
             return "there is none"

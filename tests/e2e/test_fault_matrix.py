@@ -283,6 +283,8 @@ def surprises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         "generator": {"replaced"},
         "rollout": {"replaced"},
         "scoring": {"replaced", "continues"},
+        "zygote": {"replaced"},
+        "template": {"replaced"},
         "evaluator": {"replaced"},
         "environment": {"retried"},
     }
