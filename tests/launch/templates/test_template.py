@@ -17,6 +17,7 @@ import pytest
 from tests.launch.templates import template_loads
 from titanrl.actors import Actor, concurrent_endpoint
 from titanrl.config.faults import FaultsConfig
+from titanrl.launch.environment import worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
 from titanrl.launch.stalls import OnEvent, Watchdog
@@ -170,6 +171,27 @@ def test_process_imports_everything_itself_if_its_template_cannot_fork(
         assert reason in (tmp_path / "template_scribe.log").read_text()
 
     with_fleet(tmp_path, work)
+
+
+LOAD_ALL = """
+import os, sys
+from titanrl.config import load_config
+from titanrl.device import resolve_device
+from titanrl.launch.roles import Roles
+from titanrl.launch.templates.imports import needed
+
+for _, load in needed(load_config("quickstart"), resolve_device("cpu"), Roles(rollouts=True)).values():
+    load()
+print(len(os.listdir("/proc/self/task")), "monarch" in sys.modules, flush=True)
+os._exit(0)
+"""
+
+
+def test_imports_of_all_roles_start_no_thread() -> None:
+    """Threads, such as Monarch's, would disable the templates, so that every process imports its packages itself."""
+    quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **worker_environment()}
+    done = subprocess.run([sys.executable, "-c", LOAD_ALL], env=os.environ | quiet, capture_output=True, text=True)
+    assert done.stdout == "1 False\n", done.stderr
 
 
 STAND_IN = """
