@@ -68,7 +68,7 @@ def test_file_is_imported_once_with_modules_in_its_folder(tmp_path: Path) -> Non
 
 
 def test_missing_file_is_reported_by_name() -> None:
-    with pytest.raises(ValueError, match=r"^data\.rewards: no such file \(got 'none\.py:f'\)\. Write its path relative to"):
+    with pytest.raises(ValueError, match=r"^data\.rewards: no such file \(got 'none\.py:f'\)\. Correct its path,"):
         import_object("none.py:f", key="data.rewards")
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titanrl.config import Config, GeneratorConfig, dump_config
+from titanrl.config import Config, GeneratorConfig, recorded_config
 from titanrl.config.errors import BrokenRules
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.device import resolve_device
@@ -302,7 +302,7 @@ async def _start(config: Config, roles: Roles, console: Console | None) -> Sessi
     lock = claim_new_run(config.run_dir)
     run_dir = lock.path.resolve()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (run_dir / "config.yaml").write_text(recorded_config(config), encoding="utf-8")
     console = console or Console(config.logging.console, total_steps=0, title=config.name)
     for note in policy_notes(config):
         console.note(note)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanrl import terminal
-from titanrl.config import Config, ConfigError, dump_config
+from titanrl.config import Config, ConfigError, recorded_config
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
@@ -94,7 +94,7 @@ def prepare(config: Config, resume: Path | None) -> Path:
     lock = claim_new_run(config.run_dir) if resume is None else claim_run(resume)
     run_dir = lock.path.resolve()
     (run_dir / "logs").mkdir(exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (run_dir / "config.yaml").write_text(recorded_config(config), encoding="utf-8")
     (run_dir / JOB_SCRIPT).write_text(script(config, run_dir), encoding="utf-8")
     lock.release()
     return run_dir

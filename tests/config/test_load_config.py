@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.config import AlgorithmConfig, Config, ConfigError, dump_config, load_config
+from titanrl.config import AlgorithmConfig, Config, ConfigError, dump_config, load_config, recorded_config
 from titanrl.config.objective import ALGORITHM_PRESETS, CORRECTION_PRESETS
 from titanrl.config.strict_yaml import dump, parse
 
@@ -146,3 +146,48 @@ def test_correction_preset_round_trips(tmp_path: Path, preset: str) -> None:
     assert load_config(write(tmp_path, dump_config(config))) == config
     values = config.algorithm.correction.model_dump(mode="json")
     assert {key: values[key] for key in CORRECTION_PRESETS[preset]} == CORRECTION_PRESETS[preset]
+
+
+def test_inputs_are_found_here_or_beside_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder in (here, beside):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    text = (
+        "name: a\nnum_steps: 1\nmodel: {path: model}\ndata: {source: jsonl, path: data.jsonl, rewards: {own: own.py:score}}\n"
+        "evaluation: {sets: {b: {data: {source: parquet, path: 'part-*.parquet'}}}}\n"
+    )
+    file = write(beside, text)
+
+    def paths() -> list[str]:
+        config = load_config(file)
+        data = config.evaluation.sets["b"].data
+        assert data is not None
+        return [str(path) for path in (config.model.path, config.data.path, data.path)] + [config.data.rewards["own"].function]
+
+    assert paths() == ["model", "data.jsonl", "part-*.parquet", f"{here}/own.py:score"]  # none exists
+    (beside / "model").mkdir()
+    for name in ("data.jsonl", "own.py", "part-0.parquet"):
+        (beside / name).touch()
+    assert paths() == [f"{beside}/{name}" for name in ("model", "data.jsonl", "part-*.parquet", "own.py:score")]
+    (here / "data.jsonl").touch()
+    with pytest.raises(ConfigError, match=r'(?s)data.path="data.jsonl".*exists in the current directory and beside the config'):
+        load_config(file)
+    (beside / "data.jsonl").unlink()
+    assert paths()[1] == "data.jsonl"
+    (here / "own.py").touch()
+    with pytest.raises(ConfigError, match=r'(?s)data.rewards.own.function="own.py".*write the absolute path of the one that'):
+        load_config(file)
+
+
+def test_recorded_paths_do_not_depend_on_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config("quickstart", ["warm_start=null", "data.source=jsonl", "data.path=data.jsonl", "rollout.save=dump"])
+    recorded = recorded_config(config)
+    monkeypatch.chdir("/")
+    again = load_config(write(tmp_path, recorded))
+    paths = (again.data.path, again.rollout.save, again.output_dir, again.cache_dir, again.model.path)
+    assert paths == (*(tmp_path / name for name in ("data.jsonl", "dump", "runs", "cache")), None)
+    shipped = load_config(write(tmp_path, recorded_config(load_config("sft_quickstart"))))
+    assert shipped.sft is not None
+    assert shipped.sft.path.is_file()

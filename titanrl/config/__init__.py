@@ -6,7 +6,7 @@ from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRule, ConfigError
 from titanrl.config.evaluation import EvaluationConfig
 from titanrl.config.faults import FaultsConfig
-from titanrl.config.load import dump_config, load_config, validate
+from titanrl.config.load import dump_config, load_config, recorded_config, validate
 from titanrl.config.operations import CheckpointConfig, HostsConfig, LoggingConfig, TimeoutsConfig
 from titanrl.config.schema import Config
 from titanrl.config.sections import (
@@ -47,5 +47,6 @@ __all__ = [
     "load_config",
     "print_dry_run",
     "read_source",
+    "recorded_config",
     "validate",
 ]

@@ -10,7 +10,7 @@ from titanrl.config.curriculum import CurriculumConfig
 from titanrl.config.environment import EnvironmentConfig
 from titanrl.config.errors import BrokenRule
 from titanrl.config.rewards import JudgeOptions, broken_by_options
-from titanrl.config.section import Count, FilePath, Fraction, OrImportPath, Section, Tokens
+from titanrl.config.section import Count, Fraction, InputPath, OrImportPath, Section, Tokens
 
 FILE_SOURCES = ("jsonl", "parquet", "arrow")
 """Built-in prompt sources that read files."""
@@ -107,7 +107,7 @@ class DataConfig(Section):
     """Name of the reasoning-gym task. With another source, only a label in metrics."""
     task_config: dict[str, Any] = {}
     """Options of the reasoning-gym task."""
-    path: FilePath | None = None
+    path: InputPath | None = None
     """File with the columns `prompt` and `answer`, or `messages` (a list of chat messages), and perhaps `tools`. Other columns
     become metadata. Can also be a directory of such files, a pattern such as `data/train-*.parquet`, or the directory of a
     saved data set."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from titanrl.config.choices import Dtype
 from titanrl.config.errors import BrokenRule
-from titanrl.config.section import Bytes, Count, Decay, FilePath, Processes, Section
+from titanrl.config.section import Bytes, Count, Decay, InputPath, Processes, Section
 
 UNUSED: Mapping[str, tuple[str, ...]] = {
     "rollout": ("top_p", "top_k", "min_p", "dynamic_sampling", "window", "num_spare_completions"),
@@ -33,7 +33,7 @@ UNUSED: Mapping[str, tuple[str, ...]] = {
 class TeacherConfig(Section):
     """The teacher model, served by a separate vLLM engine."""
 
-    path: FilePath
+    path: InputPath
     """Directory of the teacher in Hugging Face format. Its vocabulary must be the policy's."""
     tp: Processes = 1
     """Tensor-parallel degree of the teacher's engine."""

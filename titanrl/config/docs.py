@@ -18,9 +18,11 @@ python -m titanrl.grpo --config configs/quickstart.yaml algorithm.learning_rate=
 ```
 
 Scalars follow YAML 1.2: `1e-5` is a number, `off` and `12:00:00` are strings. Unknown keys, duplicate keys, tags and anchors
-are errors. Paths are relative to the current directory. The file of an import path (`file.py:name`) is relative to the
-configuration file or, if it does not exist there, to the current directory. Editors can validate and complete a configuration
-with `configs/schema.json`.
+are errors. Editors can validate and complete a configuration with `configs/schema.json`.
+
+A relative path of a model, of data or of a file with your code (`file.py:name`) refers to the current directory or, if nothing
+exists there, to the directory of the configuration file. If different files exist in both, the path is refused. Paths that a
+run writes, such as `output_dir`, are relative to the current directory. A run records absolute paths.
 
 Before any process starts, every command checks the configuration against this machine: the model directory, the task or the
 prompts, your custom objects, the device and the packages. A mistake ends the command with exit code 2. `--dry-run` runs the

@@ -7,7 +7,7 @@ from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from titanrl.config.errors import BrokenRule
-from titanrl.config.section import Count, CountOrZero, FilePath, OrImportPath, Seconds, Section, Tokens
+from titanrl.config.section import Count, CountOrZero, InputPath, OrImportPath, Seconds, Section, Tokens
 
 ENVIRONMENTS = ("single_turn", "tools", "calculator", "python", "tic_tac_toe")
 """Built-in environments."""
@@ -46,7 +46,7 @@ class EnvironmentConfig(Section):
     num_processes: CountOrZero = 0
     """Number of environment processes per rollout worker, for native code and blocking calls. Each runs one episode at a time
     and is killed at a time limit. With 0, environments run in the rollout worker itself."""
-    python: FilePath | None = None
+    python: InputPath | None = None
     """Python interpreter of the environment processes, for example of another virtual environment; null uses the current
     one."""
 

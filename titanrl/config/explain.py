@@ -39,7 +39,8 @@ def explain_rule(broken: BrokenRule, source: Source | None = None, section: Loca
         source: Source of the configuration. Without it, the message contains no line numbers.
         section: Path of the section that the keys are relative to.
     """
-    paths = {(*section, *map(_part, key.split("."))): value for key, value in broken.values.items()}
+    # A rule about a single value has no key of its own.
+    paths = {(*section, *map(_part, key.split(".") if key else ())): value for key, value in broken.values.items()}
     if source is None:
         return message("config", ", ".join(_written(path, value) for path, value in paths.items()), broken.rule, broken.fix)
     locations = {path: source.where(path) for path in paths}

@@ -1,13 +1,16 @@
 """Load a configuration from YAML and overrides, and dump it as YAML."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from titanrl.config.errors import ConfigError
 from titanrl.config.explain import explain
 from titanrl.config.schema import Config
+from titanrl.config.shipped import data_file
 from titanrl.config.source import Source, read_source
 from titanrl.config.strict_yaml import dump
 
@@ -35,6 +38,20 @@ def validate(source: Source) -> Config:
         return Config.model_validate(source.values, context={"folder": source.path.parent})
     except ValidationError as error:
         raise ConfigError(*explain(error, source)) from None
+
+
+def recorded_config(config: Config) -> str:
+    """Return the resolved configuration as YAML with absolute paths, so that it means the same in every directory."""
+    return dump(_absolute(config.model_dump()))
+
+
+def _absolute(value: Any) -> Any:
+    """Return nested values with absolute paths. The bare name of an interpreter is looked up on PATH, so it stays."""
+    if isinstance(value, Path):
+        return value if value.parent == Path() and not value.exists() and shutil.which(value) else data_file(value).absolute()
+    if isinstance(value, dict):
+        return {key: _absolute(child) for key, child in value.items()}
+    return [_absolute(child) for child in value] if isinstance(value, list | tuple) else value
 
 
 def dump_config(config: Config) -> str:

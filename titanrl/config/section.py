@@ -1,5 +1,6 @@
 """The base class of configuration sections, and the types of their fields."""
 
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -7,14 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.shipped import FOLDER
 
 # Sections are strict: a string is not accepted for a number, nor a number for a boolean. YAML has neither paths nor tuples, so
 # pydantic converts only these, from strings and lists.
 FilePath = Annotated[Path, Field(strict=False)]
+"""A file or directory that a run writes, relative to the current directory."""
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -41,8 +53,8 @@ class OrImportPath:
 
     Example: `loss: Annotated[str, OrImportPath(tuple(LOSSES))]`
 
-    A `.py` file in an import path is relative to the configuration file or, if it does not exist there, to the current
-    directory. Validation makes the path absolute, because other processes import it.
+    A `.py` file in an import path is found as `InputPath` is. Validation makes the path absolute, because other processes
+    import it.
     """
 
     names: tuple[str, ...] = ()
@@ -65,9 +77,36 @@ def _with_absolute_file(path: str, info: ValidationInfo) -> str:
     file, _, name = path.rpartition(":")
     if not file.endswith(".py"):
         return path
-    beside_config, here = Path((info.context or {}).get("folder", Path()), file), Path(file)
-    is_here = os.path.exists(here) and not os.path.exists(beside_config)
-    return f"{(here if is_here else beside_config).absolute()}:{name}"
+    return f"{_found(Path(file), info).absolute()}:{name}"
+
+
+def _found(path: Path, info: ValidationInfo) -> Path:
+    """Return the path of an input: as given if it exists, else beside the configuration file if it exists there.
+
+    Raises:
+        BrokenRules: Different files exist in both places.
+    """
+    folder = (info.context or {}).get("folder")
+    if folder is None or path.is_absolute():
+        return path
+    beside = Path(folder, path)
+    is_here, is_beside = _exists(path), _exists(beside)
+    # A file of the user takes precedence over one that is shipped.
+    if is_here and is_beside and Path(folder).resolve() not in (Path.cwd(), FOLDER.resolve()):
+        rule = "a relative path must name one file, but it exists in the current directory and beside the configuration file"
+        fix = f"write the absolute path of the one that you mean: {path.absolute()} or {beside.absolute()}"
+        raise BrokenRules(BrokenRule(values={"": str(path)}, rule=rule, fix=fix))
+    return beside.absolute() if is_beside and not is_here else path
+
+
+def _exists(path: Path) -> bool:
+    """Return True if a file or a match of a pattern exists."""
+    return os.path.exists(path) or (glob.has_magic(str(path)) and any(glob.iglob(str(path))))
+
+
+InputPath = Annotated[Path, Field(strict=False), AfterValidator(_found)]
+"""A file or directory that a run reads, relative to the current directory or, if it does not exist there, to the configuration
+file."""
 
 
 def _path_problem(path: Path) -> str | None:

@@ -16,6 +16,7 @@ from titanrl.config.section import (
     Count,
     CountOrZero,
     FilePath,
+    InputPath,
     OrImportPath,
     Processes,
     Seconds,
@@ -62,7 +63,7 @@ class RecipeConfig(Section):
 class ModelConfig(Section):
     """The policy to train."""
 
-    path: FilePath | None = None
+    path: InputPath | None = None
     """Directory of a model in Hugging Face format (config.json, tokenizer, safetensors); null builds the model of `recipe`."""
     family: Annotated[str, OrImportPath()] | None = None
     """Import path of a custom model family, as `package.module:name` or `file.py:name`. Null selects the family by the model
@@ -156,7 +157,7 @@ class RolloutConfig(Section):
     save: FilePath | None = None
     """Directory for a dump of all rollouts, as Parquet files with tokens, log-probabilities, rewards and messages
     (docs/howto/dump.md); null writes none."""
-    replay: FilePath | None = None
+    replay: InputPath | None = None
     """Directory of a dump to train on, batch by batch in the recorded order, without generators, environments and rewards
     (docs/howto/dump.md). Null samples new rollouts."""
 

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from titanrl.config.choices import LearningRateDecay, TrainOn
 from titanrl.config.errors import BrokenRule
-from titanrl.config.section import Count, Decay, FilePath, Section, StepsOrZero, Tokens
+from titanrl.config.section import Count, Decay, InputPath, Section, StepsOrZero, Tokens
 
 USED: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("max_skipped_steps",),
@@ -25,10 +25,10 @@ class SFTConfig(Section):
     steps between evaluations of the loss on held-out examples. Of the section `data`, only `chat_template`,
     `chat_template_kwargs`, `system_prompt` and `control_tokens` are used."""
 
-    path: FilePath
+    path: InputPath
     """Examples with `messages`, or with `prompt` and `completion` (docs/howto/sft.md): a JSONL or Parquet file, a directory of
     such files, a pattern such as `data/train-*.parquet`, or the directory of a data set saved by Hugging Face datasets."""
-    validation_path: FilePath | None = None
+    validation_path: InputPath | None = None
     """Held-out examples, in the same formats; null uses `heldout_fraction`."""
     columns: dict[Literal["prompt", "completion", "messages", "tools"], str] = {}
     """Names of the columns, if they are not `prompt`, `completion`, `messages` and `tools`. A dot selects a nested field."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titanrl.config import Config, dump_config
+from titanrl.config import Config, recorded_config
 from titanrl.launch.progress import Resumable, checkpoint_dir, set_aside
 from titanrl.metrics.console import Console
 from titanrl.metrics.record import Recorder
@@ -45,7 +45,7 @@ def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: 
     )
     if step is not None:
         _set_aside(directory, step, beginning, console)
-    directory.write_config(dump_config(config))
+    directory.write_config(recorded_config(config))
     if beginning.kind != "restart":  # the restart event is recorded once the processes run
         directory.event(beginning.kind, step=state.step)
     trackers = make_trackers(
