@@ -14,11 +14,12 @@ import pytest
 
 from tests.preflight_cases import GOOD, data_problem, preflight_error, problem, problems, write_model, write_questions
 from titanrl import packages
-from titanrl.child_checks import Child, check_data, check_plugins
+from titanrl.child_checks import Child, check_data, check_plugins, check_set
 from titanrl.config import ConfigError, Source, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import validate
 from titanrl.config.sft import SFTConfig
+from titanrl.data.selection import Selection
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.extensions import plugins_of
 from titanrl.preflight import preflight
@@ -85,7 +86,7 @@ def test_huge_prompt_is_dropped_before_tokenization(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("template", "rule"),
     [
-        ("{{ raise_exception('no system role') }}", 'the chat template rejects the conversation: no system role (got "0 =")'),
+        ("{{ raise_exception('no system role') }}", "the chat template rejects the conversation: no system role"),
         ("{{ messages[0]['content'] + 1 }}", "the chat template rejects the conversation: "),
         ("{% for m in messages %}{{ m.content * 100 }}{% endfor %}", "50 longer than data.max_prompt_tokens"),
     ],
@@ -426,3 +427,50 @@ def _source(text: str) -> Source:
     path = Path("run.yaml")
     path.write_text(GOOD + text, encoding="utf-8")
     return read_source(path)
+
+
+def selections_of(text: str) -> list[Selection]:
+    Path("run.yaml").write_text(GOOD + text)
+    found = check_data(validate(read_source("run.yaml")), {})
+    return [rows for rows in found if isinstance(rows, Selection)]
+
+
+def test_rows_that_are_left_out_are_counted() -> None:
+    rows = [{"prompt": f"{n} =", "answer": "1"} for n in range(12)] + [{"prompt": "1" * 65 + str(n)} for n in range(60)]
+    Path("long.jsonl").write_text("".join(json.dumps({"answer": "1", **row}) + "\n" for row in rows))
+    (found,) = selections_of("data: {mixture: {a: {source: jsonl, path: long.jsonl}}}\n")
+    assert (found.key, found.num_rows, found.num_training + found.num_heldout) == ("data.mixture.a.path", 72, 12)
+    assert found.is_mostly_left_out
+    reason = "60 longer than data.mixture.a.max_prompt_tokens (the longest has 67 tokens)"
+    assert found.messages()[0] == f"data.mixture.a.path: 60 of 72 rows left out: {reason}"
+    assert found.messages()[1].startswith("data.mixture.a.path: evaluation.num_prompts is 200, but there are only ")
+    assert found.source == str(Path("long.jsonl").absolute())
+    assert found.digest is not None
+
+
+def test_tried_items_of_a_task_are_counted() -> None:
+    (found,) = selections_of("data: {max_prompt_tokens: 12, task_config: {min_terms: 3, max_terms: 4, max_digits: 1}}\n")
+    assert found.num_training > 100
+    assert 0.4 < found.num_left_out / found.num_rows < 0.6  # half of the questions have 16 tokens
+    assert "tried items left out" in found.reasons()
+
+
+def test_answers_longer_than_any_completion_are_refused() -> None:
+    Path("a.jsonl").write_text("".join(json.dumps({"prompt": f"{n} =", "answer": "x" * 9}) + "\n" for n in range(20)))
+    text = "data: {source: jsonl, path: a.jsonl}\nevaluation: {num_prompts: 1}\nrollout: {max_new_tokens: 8}\n"
+    assert "no completion can equal a reference answer: all" in data_problem(text)
+    (found,) = selections_of(text.replace("8}", "9}"))
+    assert found.notes == ()
+
+
+def test_evaluation_set_counts_the_rows_that_it_takes() -> None:
+    write_questions(30)
+    Path("run.yaml").write_text(
+        GOOD + "evaluation: {num_prompts: 1, sets: {b: {num_prompts: 50, data: {source: jsonl, path: few.jsonl}}}}\n"
+    )
+    config = validate(read_source("run.yaml"))
+    (found,) = check_set(config, {}, config.evaluation_sets["b"])
+    assert isinstance(found, Selection)
+    assert (found.key, found.num_training) == ("evaluation.sets.b.data.path", 0)
+    assert found.num_heldout + found.num_other == 30
+    assert f"evaluation.sets.b.num_prompts is 50, but there are only {found.num_heldout} held-out prompts" in found.notes[0]

@@ -10,21 +10,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from titanrl.config.data import DataConfig
 from titanrl.config.environment import ENVIRONMENTS, EnvironmentConfig
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, nested, rule_of, within
-from titanrl.config.evaluation import EvaluationSet
-from titanrl.config.mixture import key_of
+from titanrl.config.evaluation import EvaluationSet, Split
+from titanrl.config.mixture import key_of, rollout_of
 from titanrl.config.schema import Config
+from titanrl.config.shipped import data_file
 from titanrl.config.sizes import model_values
+from titanrl.data.files import FORMATS, data_digest
 from titanrl.data.levels import open_levels
 from titanrl.data.recipe import write_tokenizer
-from titanrl.data.streams import Encode, Entry, make_encoder, make_gym_dataset, open_stream
+from titanrl.data.selection import Selection
+from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments.registry import load_factory
 from titanrl.extensions import config_of, point_of
@@ -34,14 +39,18 @@ from titanrl.rollout.renderers import make_renderer
 from titanrl.sandbox.confine import end_with_parent
 from titanrl.temporary import TemporaryFolder, delete_all
 
-Check = tuple[Callable[[], Sequence[str] | None], dict[str, object], float]
-"""Function to call in a child process, which may return warnings, the checked keys with their values, and the time limit in
+Finding = str | Selection
+"""A warning of a check, or the rows of a source by use."""
+Check = tuple[Callable[[], Sequence[Finding] | None], dict[str, object], float]
+"""Function to call in a child process, which may return findings, the checked keys with their values, and the time limit in
 seconds."""
 
 CHECK_LIMIT_S = 60.0
 """Time limit for importing a user-defined object, or for sampling from a task."""
 BUSY_FACTOR = 5
 """Factor by which the time limits are extended on a busy machine."""
+SAMPLED_PROMPTS = 100
+"""Number of prompts of a generated task that are tried, to count those that are too long."""
 HELDOUT_LIMIT_S = 2.0
 """Time after which the search for held-out prompts stops without an error."""
 
@@ -51,7 +60,7 @@ _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from 
 class Child:
     """A running check in a child process."""
 
-    def __init__(self, check: Callable[[], Sequence[str] | None], values: Mapping[str, object], limit_s: float) -> None:
+    def __init__(self, check: Callable[[], Sequence[Finding] | None], values: Mapping[str, object], limit_s: float) -> None:
         """Start the check.
 
         Args:
@@ -62,6 +71,8 @@ class Child:
         self._values, self._limit_s = values, limit_s
         self.warnings: Sequence[str] = ()
         """Warnings of the check; set by `result`."""
+        self.selections: tuple[Selection, ...] = ()
+        """Rows of the checked sources by use, after `result`."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
         with tempfile.TemporaryFile() as request:
             request.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, values)))
@@ -90,7 +101,10 @@ class Child:
             self._errors.close()
         if self._process.returncode == 0 and output:
             broken: tuple[BrokenRule, ...]
-            broken, self.warnings = pickle.loads(output)
+            found: Sequence[Finding]
+            broken, found = pickle.loads(output)
+            self.warnings = [text for text in found if isinstance(text, str)]
+            self.selections = tuple(rows for rows in found if isinstance(rows, Selection))
             return broken
         code = self._process.returncode
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -164,7 +178,7 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
 
 
 def _data_check(
-    config: Config, data: DataConfig, section: str, check: Callable[..., Sequence[str]], has_tokenizer: bool
+    config: Config, data: DataConfig, section: str, check: Callable[..., Sequence[Finding]], has_tokenizer: bool
 ) -> Check:
     """Return the check of the data section of a task or an evaluation set."""
     prompts = partial(check, has_tokenizer=has_tokenizer, load_s=CHECK_LIMIT_S)
@@ -206,8 +220,8 @@ def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
 
 def check_data(
     config: Config, plugins: Plugins, task: str | None = None, *, has_tokenizer: bool = True, load_s: float = CHECK_LIMIT_S
-) -> list[str]:
-    """Read, split and tokenize the prompts of a training task as a rollout worker does, try its rewards, and return warnings.
+) -> list[Finding]:
+    """Read, split and tokenize the prompts of a training task as a rollout worker does, and try its rewards.
 
     Args:
         config: Configuration.
@@ -220,27 +234,33 @@ def check_data(
         ValueError: The data cannot be used.
     """
     names = config.data.tasks if task is None else [task]
-    return [text for name in names for text in _check_task(config, plugins, name, has_tokenizer, load_s)]
+    return [found for name in names for found in _check_task(config, plugins, name, has_tokenizer, load_s)]
 
 
-def _check_task(config: Config, plugins: Plugins, name: str, has_tokenizer: bool, load_s: float) -> list[str]:
+def _check_task(config: Config, plugins: Plugins, name: str, has_tokenizer: bool, load_s: float) -> list[Finding]:
     data = config.data.tasks[name]
     section = key_of(name, data)
     try:
         encode, of_task = _encoder(config, data, has_tokenizer=has_tokenizer), plugins_of_data(plugins, section)
         stream = open_stream(data, encode, config.seed, of_task)
         open_levels(data, encode, config.seed, stream)
+        notes: list[str] = []
+        if has_tokenizer and data.source != "reasoning_gym":
+            notes += _long_answers(data, stream, policy_tokenizer(config), rollout_of(data, config.rollout).max_new_tokens)
+        if data.source == "reasoning_gym":
+            _sample(stream)
         for subset in config.evaluation_sets.values():
             if subset.task == name:
-                stream.heldout(subset.num_prompts, key=subset.key, limit_s=HELDOUT_LIMIT_S)
+                notes += _few_prompts(subset, stream)
+        found = _selection(data, stream, section, notes)
     except BrokenRules as error:
         raise within(error, section) from None
-    return try_rewards(config.of_task(data), of_task, stream[0].entry, section, load_s=load_s)
+    return [found, *try_rewards(config.of_task(data), of_task, stream[0].entry, section, load_s=load_s)]
 
 
 def check_set(
     config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True, load_s: float = CHECK_LIMIT_S
-) -> list[str]:
+) -> list[Finding]:
     """Read the prompts of an evaluation set that has a separate data section, and try its rewards; see `check_data`.
 
     Raises:
@@ -250,11 +270,89 @@ def check_set(
     try:
         encode = _encoder(config, subset.data, has_tokenizer=has_tokenizer)
         stream = open_stream(subset.data, encode, config.seed, plugins, is_trained_on=False)
-        prompts = stream.heldout(subset.num_prompts, split=subset.split, key=subset.key, limit_s=HELDOUT_LIMIT_S)
+        notes = _few_prompts(subset, stream)
+        first = stream.heldout(1, split=subset.split, key=subset.key)[0]
+        found = _selection(subset.data, stream, f"{subset.key}.data", notes, subset.split)
     except BrokenRules as error:
         raise nested(error, subset.key) from None
     of_set = config.model_copy(update={"data": subset.data})
-    return try_rewards(of_set, plugins, prompts[0].entry, f"{subset.key}.data", load_s=load_s)
+    return [found, *try_rewards(of_set, plugins, first.entry, f"{subset.key}.data", load_s=load_s)]
+
+
+def _selection(
+    data: DataConfig, stream: PromptStream, section: str, notes: Sequence[str], split: Split | None = None
+) -> Selection:
+    """Return the rows of a source by use, with the digest of its files.
+
+    Args:
+        data: Section of the source.
+        stream: Its prompts.
+        section: Path of the section.
+        notes: Further notes.
+        split: Split that an evaluation set takes; None for a training task.
+    """
+    found = stream.selection
+    key = found.key.replace("data", section, 1)
+    heldout = found.num_heldout + (found.num_training if split == "all" else 0)
+    left_out = {reason.replace("data.", f"{section}.", 1): number for reason, number in found.left_out.items()}
+    if split is not None:
+        found = replace(found, num_training=0, num_heldout=heldout, num_other=found.num_rows_used - heldout)
+    found = replace(found, key=key, left_out=left_out, notes=(*found.notes, *notes))
+    if data.path is not None:
+        path = data_file(data.path)
+        found = replace(found, source=str(path.absolute()), digest=data_digest(path, "data.path", FORMATS[data.source]))
+    elif data.options:
+        found = replace(found, source=f"{found.source} {inline(data.options)}")
+    return found
+
+
+def _sample(stream: PromptStream) -> None:
+    """Generate some prompts of a task, to count those that are too long."""
+    started = time.monotonic()
+    for index in range(min(SAMPLED_PROMPTS, stream.num_prompts)):
+        stream[index]
+        if time.monotonic() - started > HELDOUT_LIMIT_S:
+            return
+
+
+def _few_prompts(subset: EvaluationSet, stream: PromptStream) -> list[str]:
+    """Check that an evaluation set has a prompt, and return a note if it has fewer than it takes."""
+    started = time.monotonic()
+    found = len(stream.heldout(subset.num_prompts, split=subset.split, key=subset.key, limit_s=HELDOUT_LIMIT_S))
+    if found == subset.num_prompts or time.monotonic() - started > HELDOUT_LIMIT_S:
+        return []
+    which = "held-out prompts" if subset.split == "heldout" else "prompts"
+    return [
+        f"{subset.key}.num_prompts is {subset.num_prompts:,}, but there are only {found:,} {which}, which are all evaluated"
+    ]
+
+
+def _long_answers(data: DataConfig, stream: PromptStream, tokenizer: Tokenizer, max_new_tokens: int) -> list[str]:
+    """Return a note if no completion can equal some reference answers, because they have too many tokens.
+
+    Raises:
+        BrokenRules: This holds for all answers.
+    """
+    if data.environment is not None or all(part.function != "exact" for part in data.reward_parts.values()):
+        return []
+    answers = [prompt.entry["answer"] for prompt in stream.training_prompts()]
+    shown = data.path or data.source
+    number = sum(_num_tokens(tokenizer, answer) > max_new_tokens for answer in answers)
+    if number == len(answers):
+        rule = f"no completion can equal a reference answer: all {number:,} have more tokens"
+        fix = "raise it, or take a part of the answers with data.answer"
+        values = {"rollout.max_new_tokens": max_new_tokens, "data.path" if data.path else "data.source": str(shown)}
+        raise BrokenRules(BrokenRule(values=values, rule=rule, fix=fix))
+    text = f"{number:,} of {len(answers):,} reference answers have more tokens than rollout.max_new_tokens={max_new_tokens}"
+    return [f"{text}, so that no completion equals them"] if number else []
+
+
+def _num_tokens(tokenizer: Tokenizer, answer: str) -> int:
+    """Return the number of tokens of a reference answer; 0 if the tokenizer lacks a character of it."""
+    try:
+        return len(tokenizer.encode(" ".join(answer.split())))
+    except ValueError:
+        return 0
 
 
 def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode:
@@ -269,26 +367,12 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
         if unknown := [token_id for token_id in config.rollout.stop_ids if token_id not in known]:
             rule = f"the tokenizer has no token with this id; its ids are 0 to {max(known)}"
             raise BrokenRules(BrokenRule(values={"rollout.stop": unknown[0]}, rule=rule, fix="correct the id"))
-        encode = partial(_encoded, make_encoder(data, tokenizer), config)
+        encode = make_encoder(data, tokenizer)
         if data.environment is not None:
             check_environment(data.environment, tokenizer)
     if data.source != "reasoning_gym" and any(reward.function == "reasoning_gym" for reward in data.rewards.values()):
         make_gym_dataset(data.task, data.task_config, seed=0, size=1)
     return encode
-
-
-def _encoded(encode: Encode, config: Config, entry: Entry) -> Sequence[int]:
-    """Tokenize the question of an entry, and name the chat template in the error if it rejects the question."""
-    try:
-        return encode(entry)
-    except BrokenRules:
-        raise
-    except ValueError as error:
-        if "chat template" not in str(error):
-            raise
-        fix = "correct the template or the prompts; data.chat_template: never tokenizes prompts without it"
-        rule = f"{str(error).partition('. ')[0]} (got {inline(entry.get('messages', entry['question']))})"
-        raise BrokenRules(BrokenRule(values=model_values(config), rule=rule, fix=fix)) from error
 
 
 def check_environment(environment: EnvironmentConfig, tokenizer: Tokenizer) -> None:
@@ -322,15 +406,15 @@ def _serve() -> None:
     parent_pid, check, values = pickle.load(sys.stdin.buffer)
     end_with_parent(parent_pid)
     broken: tuple[BrokenRule, ...] = ()
-    warnings: Sequence[str] = ()
+    found: Sequence[Finding] = ()
     try:
-        warnings = check() or ()
+        found = check() or ()
     except BrokenRules as error:
         broken = error.broken
     except Exception as error:  # tasks and user modules may raise anything
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         broken = (rule_of(text, values),)
     with results:
-        pickle.dump((broken, warnings), results)
+        pickle.dump((broken, found), results)
     delete_all()
     os._exit(0)  # threads of imported modules must not delay the exit

@@ -27,12 +27,13 @@ from titanrl.config.errors import refusing
 from titanrl.config.load import validate
 from titanrl.config.program import check_program
 from titanrl.config.source import config_of_run, read_source
+from titanrl.data.recorded import FLAG, check_recorded
 from titanrl.errors import describe
 from titanrl.launch.environment import temporary_folder
 from titanrl.launch.launcher.command import run_launched, tell_failure
 from titanrl.launch.run_lock import check_idle, check_new_run
 from titanrl.metrics.console import Console
-from titanrl.preflight import dry_run
+from titanrl.preflight import Checked, dry_run, read_examples
 from titanrl.run import Run
 
 CLOSE_LIMIT_S = 25.0
@@ -50,9 +51,10 @@ def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "tit
     with refusing():
         config, source = read(kind, arguments)
         if arguments.dry_run:
-            dry_run(config, source, partial(check, kind.for_config(config), config, arguments.resume, source))
+            accepts = arguments.accept_changed_data
+            dry_run(config, source, partial(check, kind.for_config(config), config, arguments.resume, source, accepts))
             sys.exit(0)
-    start = partial(run, kind, config, arguments.resume, source)
+    start = partial(run, kind, config, arguments.resume, source, accepts_changed_data=arguments.accept_changed_data)
     try:
         code = run_launched(config, source, start) if config.hosts.kind == "launcher" else start()
     except ConfigError as error:
@@ -69,6 +71,9 @@ def parse(argv: Sequence[str] | None, *, prog: str = "titanrl train", purpose: s
     which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
     which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and start nothing")
+    parser.add_argument(
+        FLAG, action="store_true", help="with --resume: continue although the run's data files or prompts have changed"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     return parser.parse_args(argv)
 
@@ -91,23 +96,31 @@ def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source
     return config, source
 
 
-def check(kind: type[Run], config: Config, resume: Path | None, source: Source) -> str:
-    """Make the checks of a start; return where a resumed run would continue, and which checkpoints are unusable.
+def check(kind: type[Run], config: Config, resume: Path | None, source: Source, accepts_changed_data: bool) -> Checked:
+    """Make the checks of a start.
+
+    The remark says where a resumed run would continue, which checkpoints are unusable, and which data have changed.
 
     Raises:
         ConfigError: The run cannot start, or the run to resume is still active.
     """
     if resume is not None:
         check_idle(resume)
-    found = kind.check(config, resume=resume, source=source)
+    found = kind.check(config, resume=resume, source=source, accepts_changed_data=accepts_changed_data)
+    selections, remarks, numbers = found.selections, list(found.remarks), dict[str, str]()
+    if config.sft is not None:
+        examples = read_examples(config, source)
+        selections, numbers = examples.selections, examples.summary(config.sft.batch_size, config.num_steps)
+        if resume is not None:
+            remarks = check_recorded(resume, selections, accepts_changes=accepts_changed_data)
     if resume is None:
         check_new_run(config.run_dir)
-        return ""
-    unusable = "".join(f"; {name} cannot be used: {reason}" for name, reason in found.unusable.items())
-    return f"continuing after step {found.state.step}{unusable}"
+        return "", selections, numbers
+    unusable = [f"{name} cannot be used: {reason}" for name, reason in found.unusable.items()]
+    return "; ".join([f"continuing after step {found.state.step}", *unusable, *remarks]), selections, numbers
 
 
-def run(kind: type[Run], config: Config, resume: Path | None, source: Source) -> int:
+def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *, accepts_changed_data: bool = False) -> int:
     """Train, print the outcome, and return the exit code.
 
     Raises:
@@ -118,7 +131,9 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source) ->
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
         code, cause = 1, ""
         try:
-            training = kind.for_config(config)(config, resume=resume, console=console, source=source)
+            training = kind.for_config(config)(
+                config, resume=resume, console=console, source=source, accepts_changed_data=accepts_changed_data
+            )
             with console, log_to(training.run_dir / "logs" / "controller_0.log"), temporary_folder():
                 code, cause, watchdog = asyncio.run(train(training, err))
             watchdog.cancel()

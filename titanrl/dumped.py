@@ -26,6 +26,7 @@ class DumpedRun(EvaluatedRun):
         resume: Path | None = None,
         console: Console | None = None,
         source: Source | None = None,
+        accepts_changed_data: bool = False,
         **objects: object,
     ) -> None:
         """Check the dump folders; see `Lifecycle` for the arguments.
@@ -40,7 +41,14 @@ class DumpedRun(EvaluatedRun):
                 values={"train": False}, rule=f"{type(self).__name__} trains", fix="use titanrl.generation.Generation"
             )
             raise ConfigError(explain_rule(rule, source))
-        super().__init__(config, resume=resume, console=console, source=source, **objects)
+        super().__init__(
+            config,
+            resume=resume,
+            console=console,
+            source=source,
+            accepts_changed_data=accepts_changed_data,
+            **objects,
+        )
         self._dump = None if save is None else DumpBatches(save.resolve())
         self._recorded = None if replay is None else DumpReader(replay.resolve())
 
@@ -53,6 +61,7 @@ class DumpedRun(EvaluatedRun):
         source: Source | None = None,
         plugins: Plugins | None = None,
         meanwhile: Callable[[], object] = lambda: None,
+        accepts_changed_data: bool = False,
     ) -> Resumable:
         """Check also that `rollout.save` does not hold the dump of another run; see `Lifecycle.check`."""
         save = config.rollout.save
@@ -60,7 +69,14 @@ class DumpedRun(EvaluatedRun):
             fix = "choose another folder, remove this one, or resume its run with --resume"
             rule = BrokenRule(values={"rollout.save": str(save)}, rule="the folder holds the dump of another run", fix=fix)
             raise ConfigError(explain_rule(rule, source))
-        return super().check(config, resume=resume, source=source, plugins=plugins, meanwhile=meanwhile)
+        return super().check(
+            config,
+            resume=resume,
+            source=source,
+            plugins=plugins,
+            meanwhile=meanwhile,
+            accepts_changed_data=accepts_changed_data,
+        )
 
     def roles(self) -> Roles:
         """Return all roles, except generators in a replay."""

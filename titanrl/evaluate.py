@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.ev
         model, config, source = evaluated_model(arguments.model, arguments.config, arguments.overrides)
         names = chosen_sets(config, arguments.set)
         with terminal.announcing("checking the data, the model and the rewards"):
-            preflight(config, source, training=False)
+            selections = preflight(config, source, training=False)
+        for text in (text for found in selections for text in found.messages()):
+            print(f"note: {text}", file=sys.stderr)
     command.exit_process(run(model, config, names, as_json=arguments.json))
 
 

@@ -80,10 +80,18 @@ class GRPO(DumpedRun):
         resume: Path | None = None,
         console: Console | None = None,
         source: Source | None = None,
+        accepts_changed_data: bool = False,
         **objects: object,
     ) -> None:
         """Check the configuration and the machine without starting a process; see `Run`."""
-        super().__init__(config, resume=resume, console=console, source=source, **objects)
+        super().__init__(
+            config,
+            resume=resume,
+            console=console,
+            source=source,
+            accepts_changed_data=accepts_changed_data,
+            **objects,
+        )
         self._num_published = 0
         self._unpublished: list[TrainedBatch] = []
         self._num_deaths = 0  # of rollout workers, when a batch was last returned

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -13,6 +14,8 @@ from titanrl.config.errors import BrokenRules
 from titanrl.config.explain import explain_rule
 from titanrl.config.program import check_program
 from titanrl.config.sizes import notes
+from titanrl.data.recorded import check_recorded
+from titanrl.data.selection import Selection
 from titanrl.device import resolve_device
 from titanrl.errors import FaultError, describe
 from titanrl.extensions import plugins_of, with_declared_traits, with_objects
@@ -56,6 +59,7 @@ class Lifecycle:
         resume: Path | None = None,
         console: Console | None = None,
         source: Source | None = None,
+        accepts_changed_data: bool = False,
         **objects: object,
     ) -> None:
         """Run all checks that are possible before a process starts, and lock the run directory.
@@ -65,6 +69,7 @@ class Lifecycle:
             resume: Directory of the run to resume; None creates a new one.
             console: Progress display; created from `config.logging` by default.
             source: Source of the configuration, which lets messages name lines and overrides.
+            accepts_changed_data: True to resume a run although its data have changed.
             objects: User-defined objects that replace built-in ones, by the argument names in `titanrl.extensions`.
 
         Raises:
@@ -81,7 +86,12 @@ class Lifecycle:
                 "check", "model, data and rewards" if resume is None else f"{relative(resume)}, model, data and rewards"
             )
             self._found = self.check(
-                config, resume=resume, source=source, plugins=self._plugins, meanwhile=_import_heavy_packages
+                config,
+                resume=resume,
+                source=source,
+                plugins=self._plugins,
+                meanwhile=_import_heavy_packages,
+                accepts_changed_data=accepts_changed_data,
             )
         except BaseException:  # including interrupts, because a live display hides the cursor
             self.console.close()
@@ -119,6 +129,7 @@ class Lifecycle:
         source: Source | None = None,
         plugins: Plugins | None = None,
         meanwhile: Callable[[], object] = lambda: None,
+        accepts_changed_data: bool = False,
     ) -> Resumable:
         """Check that a run can start or be resumed, without starting or writing anything. A start and `--dry-run` both do this.
 
@@ -128,6 +139,7 @@ class Lifecycle:
             source: Source of the configuration, which lets messages name lines and overrides.
             plugins: User-defined objects; by default those named in the configuration.
             meanwhile: Function to call while child processes check data and user-defined objects.
+            accepts_changed_data: True to resume a run although its data have changed.
 
         Returns:
             The state to continue from.
@@ -137,7 +149,7 @@ class Lifecycle:
         """
         plugins = plugins_of(config, {}) if plugins is None else plugins
         found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
-        preflight(
+        selections = preflight(
             config,
             source,
             plugins=plugins,
@@ -151,7 +163,16 @@ class Lifecycle:
             with_declared_traits(config, plugins)
         except BrokenRules as error:
             raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
-        return found
+        remarks = [] if resume is None else check_recorded(resume, selections, accepts_changes=accepts_changed_data)
+        return replace(found, selections=selections, remarks=tuple(remarks))
+
+    def report(self, selections: Sequence[Selection], remarks: Sequence[str]) -> None:
+        """Print the rows that are left out of the data, as a warning if they are most, and accepted changes of the data."""
+        for found in selections:
+            for text in found.messages():
+                (self.console.warn if found.is_mostly_left_out else self.console.note)(text)
+        for remark in remarks:
+            self.console.warn(remark)
 
     def roles(self) -> Roles:
         """Return the roles that the loop needs."""
@@ -166,6 +187,7 @@ class Lifecycle:
         _import_heavy_packages()
         for note in (*notes(self.config), *policy_notes(self.config)):
             self.console.note(note)
+        self.report(self._found.selections, self._found.remarks)
         self._open_recorder("resume" if self._is_resumed else "start")
         await self._with_restarts()
         return self

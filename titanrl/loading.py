@@ -46,9 +46,8 @@ def import_object(path: str, *, key: str) -> Any:
         raise ValueError(f"{key}: not an import path (got {path!r}). Write it as `package.module:name` or `file.py:name`.")
     is_file = module.endswith(".py")
     if is_file and not os.path.isfile(module):
-        raise ValueError(
-            f"{key}: no such file (got {path!r}). Correct its path, which is relative to the current directory or to the configuration file."
-        )
+        places = "the current directory or the configuration file"
+        raise ValueError(f"{key}: no such file (got {path!r}). Correct its path, which is relative to {places}.")
     try:
         imported = _import_file(Path(module)) if is_file else importlib.import_module(module)
     except Exception as error:  # user code may raise anything

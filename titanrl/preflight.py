@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from titanrl.config.sizes import cpu_bytes, derive, gigabytes, host_bytes, model
 from titanrl.config.source import Source
 from titanrl.config.suggest import did_you_mean
 from titanrl.data import examples
+from titanrl.data.selection import Selection
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.device import missing_for, resolve_device
 from titanrl.extensions import plugins_of
@@ -71,7 +72,7 @@ def preflight(
     rollouts: bool = True,
     is_resumed: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
-) -> None:
+) -> tuple[Selection, ...]:
     """Check that a run of this configuration can start on this machine, without starting or writing anything.
 
     Warnings are printed to stderr.
@@ -85,6 +86,9 @@ def preflight(
         rollouts: True to check the prompts, which a session without rollouts does not use.
         is_resumed: True for a run that continues in its own directory.
         meanwhile: Function to call while child processes check data and user-defined objects.
+
+    Returns:
+        The rows of the prompts by use.
 
     Raises:
         ConfigError: The run cannot start. The error lists all reasons.
@@ -102,6 +106,7 @@ def preflight(
         raise ConfigError(*(explain_rule(rule, source) for rule in broken))
     for text in (text for child in children for text in child.warnings):
         print(f"warning: {text}", file=sys.stderr)
+    return tuple(selection for child in children for selection in child.selections)
 
 
 def broken_rules(
@@ -140,13 +145,17 @@ def read_examples(config: Config, source: Source | None = None) -> examples.Exam
         raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
 
 
-def dry_run(config: Config, source: Source | None, check: Callable[[], str]) -> None:
+Checked = tuple[str, Sequence[Selection], Mapping[str, str]]
+"""A remark, the rows of the data by use, and numbers of the examples by label."""
+
+
+def dry_run(config: Config, source: Source | None, check: Callable[[], Checked]) -> None:
     """Print the report of `--dry-run`, then check what the start of the run checks.
 
     Args:
         config: Configuration.
         source: Source of the configuration, which lets messages name lines and overrides.
-        check: Function that makes the checks of a start, and returns a remark.
+        check: Function that makes the checks of a start.
 
     Raises:
         ConfigError: The run cannot start.
@@ -156,10 +165,17 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], str]) -> 
     device_bytes = _device_bytes(device)
     print_dry_run(config, console, source, shape=model_shape(config), device=device, device_bytes=device_bytes)
     with announcing("checking the model, the data and the rewards"):
-        remark = check()
-        numbers = {} if config.sft is None else read_examples(config, source).summary(config.sft.batch_size, config.num_steps)
+        remark, selections, numbers = check()
     if numbers:
         print_table(console, "Examples", ("number", "value"), numbers.items())
+    columns = ("data", "rows", "to train on", "held out", "left out")
+    if selections:
+        print_table(console, "Rows", columns, (found.row() for found in selections))
+    for found in selections:
+        kind = "warning: more than half of the rows are left out" if found.is_mostly_left_out else "note"
+        lines = found.messages() if found.is_mostly_left_out else [f"{found.key}: {text}" for text in found.notes]
+        for text in lines:
+            console.print(f"{kind}: {text}", markup=False, highlight=False, soft_wrap=True)
     teacher_notes = () if config.distill is None else open_model(config.distill.teacher.path).notes()
     for note in (*policy_notes(config), *teacher_notes):
         console.print(f"note: {note}", markup=False, highlight=False)

@@ -16,6 +16,7 @@ from titanrl import command
 from titanrl.algorithms.schedule import adam_params
 from titanrl.config import Config, Source
 from titanrl.data.demonstrations import Demonstration, mean_loss_data
+from titanrl.data.recorded import check_recorded, record_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
@@ -44,15 +45,28 @@ class SFT(Run):
         resume: Path | None = None,
         console: Console | None = None,
         source: Source | None = None,
+        accepts_changed_data: bool = False,
         **objects: object,
     ) -> None:
         """Run all checks that are possible before a process starts, including the examples; see `Lifecycle`."""
-        super().__init__(config, resume=resume, console=console, source=source, **objects)
+        super().__init__(
+            config,
+            resume=resume,
+            console=console,
+            source=source,
+            accepts_changed_data=accepts_changed_data,
+            **objects,
+        )
         assert config.sft is not None
         self._sft = config.sft
         self.console.phase("read examples", str(config.sft.path))
         try:
             self.examples = read_examples(self.config, source)
+            self._remarks = (
+                []
+                if resume is None
+                else check_recorded(self.run_dir, self.examples.selections, accepts_changes=accepts_changed_data)
+            )
         except BaseException:  # including interrupts, because a live display hides the cursor
             self.console.close()
             if resume is None:
@@ -105,6 +119,8 @@ class SFT(Run):
         """Print the summary of the examples, and load the checkpoint of a resumed run."""
         for name, text in self.examples.summary(self._sft.batch_size, self.config.num_steps).items():
             self.console.note(f"{name}: {text}")
+        self.report(self.examples.selections, self._remarks)
+        record_data(self.run_dir, self.examples.selections)
         await self.resume()
 
     def _report(

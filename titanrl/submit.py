@@ -18,11 +18,13 @@ from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
 from titanrl.config.places import host_counts
 from titanrl.config.source import config_of_run, read_source
+from titanrl.data.recorded import FLAG, check_recorded, record_data
+from titanrl.data.selection import Selection
 from titanrl.device import resolve_device
 from titanrl.launch.progress import JOB_SCRIPT
 from titanrl.launch.run_lock import claim_new_run, claim_run
 from titanrl.launch.slurm.jobs import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
-from titanrl.preflight import preflight
+from titanrl.preflight import preflight, read_examples
 
 _BODY = """\
 cd {folder}
@@ -53,11 +55,19 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -> 
             rule, fix = "titanrl submit needs hosts that Slurm starts", "set hosts.kind to slurm"
             raise ConfigError(explain_rule(BrokenRule(values={"hosts.kind": config.hosts.kind}, rule=rule, fix=fix), source))
         with terminal.announcing("checking the data, the model and the rewards"):
-            preflight(config, source, rollouts=config.sft is None)
+            selections: Sequence[Selection] = preflight(config, source, rollouts=config.sft is None)
+            if config.sft is not None:
+                selections = read_examples(config, source).selections
+        remarks = [text for found in selections for text in found.messages()]
+        if arguments.resume:
+            remarks += check_recorded(arguments.resume, selections, accepts_changes=arguments.accept_changed_data)
+        for text in remarks:
+            print(f"note: {text}", file=sys.stderr)
         if arguments.dry_run:
             print(script(config, arguments.resume or config.run_dir), end="")
             return
         run_dir = prepare(config, arguments.resume)
+        record_data(run_dir, selections)
     try:
         job_id = asyncio.run(submit_job((run_dir / JOB_SCRIPT).read_text(encoding="utf-8")))
     except SlurmError as error:
@@ -75,6 +85,9 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
     which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the job script, and submit nothing")
+    parser.add_argument(
+        FLAG, action="store_true", help="with --resume: continue although the run's data files or prompts have changed"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     return parser.parse_args(argv)
 

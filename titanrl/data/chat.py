@@ -126,7 +126,8 @@ class ChatFormat:
             if chat is not as_text and (text := self._text(as_text, reply_follows)) is not None:
                 self._calls_as_text = True
                 return as_text, text
-            raise BadRow(str(error), "correct the messages, or use a model whose template supports them") from error
+            fix = "correct the template or the messages; data.chat_template: never tokenizes prompts without it"
+            raise BadRow(str(error).removesuffix("."), fix) from error
 
     def _text(self, chat: Chat, reply_follows: bool) -> str | None:
         """Return the text of a conversation; None if the template rejects it."""

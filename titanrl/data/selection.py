@@ -24,6 +24,8 @@ class Selection:
     """Number of rows to train on; for a generated task, of those that were tried."""
     num_heldout: int = 0
     """Number of rows held out for evaluation."""
+    num_other: int = 0
+    """Number of usable rows that an evaluation set does not take, because they are in the other split."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Number of rows left out, by reason."""
     notes: tuple[str, ...] = ()
@@ -37,9 +39,14 @@ class Selection:
         return sum(self.left_out.values())
 
     @property
+    def num_rows_used(self) -> int:
+        """Number of rows that are not left out."""
+        return self.num_training + self.num_heldout + self.num_other
+
+    @property
     def num_rows(self) -> int:
         """Number of rows of the source."""
-        return self.num_training + self.num_heldout + self.num_left_out
+        return self.num_rows_used + self.num_left_out
 
     @property
     def is_mostly_left_out(self) -> bool:
@@ -51,7 +58,8 @@ class Selection:
         if not self.num_left_out:
             return ""
         listed = ", ".join(f"{number:,} {reason}" for reason, number in self.left_out.items() if number)
-        return f"{self.num_left_out:,} of {self.num_rows:,} rows left out: {listed}"
+        what = "tried items" if self.digest is None else "rows"
+        return f"{self.num_left_out:,} of {self.num_rows:,} {what} left out: {listed}"
 
     def row(self) -> tuple[str, ...]:
         """Return the row of the dry run's table: key, rows, to train on, held out, left out."""

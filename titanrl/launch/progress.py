@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from titanrl.config.errors import ConfigError
+from titanrl.data.selection import Selection
 from titanrl.files import DamagedError, Digests, check_folder, commit_folder, replace_text
 
 STATE_FILE = "controller.json"
@@ -100,6 +101,10 @@ class Resumable:
     """State to continue from."""
     unusable: Mapping[str, str]
     """Reasons why newer checkpoints cannot be used (incomplete or damaged), by folder name."""
+    selections: tuple[Selection, ...] = ()
+    """Rows of the run's prompts by use; fine-tuning reads its examples later."""
+    remarks: tuple[str, ...] = ()
+    """Accepted changes of the data since the run was started."""
 
 
 def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from titanrl.config import Config, recorded_config
+from titanrl.data.recorded import record_data
 from titanrl.launch.progress import Resumable, checkpoint_dir, set_aside
 from titanrl.metrics.console import Console
 from titanrl.metrics.record import Recorder
@@ -46,6 +47,8 @@ def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: 
     if step is not None:
         _set_aside(directory, step, beginning, console)
     directory.write_config(recorded_config(config))
+    if beginning.kind != "restart":
+        record_data(run_dir, beginning.found.selections)
     if beginning.kind != "restart":  # the restart event is recorded once the processes run
         directory.event(beginning.kind, step=state.step)
     trackers = make_trackers(
