@@ -1,13 +1,18 @@
+import math
 import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import make_record as make_group
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.contracts import Advantage, GroupRewards
 from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.registry import ADVANTAGES
 from titanrl.tables import BatchPlan, RecordTable, Row, SequencePlan
 from titanrl.types import GroupRecord
 
@@ -209,6 +214,54 @@ def test_reinforce_pp_trains_on_groups_of_equal_rewards(make_record: RecordMaker
     batch = plan(records, advantage="reinforce_pp")
     # Mean 0.5, standard deviation 0.5.
     assert {s.handle.slot: s.advantage for s in sequences(batch)} == pytest.approx({0: 1.0, 1: -1.0}, rel=1e-5)
+
+
+def test_equal_rewards_have_no_advantage_with_a_batch_baseline(make_record: RecordMaker) -> None:
+    # Group 0 has the values 0.75 and -0.25 (3 times), group 1 only 0. Over the tokens: mean (3 * 0.75 - 3 * 0.25) / 10 = 0.15.
+    records = [
+        make_record(0, [1.0, 0.0, 0.0, 0.0], [3, 1, 1, 1]),
+        make_record(1, [1.0, 1.0], [2, 2], has_payload=False),
+    ]
+    batch = plan(records, advantage="reinforce_pp_baseline")
+    std = ((3 * 0.6**2 + 3 * 0.4**2 + 4 * 0.15**2) / 10) ** 0.5
+    assert batch.advantages_N.tolist() == pytest.approx([0.6 / std, *3 * [-0.4 / std], 0.0, 0.0], rel=1e-5)
+    assert batch.advantages_N.tolist()[4:] == [0.0, 0.0]
+    assert {s.handle.slot for s in sequences(batch)} == {0}
+
+
+REWARDS = st.sampled_from([0.0, 0.1, 0.25, 1.0])
+
+
+@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if not ADVANTAGES[name].traits.compares_parts] + ["custom"])
+@given(
+    groups=st.lists(st.lists(st.tuples(REWARDS, st.integers(0, 4)), min_size=1, max_size=4), min_size=1, max_size=4),
+    credit=st.sampled_from(["rollout", "turn", "token"]),
+    std_ddof=st.sampled_from([0, 1]),
+)
+def test_no_estimator_needs_the_tokens_of_equal_rewards(advantage: str, groups: Any, credit: str, std_ddof: int) -> None:
+    """A worker stores no tokens of a group of equal rewards, unless the estimator declares that it needs them."""
+    options: dict[str, Any] = {"advantage": advantage}
+    if advantage == "custom":
+        options = {"advantage": "mine.py:centred"}
+    if advantage == "pass_at_k":
+        options["pass_k"] = 2
+    elif advantage != "custom" and credit != "rollout":
+        options["credit"] = credit
+    if advantage == "grpo":
+        options["std_ddof"] = std_ddof
+    algorithm = AlgorithmConfig(**options)
+    records = []
+    for index, group in enumerate(groups):
+        rewards, counts = [reward for reward, _ in group], [count for _, count in group]
+        differs = len(set(rewards)) > 1 or algorithm.trains_on_equal_rewards
+        records.append(make_group(index, rewards, counts, has_payload=differs and any(counts)))
+    batch = plan(records, custom_advantage=centred if advantage == "custom" else None, **options)
+    assert all(map(math.isfinite, batch.advantages_N))
+    if not algorithm.trains_on_equal_rewards:
+        for record, values in zip(
+            records, np.split(batch.advantages_N, np.cumsum([len(group) for group in groups])), strict=False
+        ):
+            assert len(set(record.rewards)) > 1 or not values.any()
 
 
 def test_group_with_signal_must_have_payload(make_record: RecordMaker) -> None:

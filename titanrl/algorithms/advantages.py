@@ -66,7 +66,10 @@ def batch_advantages(
             values = group_advantages(rewards, method, std_ddof=std_ddof, pass_k=pass_k)
             known[ordered] = dict(zip(rewards, values, strict=True))
         advantages.append(tuple(map(known[ordered].__getitem__, rewards)))
-    return standardized(advantages, num_sampled) if ADVANTAGES[method].traits.is_standardized else advantages
+    traits = ADVANTAGES[method].traits
+    if not traits.is_standardized:
+        return advantages
+    return standardized(advantages, num_sampled, keeps_zero_groups=not traits.keeps_equal_rewards)
 
 
 def group_advantages(
@@ -166,12 +169,19 @@ def pass_at_k_advantages(rewards_G: Sequence[float], k: int, *, eps: float = EPS
 
 
 def standardized(
-    values: Sequence[Sequence[float]], num_sampled: Sequence[Sequence[int]], *, eps: float = EPS
+    values: Sequence[Sequence[float]], num_sampled: Sequence[Sequence[int]], *, keeps_zero_groups: bool, eps: float = EPS
 ) -> list[tuple[float, ...]]:
     """Return (value - mean) / (std + eps), with mean and variance over the loss tokens of the batch.
 
     Each value is weighted by its entry in `num_sampled`, the number of loss tokens that share it. If all values are equal, the
     result is exactly 0. Source: the global normalization of REINFORCE++ (arXiv:2501.03262).
+
+    Args:
+        values: Values of each group.
+        num_sampled: Number of loss tokens of each value.
+        keeps_zero_groups: True to leave a group whose values are all 0 at 0, although the mean is rarely exactly 0. With a
+            baseline, such a group has no signal, and its tokens may not be stored. It still counts in mean and std.
+        eps: Term added to the std.
     """
     flat = zip((v for group in values for v in group), (n for group in num_sampled for n in group), strict=True)
     counted = [(value, count) for value, count in flat if count]
@@ -180,11 +190,15 @@ def standardized(
         return [(0.0,) * len(group) for group in values]
     if max(distinct) >= HUGE or min(distinct) <= -HUGE:
         scale = power_of_two_scale(distinct)
-        return standardized([[value / scale for value in group] for group in values], num_sampled, eps=eps / scale)
+        scaled = [[value / scale for value in group] for group in values]
+        return standardized(scaled, num_sampled, keeps_zero_groups=keeps_zero_groups, eps=eps / scale)
     total = sum(count for _, count in counted)
     mean = math.fsum(count * value for value, count in counted) / total
     std = math.sqrt(math.fsum(count * (value - mean) ** 2 for value, count in counted) / total)
-    return [tuple((value - mean) / (std + eps) for value in group) for group in values]
+    return [
+        tuple(group) if keeps_zero_groups and not any(group) else tuple((value - mean) / (std + eps) for value in group)
+        for group in values
+    ]
 
 
 def decoupled_advantages(groups: Iterable[GroupRewards], *, std_ddof: int = 0, eps: float = EPS) -> list[tuple[float, ...]]:

@@ -52,11 +52,12 @@ def turn_advantages(
         returns = [discounted_returns(rewards, discount) for rewards in group.turn_rewards]
         by_k = [iter(group_advantages(values, method, std_ddof=std_ddof)) for values in by_turn(returns)]
         advantages.append([[next(by_k[k]) for k in range(len(rollout))] for rollout in returns])
-    if not ADVANTAGES[method].traits.is_standardized:
+    traits = ADVANTAGES[method].traits
+    if not traits.is_standardized:
         return advantages
     values = [list(chain.from_iterable(group)) for group in advantages]
     counts = [list(chain.from_iterable(group.turn_tokens)) for group in groups]
-    flat = iter(chain.from_iterable(standardized(values, counts)))
+    flat = iter(chain.from_iterable(standardized(values, counts, keeps_zero_groups=not traits.keeps_equal_rewards)))
     return [[[next(flat) for _ in rollout] for rollout in group] for group in advantages]
 
 
@@ -70,20 +71,22 @@ def token_advantages(records: RecordTable, method: str, *, discount: float = 1.0
     Raises:
         ValueError: See `group_advantages`.
     """
-    values: list[DoubleArray] = []
+    values: list[list[float]] = []  # of all tokens, by group
     for returns_GL, num_tokens_G in _token_returns(records, discount):
         by_returns: dict[tuple[float, ...], tuple[float, ...]] = {}  # without a discount, most tokens have equal returns
         columns = list(map(tuple, returns_GL.T.tolist()))
         for column in columns:
             if column not in by_returns:
                 by_returns[column] = group_advantages(column, method, std_ddof=std_ddof)
-        advantages_LG = np.array([by_returns[column] for column in columns])
-        values += [advantages_LG[:num_tokens, i] for i, num_tokens in enumerate(num_tokens_G)]
-    if ADVANTAGES[method].traits.is_standardized:
-        by_rollout = [rollout.tolist() for rollout in values]
-        counts = [[1] * len(rollout) for rollout in by_rollout]
-        return np.fromiter(chain.from_iterable(standardized(by_rollout, counts)), np.float64)
-    return np.concatenate(values) if values else np.zeros(0)
+        advantages_LG = np.array([by_returns[column] for column in columns]).reshape(-1, len(num_tokens_G))  # L may be 0
+        tokens = [advantages_LG[:num_tokens, i].tolist() for i, num_tokens in enumerate(num_tokens_G)]
+        values.append(list(chain.from_iterable(tokens)))
+    traits = ADVANTAGES[method].traits
+    by_group: Sequence[Sequence[float]] = values
+    if traits.is_standardized:
+        counts = [[1] * len(group) for group in values]
+        by_group = standardized(values, counts, keeps_zero_groups=not traits.keeps_equal_rewards)
+    return np.fromiter(chain.from_iterable(by_group), np.float64)
 
 
 def token_returns_differ(records: RecordTable, discount: float) -> bool:
