@@ -12,9 +12,10 @@ from titanrl.ownership import protect_monarch_log
 
 __version__ = "0.1.0"
 
-# torchmonarch reads these variables at import. The first detects a dead process within 1 s instead of 10 s. The second permits
-# large messages; torchstore sets the same value, but too late and with a warning.
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
+# torchmonarch reads these variables at import. Each poll of the first leaves 10 kB in the controller's memory. On one machine,
+# pidfds report dead processes earlier; runs over several hosts poll every few seconds (`launch/patience.py`). The second
+# permits large messages; torchstore sets the same value, but too late and with a warning.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1h")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 os.environ.setdefault("MONARCH_FILE_LOG", "error")  # a user's runs share this log, which would otherwise grow by 100 kB each
 protect_monarch_log()

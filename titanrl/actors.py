@@ -6,6 +6,12 @@ replace such exceptions with picklable ones.
 
 A request raises `SupervisionError` if its actor's process died. The name is private to torchmonarch; import it from this
 module only.
+
+Requests that are repeated at every step use `ask_actor` and `ask_ranks` instead of torchmonarch's `call_one` and `call`. Those
+open a port for each reply, and torchmonarch 0.7.0 never forgets it: a sender keeps the last sequence number of every port that
+it has sent to, 0.3 kB per request in each of the two processes, and `call_one` leaves another 0.6 kB in the caller's process
+for the port that forwards the reply. Here, all replies to an event loop come through one port, which stays open. A request to a
+dead actor gets no reply; the controller notices the death and ends the wait (`launch/supervision.py`).
 """
 
 import asyncio
@@ -13,6 +19,7 @@ import atexit
 import faulthandler
 import functools
 import importlib
+import itertools
 import logging
 import os
 import pickle
@@ -20,13 +27,16 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import Actor, ActorError, current_rank
+from monarch.actor import Actor, ActorError, Channel, current_rank
 
 from titanrl.errors import TitanRLError
 from titanrl.loading import loading
@@ -35,12 +45,16 @@ __all__ = [
     "Actor",
     "ActorError",
     "RemoteError",
+    "ReplyPort",
     "StoppedError",
     "SupervisionError",
+    "ask_actor",
+    "ask_ranks",
     "cause_of",
     "concurrent_endpoint",
     "current_rank",
     "endpoint",
+    "open_replies",
     "resolve",
     "set_up_process",
 ]
@@ -99,11 +113,38 @@ def is_stop(error: BaseException) -> bool:
     return isinstance(cause_of(error), asyncio.CancelledError | StoppedError)
 
 
-def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[..., Coroutine[Any, Any, R]]:
-    """Wrap an endpoint so that its exceptions reach the caller and the actor keeps running."""
+@dataclass(frozen=True, slots=True)
+class ReplyPort:
+    """Address of the replies to one request. It can be sent to another process."""
 
-    @functools.wraps(method)
-    async def reply(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> R:
+    port: Any
+    """Port of the asking event loop."""
+    number: int
+    """Number of the request."""
+
+    def send(self, value: object) -> None:
+        """Send a reply."""
+        self.port.send((self.number, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Result of an endpoint on one rank."""
+
+    rank: int
+    size: int
+    """Number of ranks that got the request."""
+    value: Any
+    error: Exception | None
+
+
+def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[..., Coroutine[Any, Any, R | None]]:
+    """Wrap an endpoint so that its exceptions reach the caller and the actor keeps running.
+
+    If the first argument is an `Asked`, the result goes to its address, else to the caller of `call` or `call_one`.
+    """
+
+    async def result(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return await method(self, *args, **kwargs)
         except GeneratorExit:  # the coroutine is being discarded
@@ -116,6 +157,147 @@ def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[
                 log.exception("%s failed", method.__name__)
             raise located(portable(error)) from None
 
+    @functools.wraps(method)
+    async def reply(self: SelfT, *args: Any, **kwargs: Any) -> R | None:
+        if not (args and isinstance(args[0], Asked)):
+            return await result(self, *args, **kwargs)
+        asked, place = args[0], current_rank()
+        try:
+            answer = Answer(place.rank, place.extent.nelements, await result(self, *args[1:], **kwargs), None)
+        except Exception as error:  # `result` raises nothing that cannot be sent
+            answer = Answer(place.rank, place.extent.nelements, None, error)
+        try:
+            asked.replies.send(answer)
+        except Exception as error:  # the value cannot be pickled
+            asked.replies.send(replace(answer, value=None, error=located(portable(error))))
+        return None
+
+    del reply.__wrapped__  # or torchmonarch would refuse the additional argument
+    return reply
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """First argument of a request that `ask_actor` or `ask_ranks` sends."""
+
+    replies: ReplyPort
+
+
+class _Inbox:
+    """The port through which an event loop gets all replies, and what waits for them."""
+
+    def __init__(self) -> None:
+        """Open the port, on the running event loop."""
+        self._port, self._receiver = Channel[Any].open()
+        self._handlers: dict[int, Callable[[Any], None]] = {}
+        self._numbers = itertools.count()
+        self._receiving = asyncio.create_task(self._receive(), name="replies")
+        self.requests: set[asyncio.Future[Any]] = set()
+        """Requests without a complete reply."""
+
+    @classmethod
+    def of_loop(cls) -> "_Inbox":
+        """Return the inbox of the running event loop. The first call opens it."""
+        loop = asyncio.get_running_loop()
+        inbox = _inboxes.get(loop)
+        if inbox is None:
+            inbox = _inboxes[loop] = cls()
+        return inbox
+
+    def open(self, handler: Callable[[Any], None]) -> ReplyPort:
+        """Return an address whose replies go to a function until `close`."""
+        number = next(self._numbers)
+        self._handlers[number] = handler
+        return ReplyPort(self._port, number)
+
+    def close(self, replies: ReplyPort) -> None:
+        """Ignore later replies to an address."""
+        del self._handlers[replies.number]
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                number, value = await self._receiver.recv()
+            except Exception as error:  # an unreadable reply, or torchmonarch has shut down
+                for request in list(self.requests):
+                    if not request.done():
+                        request.set_exception(error)
+                if isinstance(error, EOFError):
+                    return
+                continue
+            handler = self._handlers.get(number)
+            if handler is not None:
+                handler(value)
+
+
+_inboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox]" = weakref.WeakKeyDictionary()
+
+
+def ask_actor(endpoint: Any, *args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
+    """Send a request to the only actor of a mesh; return a future of its reply. The endpoint must be of this module.
+
+    The request is sent immediately. Cancelling the future does not cancel it.
+
+    Raises:
+        ActorError: In the future: the actor raised an exception; see `cause_of`.
+    """
+    return _ask(endpoint, args, kwargs, _only)
+
+
+def ask_ranks(endpoint: Any, *args: Any, **kwargs: Any) -> "asyncio.Future[list[Any]]":
+    """Send a request to all actors of a mesh; return a future of their replies in rank order, like `ask_actor`.
+
+    It waits for all ranks, and then raises the error of the first rank that has one.
+    """
+    return _ask(endpoint, args, kwargs, list)
+
+
+@contextmanager
+def open_replies() -> "Iterator[tuple[ReplyPort, asyncio.Queue[Any]]]":
+    """Open an address for several replies to one request, and a queue that gets them while the body runs.
+
+    They arrive in order, and before the result of the endpoint that sends them.
+    """
+    inbox, queue = _Inbox.of_loop(), asyncio.Queue[Any]()
+    replies = inbox.open(queue.put_nowait)
+    try:
+        yield replies, queue
+    finally:
+        inbox.close(replies)
+
+
+def _ask(
+    endpoint: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result_of: Callable[[list[Any]], R]
+) -> "asyncio.Future[R]":
+    inbox, answers = _Inbox.of_loop(), dict[int, Answer]()
+    request: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+
+    def on_answer(answer: Answer) -> None:
+        answers[answer.rank] = answer
+        if len(answers) == answer.size and not request.done():
+            ordered = [answers[rank] for rank in sorted(answers)]
+            failed = next((each.error for each in ordered if each.error is not None), None)
+            if failed is None:
+                request.set_result(result_of([each.value for each in ordered]))
+            else:
+                request.set_exception(ActorError(failed))
+
+    def end(done: "asyncio.Future[R]") -> None:
+        inbox.close(replies)
+        inbox.requests.discard(done)
+
+    replies = inbox.open(on_answer)
+    inbox.requests.add(request)
+    request.add_done_callback(end)
+    try:
+        endpoint.broadcast(Asked(replies), *args, **kwargs)
+    except SupervisionError as error:  # the actor is known to be dead
+        request.set_exception(error)
+    return request
+
+
+def _only(replies: list[R]) -> R:
+    (reply,) = replies
     return reply
 
 

@@ -92,7 +92,7 @@ class GRPO(DumpedRun):
             accepts_changed_data=accepts_changed_data,
             **objects,
         )
-        self._num_published = 0
+        self._last_published = -1  # version that the loop published last, or that it has seen published by custom code
         self._unpublished: list[TrainedBatch] = []
         self._num_deaths = 0  # of rollout workers, when a batch was last returned
         self._advantage = loaded(self._plugins, "algorithm.advantage")
@@ -179,7 +179,7 @@ class GRPO(DumpedRun):
         """Publish the policy to the generators and start the rollouts."""
         self.console.note(describe_staleness(self.config))
         self.open_dump()
-        self._num_published, self._num_deaths, self._unpublished = 0, 0, []
+        self._last_published, self._num_deaths, self._unpublished = -1, 0, []
         passes = {"epochs": self.config.trainer.epochs, "num_minibatches": self.config.trainer.minibatches_per_batch}
         self._past = PastPolicies(self.session.trainer, self.config.algorithm, self.config.checkpoint, **passes)
         await self._past.start()  # keeps the reference policy, before a checkpoint replaces the weights
@@ -206,7 +206,6 @@ class GRPO(DumpedRun):
             published += [] if published[-1] == state.version else [state.version]
             await self.resume()
         session.weights.versions[:] = published[:-1]
-        self._num_published = len(published) - 1
         trained = await self._load_groups(step, published)
         self._unpublished = trained if in_interval else []
 
@@ -292,7 +291,7 @@ class GRPO(DumpedRun):
         while True:
             batch = await session.weights.unless_failed(buffer.take_batch())
             versions = session.weights.versions
-            if len(versions) == self._num_published or versions_behind(versions, batch.oldest_version) <= bound:
+            if versions[-1] == self._last_published or versions_behind(versions, batch.oldest_version) <= bound:
                 break
             groups = len(batch.records.groups)
             self._count(batch)
@@ -312,7 +311,7 @@ class GRPO(DumpedRun):
         assert is_replay or max(ages) <= bound, (
             f"step {self.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
         )
-        self._num_published = len(self.session.weights.versions)
+        self._last_published = self.session.weights.versions[-1]
         return ages
 
     async def _publish(self, batch: Batch, plan: StepPlan, updates: Sequence[OptimUpdate]) -> None:
@@ -341,7 +340,7 @@ class GRPO(DumpedRun):
             directory.event("publication", version=version)
 
         self.session.weights.publish(version, then=published)
-        self._num_published += 1
+        self._last_published = version
 
     def _batch_metrics(self, batch: Batch, ages: Sequence[int]) -> dict[str, float]:
         """Return the metrics that depend on the batch alone."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.actors import ActorError
+from tests.endpoints import FakeEndpoint
 from titanrl.replay.directory import ShardDirectory, TokensLostError
 from titanrl.types import GroupHandle
 
@@ -19,10 +19,7 @@ WANTED = [(GroupHandle(shard=1, slot=2, serial=3), 0)]
 def shard(reply: Awaitable[list[bytes]]) -> Any:
     """Return a fake shard with this reply."""
 
-    async def call_one(wanted: object) -> list[bytes]:
-        return await reply
-
-    return SimpleNamespace(get=SimpleNamespace(call_one=call_one))
+    return SimpleNamespace(get=FakeEndpoint(lambda wanted: reply))
 
 
 async def silence() -> list[bytes]:
@@ -35,7 +32,7 @@ async def answer() -> list[bytes]:
 
 
 async def forgotten() -> list[bytes]:
-    raise ActorError(KeyError("group"), "the group is gone")
+    raise KeyError("group")
 
 
 def test_fetch_fails_when_another_thread_reports_that_its_shard_died() -> None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from monarch.actor import Port
 
+from tests.endpoints import FakeEndpoint
+from titanrl.actors import ActorError, ReplyPort, cause_of
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.types import Admission, EngineLoad, GenerationRequest, SamplingParams
 
@@ -21,13 +22,13 @@ class Replica:
         self.load = EngineLoad(num_requests=8, num_queued=num_queued)
         self.messages: list[int] = []
         self.admissions: list[Admission] = []
-        self.generate = self
+        self.generate = FakeEndpoint(self.reply)
 
-    async def call_one(
+    async def reply(
         self,
         groups: Sequence[Sequence[GenerationRequest]],
         num_kept: Sequence[int],
-        replies: Port[Any],
+        replies: ReplyPort,
         admission: Admission,
     ) -> None:
         self.admissions.append(admission)
@@ -105,9 +106,9 @@ def test_replica_error_reaches_every_pending_call() -> None:
     async def scenario() -> None:
         pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone"))], max_num_seqs=64)
         first, second = await asyncio.gather(pool.generate(requests(1)), pool.generate(requests(2)), return_exceptions=True)
-        assert str(first) == "engine gone"
-        assert second == [("a", (2,))] or str(second) == "engine gone"
-        with pytest.raises(RuntimeError, match="engine gone"):
+        assert str(cause_of(first)) == "engine gone"
+        assert second == [("a", (2,))] or str(cause_of(second)) == "engine gone"
+        with pytest.raises(ActorError, match="engine gone"):
             await pool.generate(requests(3))
 
     asyncio.run(scenario())
@@ -133,7 +134,7 @@ def test_session_moves_when_its_replica_failed() -> None:
     async def scenario() -> None:
         pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone")), Replica("b")], max_num_seqs=64)
         with pool.session() as session:
-            with pytest.raises(RuntimeError, match="engine gone"):
+            with pytest.raises(ActorError, match="engine gone"):
                 await session.generate(requests(1))
             assert await session.generate(requests(2)) == [("b", (2,))]
         assert await pool.generate(requests(3)) == [("b", (3,))]

@@ -1,4 +1,4 @@
-"""Order of push, pull, slot release and store records, also with failures and slow replicas."""
+"""Order of push, pull, slot release and deletion, also with failures and slow replicas."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, commits_key, rank_key
+from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, rank_key
 from titanrl.weights.sync import Leases, WeightSync
 
 
@@ -18,16 +18,11 @@ class World:
         self.values: dict[str, Any] = {}
         self.pulls: list[Callable[[Commit], Coroutine[Any, Any, int]]] = [self.pull] * num_replicas
         self.sync = WeightSync(
-            "run",
             self,  # type: ignore[arg-type]
             push=self.push,
             expect=self.expect,
             pulls=[lambda commit, place=place: self.pulls[place](commit) for place in range(num_replicas)],  # type: ignore[misc]
         )
-
-    async def put(self, key: str, value: object) -> None:
-        self.values[key] = value
-        self.log.append(f"put {key}")
 
     async def delete(self, key: str) -> None:
         del self.values[key]
@@ -49,21 +44,16 @@ class World:
     async def free(self) -> None:
         self.log.append("free")
 
-    @property
-    def committed(self) -> list[int]:
-        return [commit.version for commit in self.values[commits_key("run")]]
-
     async def publish(self, version: int) -> None:
         self.sync.publish(version, then=self.free)
         await self.sync.ready()
 
 
-def test_version_is_pushed_pulled_freed_and_recorded_in_order() -> None:
+def test_version_is_pushed_pulled_and_freed_in_order() -> None:
     async def scenario() -> None:
         world = World()
         await world.publish(1)
-        assert world.log == ["push 1", "pull 1", "free", "put run/COMMITS"]
-        assert world.committed == [1]
+        assert world.log == ["push 1", "pull 1", "free"]
         assert world.sync.take_metrics()["sync/bytes"] == 4
 
     asyncio.run(scenario())
@@ -86,20 +76,19 @@ def test_version_without_generators_frees_slots_immediately() -> None:
         world = World(num_replicas=0)
         await world.publish(1)
         await world.publish(2)
-        assert world.log == ["push 1", "free", "put run/COMMITS", "push 2", "free", "put run/COMMITS"]
+        assert world.log == ["push 1", "free", "push 2", "free"]
         assert world.sync.take_metrics() == {}
 
     asyncio.run(scenario())
 
 
-def test_old_versions_lose_their_record_before_their_bytes() -> None:
+def test_bytes_of_old_versions_are_deleted_last() -> None:
     async def scenario() -> None:
         world = World()
         for version in (1, 2, 3):
             await world.publish(version)
-        assert world.committed == [2, 3]
-        assert sorted(world.values) == ["run/COMMITS", "run/v2/rank0", "run/v3/rank0"]
-        assert world.log[-2:] == ["put run/COMMITS", "delete run/v1/rank0"]
+        assert sorted(world.values) == ["run/v2/rank0", "run/v3/rank0"]
+        assert world.log[-2:] == ["free", "delete run/v1/rank0"]
 
     asyncio.run(scenario())
 
@@ -123,7 +112,7 @@ def test_slots_are_freed_while_a_slow_replica_still_pulls() -> None:
         assert not ready.done()
         go_on.set()
         await ready
-        assert world.log[-2:] == ["slow pull ends", "put run/COMMITS"]
+        assert world.log[-2:] == ["free", "slow pull ends"]
 
     asyncio.run(scenario())
 
@@ -164,7 +153,7 @@ def test_cancelled_wait_does_not_cancel_the_publication() -> None:
             await asyncio.wait_for(world.sync.ready(), timeout=0.01)
         go_on.set()
         await world.sync.ready()
-        assert world.log[-1] == "put run/COMMITS"
+        assert world.log[-1] == "free"
 
     asyncio.run(scenario())
 
@@ -202,8 +191,7 @@ def test_push_waits_only_for_readers_of_the_version_it_overwrites() -> None:
         assert [line for line in world.log if line.startswith("pull")] == ["pull 1", "pull 2", "pull 3"]
         assert world.log.index("pull 1") < world.log.index("push 3")
         assert world.log.count("free") == 3
-        assert world.committed == [2, 3]
-        assert sorted(world.values) == ["run/COMMITS", "run/v2/rank0", "run/v3/rank0"]
+        assert sorted(world.values) == ["run/v2/rank0", "run/v3/rank0"]
 
     asyncio.run(scenario())
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanrl.actors import Actor, StoppedError, concurrent_endpoint, current_rank, endpoint
+from titanrl.actors import Actor, ReplyPort, StoppedError, concurrent_endpoint, current_rank, endpoint
 from titanrl.config.sections import GeneratorConfig
 from titanrl.device import Device
 from titanrl.gathering import Gathering
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     import torch
-    from monarch.actor import Port
 
     from titanrl.generator.engine import Engine
     from titanrl.generator.lockstep import Follower, Leader
@@ -106,7 +105,7 @@ class Generator(Actor):
         self,
         groups: Sequence[Sequence[GenerationRequest]],
         num_kept: Sequence[int],
-        replies: "Port[Reply]",
+        replies: ReplyPort,
         admission: Admission | None = None,
     ) -> None:
         """Sample completions and send each group to `replies` as soon as `num_kept` of its requests have finished.

@@ -249,11 +249,11 @@ class Assembly:
             setup = self._trainer_setup(store, transports(config) if roles.generators else ())
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
         weights = WeightSync(
-            config.name,
             WatchedStore(store, shared.supervisor, timeouts.sync_s),
             push=trainer.push_weights if roles.generators else _push_nothing,
             expect=generators.expect_weights,
             pulls=[partial(generators.pull_weights, replica) for replica in replicas],
+            num_listed=config.worst_staleness + 100,
         )
         generators.catch_up = weights.catch_up if roles.trainer else None
         return Parts(

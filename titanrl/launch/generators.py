@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from titanrl.actors import ask_actor, ask_ranks
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import PartDiedError
@@ -122,14 +123,13 @@ class GeneratorMeshes:
 
     def probe(self, part: Part) -> Awaitable[object]:
         """Request a reply from every rank's event loop and engine."""
-        reply: Awaitable[object] = part.actors.mesh.probe.call()
-        return reply
+        return ask_ranks(part.actors.mesh.probe)
 
     async def expect_weights(self, version: int) -> None:
         """Make every serving replica hold new requests until it has pulled this version."""
         self._newest = max(self._newest, version)
         await self._each(
-            "expect_weights", lambda replica: replica.leader.expect_weights.call_one(version), self.timeouts.sync_s
+            "expect_weights", lambda replica: ask_actor(replica.leader.expect_weights, version), self.timeouts.sync_s
         )
 
     async def pull_weights(self, replica: int, commit: Commit) -> int:
@@ -143,7 +143,7 @@ class GeneratorMeshes:
         if part.is_started:
             with contextlib.suppress(PartDiedError):
                 call = partial(_pull_weights, commit=commit)
-                received = sum(num_bytes for _, num_bytes in await part.ask(f"{part.role}.pull_weights", call, timeout_s))
+                received = sum(await part.ask(f"{part.role}.pull_weights", call, timeout_s))
                 self._pulled[replica] = commit.version
                 return received
         return 0
@@ -153,7 +153,7 @@ class GeneratorMeshes:
         return start_request(self._take_stats(), "take_stats")
 
     async def _take_stats(self) -> GenerationStats:
-        stats = await self._each("stats", lambda replica: replica.leader.stats.call_one(), self.timeouts.step_s)
+        stats = await self._each("stats", lambda replica: ask_actor(replica.leader.stats), self.timeouts.step_s)
         return GenerationStats(
             num_tokens=sum(stat.num_tokens for stat in stats),
             busy_s=sum(stat.busy_s for stat in stats),
@@ -185,8 +185,8 @@ class GeneratorMeshes:
         await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))
 
 
-async def _pull_weights(replica: Replica, commit: Commit) -> list[tuple[object, int]]:
-    return list((await replica.mesh.pull_weights.call(commit)).items())
+def _pull_weights(replica: Replica, commit: Commit) -> Awaitable[list[int]]:
+    return ask_ranks(replica.mesh.pull_weights, commit)
 
 
 def _start_over(replica: Replica, reader: "WeightReader | None") -> Awaitable[object]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import Channel, PortReceiver
 
-from titanrl.actors import ActorError, StoppedError, cause_of, resolve
+from titanrl.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.deadlines import DISK_S, Pace
 from titanrl.launch.generators import GeneratorMeshes, Replica
@@ -125,8 +125,7 @@ class RolloutMesh:
 
     def probe(self, part: Part) -> Awaitable[object]:
         """Request a reply from a worker's event loop."""
-        reply: Awaitable[object] = part.actors.worker.probe.call_one()
-        return reply
+        return ask_actor(part.actors.worker.probe)
 
     async def run(self) -> None:
         """Start to generate."""
@@ -273,7 +272,7 @@ class BufferClient:
     def prefetch(self) -> None:
         """Request the next batch, so that the buffer sends it as soon as it is complete; `take_batch` awaits it."""
         if self._requested is None:
-            request = self.actor.take_batch.call_one(self.groups_per_step)
+            request = ask_actor(self.actor.take_batch, self.groups_per_step)
             self._requested = start_request(resolve(request), "next batch")
 
     async def take_batch(self) -> Batch:
@@ -319,8 +318,7 @@ class BufferClient:
 
     def _why_starved(self, waited_s: float) -> Awaitable[str]:
         """Request a text about the groups that have finished since the last batch."""
-        reply: Awaitable[str] = self.actor.why_starved.call_one(self.groups_per_step, waited_s)
-        return reply
+        return ask_actor(self.actor.why_starved, self.groups_per_step, waited_s)
 
     async def replay(self, version: int, beta: float) -> Replayed:
         """Draw groups of earlier batches to replay.
@@ -329,11 +327,11 @@ class BufferClient:
             version: version of the weights that the batch trains.
             beta: exponent of the importance weights.
         """
-        return await self.supervisor.ask("buffer.replay", self.actor.replay.call_one(version, beta), self.timeouts.step_s)
+        return await self.supervisor.ask("buffer.replay", ask_actor(self.actor.replay, version, beta), self.timeouts.step_s)
 
     async def wait_until_full(self) -> None:
         """Wait until every slot holds a finished group, for example before a measurement; at most as long as for a batch."""
-        call = self.actor.wait_until_full.call_one()
+        call = ask_actor(self.actor.wait_until_full)
         await self.supervisor.ask("buffer.wait_until_full", call, self.starvation_timeout_s)
 
     async def release(self, handles: Table, priorities: DoubleArray | None = None) -> None:
@@ -343,7 +341,7 @@ class BufferClient:
             handles: table of the groups' handles, both new and replayed ones.
             priorities: priority of each group; None if they were not trained on.
         """
-        call = self.actor.release.call_one(handles, priorities)
+        call = ask_actor(self.actor.release, handles, priorities)
         await self.supervisor.ask("buffer.release", call, self.timeouts.step_s)
 
     async def save(self, folder: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
@@ -358,7 +356,7 @@ class BufferClient:
             PartDiedError: A shard died with tokens that it had to write.
         """
         lives = [(part.num_lives, part.num_deaths) for part in self.parts]
-        call = self.actor.save.call_one(folder / RECORDS_FILE, trained, from_index)
+        call = ask_actor(self.actor.save, folder / RECORDS_FILE, trained, from_index)
         saved: Saved = await self.supervisor.ask("buffer.save", call, self.timeouts.step_s, _DISK)
         # A replaced shard does not have the groups that the records name.
         if lives != [(part.num_lives, part.num_deaths) for part in self.parts]:
@@ -376,27 +374,27 @@ class BufferClient:
 
     async def load(self, folder: Path, freshness: Freshness) -> Restored:
         """Restore the state that `save` wrote. Call it before any other method."""
-        call = self.actor.load.call_one(folder / RECORDS_FILE, freshness, len(self.parts))
+        call = ask_actor(self.actor.load, folder / RECORDS_FILE, freshness, len(self.parts))
         restored: Restored = await self.supervisor.ask("buffer.load", call, self.timeouts.step_s, _DISK)
         await self._each_shard("load", folder, restored.moves)
         return restored
 
     async def hold_rounds(self) -> None:
         """Let no round begin until `rewind`."""
-        await self.supervisor.ask("buffer.hold_rounds", self.actor.hold_rounds.call_one(), self.timeouts.step_s)
+        await self.supervisor.ask("buffer.hold_rounds", ask_actor(self.actor.hold_rounds), self.timeouts.step_s)
 
     async def rewind(self, handles: Table | None) -> None:
         """Sample everything after the last batch again; see `GroupBuffer.rewind`."""
-        await self.supervisor.ask("buffer.rewind", self.actor.rewind.call_one(handles), self.timeouts.step_s)
+        await self.supervisor.ask("buffer.rewind", ask_actor(self.actor.rewind, handles), self.timeouts.step_s)
 
     async def lose_shard(self, shard: int, num_lives: int) -> None:
         """Sample again the groups stored in a dead shard; `num_lives` identifies its dead incarnation."""
-        call = self.actor.lose_shard.call_one(shard, num_lives)
+        call = ask_actor(self.actor.lose_shard, shard, num_lives)
         await self.supervisor.ask("buffer.lose_shard", call, self.timeouts.step_s)
 
     async def return_batch(self, handles: Table) -> None:
         """Return a batch that cannot be trained on; see `GroupBuffer.return_batch`."""
-        await self.supervisor.ask("buffer.return_batch", self.actor.return_batch.call_one(handles), self.timeouts.step_s)
+        await self.supervisor.ask("buffer.return_batch", ask_actor(self.actor.return_batch, handles), self.timeouts.step_s)
 
     async def _each_shard(self, endpoint: str, *args: Any) -> None:
         """Call an endpoint of all storage shards.
@@ -407,14 +405,16 @@ class BufferClient:
         timeout_s = self.timeouts.step_s
         await asyncio.gather(
             *(
-                part.ask(f"shards.{endpoint}", lambda actors: getattr(actors.shard, endpoint).call_one(*args), timeout_s, _DISK)
+                part.ask(
+                    f"shards.{endpoint}", lambda actors: ask_actor(getattr(actors.shard, endpoint), *args), timeout_s, _DISK
+                )
                 for part in self.parts
             )
         )
 
     async def discard(self, handles: Table, before_version: int) -> None:
         """Free the slots of a batch that is not trained on, and of all groups with a token older than `before_version`."""
-        call = self.actor.discard.call_one(handles, before_version)
+        call = ask_actor(self.actor.discard, handles, before_version)
         await self.supervisor.ask("buffer.discard", call, self.timeouts.step_s)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titanrl.actors import ask_ranks
 from titanrl.config.choices import FileDtype
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.datums import Datum, ForwardBackwardOutput
@@ -15,7 +16,7 @@ from titanrl.launch.deadlines import DISK_S, Pace, size_class
 from titanrl.launch.supervision import Supervisor
 from titanrl.plugins import Plugin
 from titanrl.tables import MicroBatch
-from titanrl.types import AdamParams, LossSums, OptimUpdate
+from titanrl.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ class TrainerMesh:
 
     async def start(self) -> None:
         """Load torchtitan and form the process group."""
-        await self._all("start", self.mesh.start.call(), self.timeouts.start_s)
+        await self._all("start", ask_ranks(self.mesh.start), self.timeouts.start_s)
 
     async def load_model(self, model_dir: Path) -> None:
         """Build the policy from a Hugging Face directory, on every rank."""
-        await self._all("load_model", self.mesh.load_model.call(model_dir), self.timeouts.start_s)
+        await self._all("load_model", ask_ranks(self.mesh.load_model, model_dir), self.timeouts.start_s)
 
     def forward_backward(
         self,
@@ -117,8 +118,8 @@ class TrainerMesh:
             proximal_version: version whose log-probabilities `compute_logprobs` stored for the proximal policy.
             reference_version: the same for the reference policy.
         """
-        call = self.mesh.forward_backward.call  # sends immediately
-        requests = [call(microbatch, proximal_version, reference_version) for microbatch in microbatches]
+        versions = proximal_version, reference_version
+        requests = [ask_ranks(self.mesh.forward_backward, microbatch, *versions) for microbatch in microbatches]
         return asyncio.create_task(self._passes(requests), name="forward_backward")
 
     async def _passes(self, requests: Sequence[Awaitable[Any]]) -> LossSums:
@@ -150,36 +151,39 @@ class TrainerMesh:
     ) -> OptimUpdate:
         if after is not None:
             await after()
-        updates: list[OptimUpdate] = await self._all("optim_step", self.mesh.optim_step.call(params, completes))
+        updates: list[OptimUpdate] = await self._all("optim_step", ask_ranks(self.mesh.optim_step, params, completes))
         update = same_on_all_ranks("optim_step", [replace(update, busy_s=0.0) for update in updates])
         self.version = update.version
         return replace(update, busy_s=fmean(update.busy_s for update in updates))
 
-    async def measure_correction(self, microbatch: MicroBatch, *, proximal_version: int | None = None) -> LossSums:
-        """Return the sums of the off-policy correction over a micro-batch and all ranks, from a forward pass."""
-        call = self.mesh.measure_correction.call(microbatch, proximal_version)
-        return merge_losses(await self._all("measure_correction", call))
+    async def measure_correction(
+        self, microbatch: MicroBatch, *, proximal_version: int | None = None
+    ) -> Sequence[MeasuredCorrection]:
+        """Return the effect of the off-policy correction on a micro-batch, by data-parallel rank, from a forward pass."""
+        call = ask_ranks(self.mesh.measure_correction, microbatch, proximal_version)
+        replies: list[MeasuredCorrection] = await self._all("measure_correction", call)
+        return list({reply.dp_rank: reply for reply in replies}.values())  # tensor-parallel ranks compute the same
 
     async def compute_logprobs(self, microbatch: MicroBatch, *, at_version: int) -> None:
         """Compute log-probabilities with the current or a kept version of the weights, and store them on the ranks."""
-        await self._all("compute_logprobs", self.mesh.compute_logprobs.call(microbatch, at_version))
+        await self._all("compute_logprobs", ask_ranks(self.mesh.compute_logprobs, microbatch, at_version))
 
     async def hold_rollouts(self, microbatches: Sequence[MicroBatch]) -> None:
         """Make each rank fetch its rollouts for all passes over a batch, before the first optimizer step."""
-        await self._all("hold_rollouts", self.mesh.hold_rollouts.call(microbatches))
+        await self._all("hold_rollouts", ask_ranks(self.mesh.hold_rollouts, microbatches))
 
     async def share_logprobs(self, version: int) -> None:
         """Share the log-probabilities that `compute_logprobs` stored for a version among all ranks."""
-        await self._all("share_logprobs", self.mesh.share_logprobs.call(version))
+        await self._all("share_logprobs", ask_ranks(self.mesh.share_logprobs, version))
 
     async def keep_weights(self) -> int:
         """Keep a copy of the current weights; return their version."""
-        versions: list[int] = await self._all("keep_weights", self.mesh.keep_weights.call())
+        versions: list[int] = await self._all("keep_weights", ask_ranks(self.mesh.keep_weights))
         return same_on_all_ranks("keep_weights", versions)
 
     async def drop_weights(self, version: int) -> None:
         """Drop a version kept by `keep_weights`, and the log-probabilities computed with it."""
-        await self._all("drop_weights", self.mesh.drop_weights.call(version))
+        await self._all("drop_weights", ask_ranks(self.mesh.drop_weights, version))
 
     async def run_data(
         self, data: Sequence[Datum], loss_fn: str | Plugin | None, loss_fn_config: Mapping[str, Any], *, backward: bool
@@ -188,12 +192,12 @@ class TrainerMesh:
 
         Without `loss_fn`, only the log-probabilities are computed.
         """
-        call = self.mesh.run_data.call(data, loss_fn, loss_fn_config, backward=backward)
+        call = ask_ranks(self.mesh.run_data, data, loss_fn, loss_fn_config, backward=backward)
         return merge_outputs(len(data), await self._all("run_data", call, pace=_pace_of("run_data", data)))
 
     async def compute_data_logprobs(self, data: Sequence[Datum], *, at_version: int) -> ForwardBackwardOutput:
         """Return log-probabilities of user data with the current or a kept version of the weights."""
-        call = self.mesh.compute_data_logprobs.call(data, at_version)
+        call = ask_ranks(self.mesh.compute_data_logprobs, data, at_version)
         return merge_outputs(
             len(data), await self._all("compute_data_logprobs", call, pace=_pace_of("compute_data_logprobs", data))
         )
@@ -205,43 +209,43 @@ class TrainerMesh:
         nothing.
         """
         if self.shard_news is not None:
-            await self._all("use_shard", self.shard_news.use.call(number, shard))
+            await self._all("use_shard", ask_ranks(self.shard_news.use, number, shard))
 
     async def zero_grad(self) -> None:
         """Discard the gradient accumulated so far."""
-        await self._all("zero_grad", self.mesh.zero_grad.call())
+        await self._all("zero_grad", ask_ranks(self.mesh.zero_grad))
 
     async def push_weights(self, version: int) -> list[WeightManifest]:
         """Publish the weights as a version; return one manifest per rank."""
-        return await self._all("push_weights", self.mesh.push_weights.call(version), self.timeouts.sync_s)
+        return await self._all("push_weights", ask_ranks(self.mesh.push_weights, version), self.timeouts.sync_s)
 
     async def start_over(self) -> None:
         """Reset optimizer state and version; keep the weights."""
-        await self._all("start_over", self.mesh.start_over.call())
+        await self._all("start_over", ask_ranks(self.mesh.start_over))
         self.version = 0
 
     async def save_checkpoint(self, step: int, published: int | None = None) -> None:
         """Write model, optimizer and version; also write the weights of the kept version `published`, if given."""
-        await self._all("save_checkpoint", self.mesh.save_checkpoint.call(step, published), pace=_DISK)
+        await self._all("save_checkpoint", ask_ranks(self.mesh.save_checkpoint, step, published), pace=_DISK)
 
     async def finish_checkpoint(self, step: int) -> dict[str, str]:
         """Wait until the files of a checkpoint are on disk; return their digests."""
-        replies: list[Digests] = await self._all("finish_checkpoint", self.mesh.finish_checkpoint.call(step), pace=_DISK)
+        replies: list[Digests] = await self._all("finish_checkpoint", ask_ranks(self.mesh.finish_checkpoint, step), pace=_DISK)
         return {name: digest for reply in replies for name, digest in reply.items()}
 
     async def load_published(self, step: int, version: int) -> None:
         """Load and keep a checkpoint's weights of the last published version. Call it before `load_checkpoint`."""
-        await self._all("load_published", self.mesh.load_published.call(step, version), pace=_DISK)
+        await self._all("load_published", ask_ranks(self.mesh.load_published, step, version), pace=_DISK)
 
     async def load_checkpoint(self, step: int) -> int:
         """Restore a checkpoint; return its version."""
-        versions: list[int] = await self._all("load_checkpoint", self.mesh.load_checkpoint.call(step), pace=_DISK)
+        versions: list[int] = await self._all("load_checkpoint", ask_ranks(self.mesh.load_checkpoint, step), pace=_DISK)
         self.version = same_on_all_ranks("load_checkpoint", versions)
         return self.version
 
     async def save_state(self, folder: Path) -> None:
         """Write model, optimizer and version to a new folder."""
-        replies: list[Digests] = await self._all("save_state", self.mesh.save_state.call(folder), pace=_DISK)
+        replies: list[Digests] = await self._all("save_state", ask_ranks(self.mesh.save_state, folder), pace=_DISK)
         digests = {name: digest for reply in replies for name, digest in reply.items()}
         await asyncio.to_thread(commit_folder, folder, digests)
 
@@ -255,20 +259,21 @@ class TrainerMesh:
             await asyncio.to_thread(check_folder, folder, needs=(".metadata",))
         except DamagedError as error:
             raise DamagedError(f"load_state: {error} (got {folder}). Give a path from save_state.") from None
-        call = self.mesh.load_state.call(folder, with_optimizer=with_optimizer, at_least=at_least)
+        call = ask_ranks(self.mesh.load_state, folder, with_optimizer=with_optimizer, at_least=at_least)
         versions: list[int] = await self._all("load_state", call, pace=_DISK)
         self.version = same_on_all_ranks("load_state", versions)
         return self.version
 
     async def export_model(self, target: Path, dtype: FileDtype | None = None) -> None:
         """Write the policy as a Hugging Face directory, by default in the dtype of `checkpoint.export_dtype`."""
-        await self._all("export_model", self.mesh.export_model.call(target, dtype), pace=_DISK)
+        await self._all("export_model", ask_ranks(self.mesh.export_model, target, dtype), pace=_DISK)
 
     async def close(self) -> None:
         """Leave the process group."""
-        await self._all("close", self.mesh.close.call(), self.timeouts.close_s / 4)
+        await self._all("close", ask_ranks(self.mesh.close), self.timeouts.close_s / 4)
 
-    async def _all(self, name: str, call: Awaitable[Any], timeout_s: float | None = None, pace: Pace = _PACE) -> list[Any]:
+    async def _all(
+        self, name: str, call: Awaitable[list[Any]], timeout_s: float | None = None, pace: Pace = _PACE
+    ) -> list[Any]:
         """Await a request to all ranks; return their replies in rank order."""
-        replies = await self.supervisor.ask(f"trainer.{name}", call, timeout_s or self.timeouts.step_s, pace)
-        return [reply for _, reply in replies.items()]
+        return await self.supervisor.ask(f"trainer.{name}", call, timeout_s or self.timeouts.step_s, pace)

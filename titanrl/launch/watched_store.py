@@ -14,10 +14,6 @@ class WatchedStore:
     supervisor: Supervisor
     timeout_s: float
 
-    async def put(self, key: str, value: object) -> None:
-        """Store an object under a key."""
-        await self.supervisor.ask("store.put", self.store.put(key, value), self.timeout_s)
-
     async def delete(self, key: str) -> None:
         """Delete a key."""
         await self.supervisor.ask("store.delete", self.store.delete(key), self.timeout_s)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from titanrl.actors import Actor, ActorError, SupervisionError, cause_of, concurrent_endpoint, resolve
+from titanrl.actors import Actor, ActorError, SupervisionError, ask_actor, cause_of, concurrent_endpoint
 from titanrl.errors import TitanRLError
 from titanrl.types import GroupHandle, Segment
 
@@ -48,11 +48,11 @@ class ShardDirectory:
         with self._lock:
             shard = self._shards[number]
             self._fetches[died] = number
-        reply: asyncio.Task[list[bytes]] | None = None
+        reply: asyncio.Future[list[bytes]] | None = None
         try:
             if shard is None:
                 raise lost
-            reply = asyncio.create_task(resolve(shard.get.call_one(wanted)), name="fetch")
+            reply = ask_actor(shard.get, wanted)
             await asyncio.wait({reply, died}, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
                 raise lost

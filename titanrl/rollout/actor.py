@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.actors import Actor, ActorError, StoppedError, cause_of, concurrent_endpoint, endpoint, is_stop, located
+from titanrl.actors import Actor, ActorError, StoppedError, ask_actor, cause_of, concurrent_endpoint, endpoint, is_stop, located
 from titanrl.config.schema import Config
 from titanrl.dumps import DumpReader, DumpWriter
 from titanrl.loading import loading
@@ -227,7 +227,8 @@ class RolloutWorker(Actor):
         async with asyncio.TaskGroup() as groups:
             while True:
                 limit = share if self._recorded else min(share, await self._pool.room(group_size))
-                reservations, dropped = await self._setup.buffer.reserve.call_one(limit, self._setup.number, self._setup.life)
+                call = ask_actor(self._setup.buffer.reserve, limit, self._setup.number, self._setup.life)
+                reservations, dropped = await call
                 self._payloads.drop(dropped)
                 for reservation in reservations:
                     groups.create_task(self._roll_out(reservation))
@@ -241,7 +242,7 @@ class RolloutWorker(Actor):
         """
         setup = self._setup
         while True:
-            call = setup.buffer.reserve_round.call_one(setup.number, setup.config.rollout.num_workers, setup.life)
+            call = ask_actor(setup.buffer.reserve_round, setup.number, setup.config.rollout.num_workers, setup.life)
             try:
                 reservations, dropped = await call
             except ActorError as error:

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from titanrl.actors import resolve
+from titanrl.actors import ask_actor
 from titanrl.replay.payloads import Payloads
 from titanrl.types import Group, GroupRecord, Rollout
 
@@ -98,7 +98,7 @@ class Outbox:
         for record, rollouts, _ in groups:
             if record.has_payload:
                 self._payloads.put(record.handle, packed(rollouts))
-        await resolve(self._buffer.commit.call_one([record for record, _, _ in groups], self._payloads.usage))
+        await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
 
 
 def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:

@@ -1,14 +1,12 @@
 """Client of the generators for a rollout worker: sends each group to the least loaded replica."""
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from monarch.actor import Channel
-
-from titanrl.actors import SupervisionError, resolve
+from titanrl.actors import SupervisionError, ask_actor, open_replies
 from titanrl.errors import TitanRLError
 from titanrl.rollout.routing import ReplicaState, Router, SessionKey
 from titanrl.types import Admission, Completion, EngineLoad, GenerationRequest
@@ -181,31 +179,32 @@ class GeneratorPool:
             assert len(places) == len(calls), "either all calls of a tick belong to a round, or none"
             size = places[0].num_at(replica.state.index, len(self._replicas))
             admission = Admission(indices=tuple(place.index for place in places), round_size=size)
-        port, receiver = Channel[Any].open()
         actor = replica.actor
-        done = asyncio.ensure_future(resolve(actor.generate.call_one(groups, num_kept, port, admission)))
-        # Retrieve the exception, because nothing awaits the call if this task is cancelled.
-        done.add_done_callback(lambda call: call.cancelled() or call.exception())
-        try:
-            num_missing = len(calls)
-            while num_missing:
-                finished, load = await _unless_failed(done, receiver.recv())
-                num_missing -= len(finished)
-                for place, completions in finished:
-                    calls[place].completions.set_result(completions)
-                    self._router.finished(replica.state, len(calls[place].requests), admits=load.admits)
-                replica.update_limit(load, self._max_num_seqs)
-                self._load_changed.set()
-            await done
-        except asyncio.CancelledError:
-            self._fail(replica, calls, ReplicaLostError("the replica died"))
-            raise
-        except SupervisionError as error:
-            self._fail(replica, calls, ReplicaLostError(str(error)))
-            if actor is replica.actor:  # the controller has not called `use` yet
-                self.use(replica.state.index, None)
-        except Exception as error:  # raised in every caller of `generate`
-            self._fail(replica, calls, error)
+        with open_replies() as (replies, messages):
+            done = ask_actor(actor.generate, groups, num_kept, replies, admission)
+            # Retrieve the exception, because nothing awaits the call if this task is cancelled.
+            done.add_done_callback(lambda call: call.cancelled() or call.exception())
+            try:
+                num_missing = len(calls)
+                while num_missing:
+                    finished, load = await _unless_failed(done, messages.get())
+                    num_missing -= len(finished)
+                    for place, completions in finished:
+                        calls[place].completions.set_result(completions)
+                        self._router.finished(replica.state, len(calls[place].requests), admits=load.admits)
+                    replica.update_limit(load, self._max_num_seqs)
+                    self._load_changed.set()
+                await done
+            except asyncio.CancelledError:
+                done.cancel()  # the reply of a dead replica never arrives
+                self._fail(replica, calls, ReplicaLostError("the replica died"))
+                raise
+            except SupervisionError as error:
+                self._fail(replica, calls, ReplicaLostError(str(error)))
+                if actor is replica.actor:  # the controller has not called `use` yet
+                    self.use(replica.state.index, None)
+            except Exception as error:  # raised in every caller of `generate`
+                self._fail(replica, calls, error)
 
     def _fail(self, replica: _Replica, calls: Sequence[_Call], error: Exception) -> None:
         for call in calls:
@@ -237,12 +236,12 @@ class Session:
         return await self.pool._generate(requests, num_kept, self.key, place=place)
 
 
-async def _unless_failed(call: asyncio.Future[None], message: Awaitable[T]) -> T:
+async def _unless_failed(call: asyncio.Future[None], message: Coroutine[Any, Any, T]) -> T:
     """Wait for the next message of a call, or raise the exception of the call.
 
     If the call has returned, all of its messages have been sent, so waiting for the next one is safe.
     """
-    receiving = asyncio.ensure_future(resolve(message))
+    receiving = asyncio.ensure_future(message)
     waiting: set[asyncio.Future[Any]] = {call, receiving}
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     if not receiving.done() and (call.cancelled() or call.exception() is not None):

@@ -199,11 +199,6 @@ def rank_key(run: str, version: int, rank: int) -> str:
     return f"{run}/v{version}/rank{rank}"
 
 
-def commits_key(run: str) -> str:
-    """Return the store key of the commit records of all readable versions. The records are ordered from oldest to newest."""
-    return f"{run}/COMMITS"
-
-
 def layout_key(run: str, layout_id: str) -> str:
     """Return the store key of a byte layout."""
     return f"{run}/layout/{layout_id}"

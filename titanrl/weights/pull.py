@@ -19,7 +19,6 @@ from titanrl.weights.manifest import (
     Commit,
     WeightManifest,
     WeightMismatchError,
-    commits_key,
     layout_key,
 )
 from titanrl.weights.slice_copies import SliceCopy, Target, plan_copies
@@ -71,7 +70,7 @@ class WeightReader:
 
         Args:
             run: Prefix of the store's keys.
-            store: Store of layouts and commit records.
+            store: Store of layouts, and of bytes that are not in arenas.
             verify: `off` ignores published digests; any other value checks them.
         """
         self._run, self._store, self._verify = run, store, verify
@@ -80,22 +79,6 @@ class WeightReader:
         self._layouts: dict[str, ByteLayout] = {}
         self._pinned: dict[int, weakref.finalize[..., MappedArena]] = {}
         self.plan: CopyPlan | None = None
-
-    async def committed(self, version: int) -> Commit:
-        """Return the commit record of a version.
-
-        Raises:
-            WeightMismatchError: The store has no record of the version, or no longer has it.
-        """
-        try:
-            commits: tuple[Commit, ...] = await self._store.get(commits_key(self._run))
-        except KeyError:
-            commits = ()
-        for commit in commits:
-            if commit.version == version:
-                return commit
-        held = [commit.version for commit in commits]
-        raise WeightMismatchError(f"version {version} of the weights is not committed (the store has {held})")
 
     async def fetch(self, commit: Commit) -> "FetchedWeights":
         """Make all bytes of a version accessible. Bytes in arenas on this host are mapped instead of copied.

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from titanrl.weights.manifest import VERSIONS_HELD, Commit, StoreHandle, WeightManifest, commits_key
+from titanrl.weights.manifest import VERSIONS_HELD, Commit, StoreHandle, WeightManifest
 
 T = TypeVar("T")
 
@@ -33,6 +33,8 @@ class Leases:
         finally:
             async with self._returned:
                 self._held[version] -= 1
+                if not self._held[version]:
+                    del self._held[version]
                 self._returned.notify_all()
 
     async def wait_unused(self, version: int) -> None:
@@ -60,22 +62,19 @@ class _Pushed:
 class RecordStore(Protocol):
     """Operations of the weight store that a publication uses."""
 
-    async def put(self, key: str, value: object) -> None:
-        """Store an object under a key."""
-
     async def delete(self, key: str) -> None:
         """Delete a key."""
 
 
 class WeightSync:
-    """Publisher of versions, one after another. Each publication has five stages.
+    """Publisher of versions, one after another. Each publication has four stages.
 
     1. Wait until no replica reads the version that the new one overwrites, then push the shards of every trainer rank.
     2. Create the commit record. `pushed()` returns, and the trainer may change its weights.
     3. Every replica pulls the version and continues independently.
     4. Once one replica has pulled, and the others hold back new requests until they have pulled, call `then` to free slots.
-       All later requests get the new weights, and a slow replica delays only itself.
-    5. Write the records of the held versions to the store for later readers, and delete the bytes of older versions from it.
+       All later requests get the new weights, and a slow replica delays only itself. Then delete the bytes of older versions
+       from the store, if they are in it.
 
     The next version can be published while replicas still pull this one, because it goes into the other arena. `ready()`
     returns when all stages of all versions are complete. `pushed()` and `ready()` raise the first error of any version; after
@@ -84,27 +83,27 @@ class WeightSync:
 
     def __init__(
         self,
-        run: str,
         store: RecordStore,
         *,
         push: Callable[[int], Awaitable[Sequence[WeightManifest]]],
         expect: Callable[[int], Awaitable[None]],
         pulls: Sequence[Pull],
+        num_listed: int = 100,
     ) -> None:
-        """Prepare to publish under the name of a run.
+        """Prepare to publish.
 
         Args:
-            run: Prefix of the store's keys.
-            store: Store of the commit records.
+            store: Store of the bytes of versions that are not in arenas.
             push: Callback that pushes a version on every trainer rank.
             expect: Callback that makes every generator hold back new requests until it has pulled a version.
             pulls: Callbacks that pull a version, one per generator replica.
+            num_listed: Length of the list of versions, from which the ages of tokens are computed.
         """
-        self._run, self._store = run, store
+        self._num_listed = num_listed
+        self._store = store
         self._push, self._expect, self._pulls = push, expect, pulls
         self._leases = Leases()
         self._pull_locks = [asyncio.Lock() for _ in pulls]
-        self._recording = asyncio.Lock()
         self._last_freed: asyncio.Future[None] | None = None
         self._pushing: asyncio.Task[_Pushed] | None = None
         self._publishing: set[asyncio.Task[None]] = set()
@@ -114,12 +113,13 @@ class WeightSync:
         self._metrics: dict[str, float] = {}
         self._num_received = 0
         self.versions: list[int] = []
-        """All versions published so far, including running publications."""
+        """Versions published so far, including running publications; only the last `num_listed` of them."""
 
     def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
         """Start publishing a version. Await `pushed()` for the previous version first."""
         assert self._pushing is None or self._pushing.done(), "publish() called before pushed() returned"
         self.versions.append(version)
+        del self.versions[: -self._num_listed]  # a run can publish any number of versions
         self._pushing = asyncio.create_task(self._push_and_commit(version), name=f"push v{version}")
         publishing = asyncio.create_task(self._finish(self._pushing, then), name=f"publish v{version}")
         self._publishing.add(publishing)
@@ -194,10 +194,6 @@ class WeightSync:
         """Run the stages that follow the push."""
         pushed = await pushing
         await asyncio.gather(self._measure(pushed), self._free_slots(pushed, then))
-        # The store is written last, with one message to each of its two actors, because it slows down the copies on a small
-        # machine. A reader that gets the record of an overwritten version detects that from the arena's header.
-        async with self._recording:  # keeps the records in order
-            await self._store.put(commits_key(self._run), tuple(self._held))
         await asyncio.gather(*map(self._delete, pushed.overwritten))
 
     async def _pull(self, replica: int, commit: Commit) -> None:
@@ -237,7 +233,7 @@ class WeightSync:
         }
 
     async def _delete(self, commit: Commit) -> None:
-        """Delete the bytes of a version from the store. Its commit record is already gone, so no reader can find it."""
+        """Delete the bytes of a version from the store."""
         for handle in (handle for manifest in commit.manifests for handle in manifest.handles):
             if isinstance(handle, StoreHandle):
                 await self._store.delete(handle.key)
