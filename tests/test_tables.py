@@ -97,7 +97,7 @@ def test_rows_iterate_as_sequence_plans() -> None:
 
     def table(weight: float, ends: list[int]) -> RowTable:
         handles = [(1, slot, 1 << 40) for slot in range(3)]
-        columns = [(handle, slot + 1, 9, -0.1 * slot, weight, 2 * slot, 0) for slot, handle in enumerate(handles)]
+        columns = [(handle, slot, slot + 1, 9, -0.1 * slot, weight, 2 * slot, 0) for slot, handle in enumerate(handles)]
         return RowTable(np.array(columns, SEQUENCE), np.array(ends))
 
     arrived = pickle.loads(pickle.dumps(table(1 / 3, [2, 2, 3])))

@@ -29,6 +29,7 @@ HANDLE = np.dtype([("shard", "<i8"), ("slot", "<i8"), ("serial", "<i8")])
 SEQUENCE = np.dtype(
     [
         ("handle", HANDLE),
+        ("rollout", "<i4"),
         ("segment", "<i4"),
         ("length", "<i4"),
         ("advantage", "<f8"),
@@ -37,7 +38,7 @@ SEQUENCE = np.dtype(
         ("num_spans", "<i4"),
     ]
 )
-"""Columns of planned sequences; see `SequencePlan`."""
+"""Columns of planned sequences; see `SequencePlan`. `rollout` is the index of the rollout in its group."""
 SPAN = np.dtype([("advantage", "<f8"), ("num_tokens", "<i4")])
 """Columns of spans, which are runs of loss tokens with the same advantage."""
 _GROUP = np.dtype(
@@ -427,6 +428,7 @@ def _joined_tokens(packed: Sequence[PackedRecord]) -> TokenTable | None:
 def _sequence_plan(
     spans: Iterator[tuple[float, int]],
     handle: tuple[int, int, int],
+    rollout: int,
     segment: int,
     length: int,
     advantage: float,

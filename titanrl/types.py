@@ -291,14 +291,24 @@ class CorrectionTotals:
 
     mean_weight: float = 1.0
     """Mean correction weight."""
-    kept_tokens_frac: float = 1.0
-    """Fraction of tokens that are not rejected."""
-    kept_sequences_frac: float = 1.0
-    """Fraction of sequences with at least one token that is not rejected."""
 
 
 NOT_MEASURED = CorrectionTotals()
 """Totals of a step whose correction does not need them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCorrection:
+    """Effect of an off-policy correction on one rank's rows of a micro-batch."""
+
+    dp_rank: int
+    """Data-parallel rank."""
+    weight: float
+    """Sum of the correction weights of the kept tokens, or with sequence weights of the sequences with a kept token."""
+    num_weights: int
+    """Number of these weights."""
+    counts: IntArray
+    """Loss tokens of each sequence before and after rejection, in the order of the rows, `[S, 2]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,11 +344,13 @@ class OptimUpdate:
     """Result of an optimizer step."""
 
     version: int
-    """Policy version after the step: the number of optimizer steps, each on one batch."""
+    """Policy version after the step: the number of steps, each on one batch, without the skipped ones."""
     grad_norm: float
     """Global gradient norm before clipping."""
     skipped: bool
     """True if a loss or the gradient was not finite. Weights and version are then unchanged."""
+    is_empty: bool = False
+    """True if the gradient was 0. Weights and optimizer state are then unchanged, but the step counts."""
     busy_s: float = field(default=0.0, compare=False)
     """Seconds of trainer computation since the previous optimizer step, including this step, excluding waits."""
 

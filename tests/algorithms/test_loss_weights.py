@@ -1,11 +1,14 @@
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.loss_weights import sequence_weights
+from titanrl.algorithms.loss_weights import sequence_weights, without_rejected
 from titanrl.config.choices import Reduction
+from titanrl.tables import SEQUENCE, MicroBatch, RowTable
+from titanrl.types import MeasuredCorrection
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 
@@ -106,3 +109,56 @@ def test_order_of_sequences_does_not_change_weights(seed: int, reduction: Reduct
     moved = [sequences[i] for i in shuffled]
     after = sequence_weights(reduction, num_sampled=[n for n, _ in moved], prompt_of=[p for _, p in moved], constant_length=3)
     assert after.tolist() == [weights[i] for i in shuffled]
+
+
+# Weights of a step without the rejected tokens. The first group has two rollouts: one has a segment of 2 tokens, all rejected,
+# and one of 4 tokens, 3 of them kept; the other has 2 tokens, both kept. The second group has one rollout of 4 tokens, all
+# rejected.
+
+KEPT = [(0, 0, 2, 0), (0, 0, 4, 3), (0, 1, 2, 2), (1, 0, 4, 0)]
+"""Group, rollout, and tokens before and after rejection of each segment."""
+
+
+def split(places: list[list[list[int]]], weights: list[float]) -> tuple[list[MicroBatch], list[list[MeasuredCorrection]]]:
+    """Return micro-batches and counts, with the segments of each micro-batch and rank in `places`."""
+    microbatches, effects = [], []
+    for ranks in places:
+        tables, counts = [], []
+        for rank, segments in enumerate(ranks):
+            table = np.zeros(len(segments), SEQUENCE)
+            table["handle"]["slot"] = [KEPT[i][0] for i in segments]
+            table["rollout"] = [KEPT[i][1] for i in segments]
+            table["weight"] = [weights[i] for i in segments]
+            tables.append(RowTable(table, np.arange(1, len(table) + 1)))
+            both = np.array([KEPT[i][2:] for i in segments], np.int64).reshape(-1, 2)
+            counts.append(MeasuredCorrection(dp_rank=rank, weight=0.0, num_weights=0, counts=both))
+        microbatches.append(MicroBatch(rows=tuple(tables)))
+        effects.append(counts[::-1])
+    return microbatches, effects
+
+
+@pytest.mark.parametrize("places", [[[[0, 1, 2, 3]]], [[[0], [1]], [[2], [3]]], [[[3, 1], []], [[0], [2]]]])
+@pytest.mark.parametrize("importance", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("sum", [1.0, 1.0]),
+        ("token_mean", [1 / 5, 1 / 5]),
+        ("sequence_mean", [1 / (2 * 3), 1 / (2 * 2)]),
+        ("sequence_mean_token_sum", [1 / 2, 1 / 2]),
+        ("prompt_mean", [1 / 5, 1 / 5]),
+        ("constant", [1 / (2 * 7), 1 / (2 * 7)]),
+    ],
+)
+def test_rejected_segments_do_not_count_as_rollouts(
+    reduction: Reduction, expected: list[float], importance: float, places: list[list[list[int]]]
+) -> None:
+    of_rollouts = sequence_weights(reduction, num_sampled=[6, 2, 4], prompt_of=[0, 0, 1], constant_length=7)
+    microbatches, effects = split(places, [float(of_rollouts[i]) * importance for i in (0, 0, 1, 2)])
+    found = without_rejected(microbatches, effects, reduction)
+    weights = {}
+    for microbatch, ranks in zip(found, places, strict=True):
+        for table, segments in zip(microbatch.rows, ranks, strict=True):
+            weights |= dict(zip(segments, table.sequences["weight"].tolist(), strict=True))
+    first, second = (value * importance for value in expected)
+    assert [weights[i] for i in range(4)] == pytest.approx([first, first, second, 0.0], rel=1e-15)

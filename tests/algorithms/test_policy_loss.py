@@ -5,17 +5,23 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from titanrl.algorithms.contracts import LossInputs
-from titanrl.algorithms.loss_weights import correction_totals, sequence_weights
+from titanrl.algorithms.loss_weights import correction_totals, sequence_weights, without_rejected
 from titanrl.algorithms.losses import ppo, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.choices import Reduction
 from titanrl.config.objective import CORRECTION_PRESETS
+from titanrl.tables import SEQUENCE as SEQUENCE_COLUMNS
+from titanrl.tables import MicroBatch, RowTable
+from titanrl.types import MeasuredCorrection
+
+REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 
 LENGTHS = (9, 1, 14, 6, 10)
 SEQUENCE = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
@@ -241,12 +247,31 @@ def test_tokens_with_non_finite_sampler_logprob_are_masked() -> None:
 
 def measured(pieces: list[ObjectiveInputs], algorithm: AlgorithmConfig) -> list[ObjectiveInputs]:
     """Return the micro-batches with the correction totals over all micro-batches."""
-    sums: dict[str, float] = {}
-    for piece in pieces:
-        for name, value in measure_correction(piece, algorithm).sums.items():
-            sums[name] = sums.get(name, 0.0) + value.item()
-    totals = correction_totals(sums)
+    sums = [measure_correction(piece, algorithm)[:2] for piece in pieces]
+    counts = np.zeros((0, 2), np.int64)
+    totals = correction_totals(
+        MeasuredCorrection(dp_rank=0, weight=weight.item(), num_weights=int(count), counts=counts) for weight, count in sums
+    )
     return [replace(piece, correction=totals) for piece in pieces]
+
+
+def post_weighted(
+    pieces: list[ObjectiveInputs], rollouts: list[list[int]], algorithm: AlgorithmConfig
+) -> list[ObjectiveInputs]:
+    """Return the micro-batches with the weights of a step without the rejected tokens, given the rollout of each sequence."""
+    microbatches, effects = [], []
+    for piece, rollout_of in zip(pieces, rollouts, strict=True):
+        ids = range(len(rollout_of))
+        table = np.zeros(len(rollout_of), SEQUENCE_COLUMNS)
+        table["rollout"] = rollout_of
+        table["weight"] = [piece.weights_N[piece.sequence_N == i][0].item() for i in ids]
+        microbatches.append(MicroBatch(rows=(RowTable(table, np.array([len(table)])),)))
+        weight, count, before_N, after_N = measure_correction(piece, algorithm)
+        counts = np.array([[int(mask_N[piece.sequence_N == i].sum()) for mask_N in (before_N, after_N)] for i in ids])
+        effects.append([MeasuredCorrection(dp_rank=0, weight=weight.item(), num_weights=int(count), counts=counts)])
+    scaled = without_rejected(microbatches, effects, algorithm.reduction)
+    weights = [torch.from_numpy(microbatch.rows[0].sequences["weight"].copy()) for microbatch in scaled]
+    return [replace(piece, weights_N=weights_S[piece.sequence_N]) for piece, weights_S in zip(pieces, weights, strict=True)]
 
 
 @pytest.mark.parametrize("weight", ["token", "sequence"])
@@ -266,7 +291,7 @@ def test_normalized_weights_have_mean_one_over_step(weight: str) -> None:
     assert normalized == pytest.approx(unnormalized.item() / mean)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "constant"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_post_denominator_equals_batch_without_rejected_tokens(reduction: Reduction) -> None:
     bounds = {"reject_token_prox_over_behavior": (0.8, 1.2), "veto_prox_over_behavior": (0.6, 1.7), "denominator": "post"}
     more = {"reduction": reduction, "kl": {"coef": 0.3}, "entropy_coef": 0.2}
@@ -278,15 +303,16 @@ def test_post_denominator_equals_batch_without_rejected_tokens(reduction: Reduct
     kept = inputs.mask_N & (ratio >= 0.8) & (ratio <= 1.2) & torch.tensor([int(s) not in vetoed for s in SEQUENCE])
     assert 0 < len(vetoed) < len(LENGTHS)
 
+    rollout_of = torch.tensor([0, 1, 1, 2, 2])  # the second one has its segments in two micro-batches
+
     def with_weights(mask: Tensor) -> ObjectiveInputs:
-        counts = [int(mask[sequence == SEQUENCE].sum()) for sequence in range(len(LENGTHS))]
-        weights = sequence_weights(reduction, num_sampled=counts, prompt_of=range(len(LENGTHS)), constant_length=7)
-        return replace(inputs, weights_N=torch.tensor(weights, dtype=torch.float64)[SEQUENCE])
+        counts = [int(mask[rollout == rollout_of[SEQUENCE]].sum()) for rollout in range(3)]
+        weights = sequence_weights(reduction, num_sampled=counts, prompt_of=[0, 0, 0], constant_length=7)
+        return replace(inputs, weights_N=torch.tensor(weights, dtype=torch.float64)[rollout_of][SEQUENCE])
 
     border = sum(LENGTHS[:2])
-    before = with_weights(inputs.mask_N)
-    pieces = measured([part(before, slice(border)), part(before, slice(border, None))], algorithm)
-    post = sum(policy_loss(piece, algorithm)[0] for piece in pieces)
+    pieces = [part(with_weights(inputs.mask_N), place) for place in (slice(border), slice(border, None))]
+    post = sum(policy_loss(piece, algorithm)[0] for piece in post_weighted(pieces, [[0, 1], [1, 2, 2]], algorithm))
     never_sampled, _ = policy_loss(replace(with_weights(kept), mask_N=kept), AlgorithmConfig(**more))
     assert post.item() == pytest.approx(never_sampled.item(), rel=1e-12)
     by_post, by_never_sampled = (torch.autograd.grad(loss, inputs.logprobs_N)[0] for loss in (post, never_sampled))
@@ -297,7 +323,8 @@ def test_step_with_all_tokens_rejected_has_zero_loss() -> None:
     algorithm = AlgorithmConfig(correction={"reject_token_prox_over_behavior": (0.999, 1.001), "denominator": "post"})
     inputs = replace(example(), proximal_logprobs_N=None)
     inputs = replace(inputs, generator_logprobs_N=inputs.logprobs_N.detach() - 1.0)
-    (piece,) = measured([inputs], algorithm)
+    (piece,) = post_weighted([inputs], [[0, 1, 1, 2, 2]], algorithm)
+    assert not piece.weights_N.any()
     assert [value.any().item() for value in gradients(piece, algorithm)] == [False, False, False]
 
 

@@ -59,11 +59,6 @@ def test_warm_start_requires_a_task_with_demonstrations(tmp_path: Path) -> None:
             "in which any token's ratio is outside these bounds",
         ),
         ("{correction: {denominator: post}}", 'correction.denominator="post"', "set a bound"),
-        (
-            "{reduction: prompt_mean, correction: {preset: geometric_rejection, denominator: post}}",
-            'correction.denominator="post", algorithm.reduction="prompt_mean"',
-            "set algorithm.correction.denominator to pre",
-        ),
         ("{correction: {batch_normalize: true}}", "correction.batch_normalize=true", "set weight to token or sequence"),
         (
             "{correction: {reject_token_prox_over_behavior: [1.5, 2.0]}}",

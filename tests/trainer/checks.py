@@ -162,7 +162,7 @@ def gradient_of_groups(
         for place, rollout in payload[handle].items():
             advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
             length = len(rollout.token_ids)
-            sequences.append(((0, index, 1), place, length, advantage, weight, 0, 0))
+            sequences.append(((0, index, 1), place, place, length, advantage, weight, 0, 0))
     table = np.array(sequences, SEQUENCE)
     places = pack_sequences(table, np.array(groups), np.array(prompt_lens) if share_prompts else None, ROW_TOKENS)
     order = np.array([place for row in places for place in row])

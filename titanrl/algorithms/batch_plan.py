@@ -278,6 +278,7 @@ def _sequences(
     assert not len(missing), f"groups {np.unique(groups['index'][missing])} have a gradient but no payload"
     sequences = np.zeros(len(segments), SEQUENCE)
     sequences["handle"] = groups["handle"][group_of]
+    sequences["rollout"] = records.rollout_of[segments] - records.starts[group_of]
     sequences["segment"] = segments - records.segment_starts[records.starts[group_of]]
     sequences["length"] = records.lengths[segments]
     sequences["advantage"], sequences["weight"] = advantages[segments], weights[segments]

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from titanrl.algorithms.ratios import bounded_exp, log_ratio
 from titanrl.algorithms.segments import segment_any, segment_first, segment_mean, segment_sum
-from titanrl.config.choices import Reduction
 from titanrl.config.objective import CorrectionConfig
-from titanrl.types import CorrectionTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,53 +48,15 @@ def correct(
 
 
 @torch.no_grad()
-def correction_sums(correction: Correction, sequence_N: Tensor, config: CorrectionConfig, *, mask: Tensor) -> dict[str, Tensor]:
-    """Sum the weights, and count tokens and sequences before and after rejection, as 0-dim tensors.
+def weight_sums(correction: Correction, sequence_N: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """Return the sum of the weights and their number, 0-dim each, from which the caller computes the mean over a step.
 
-    Each kept token adds its weight, or with sequence weights each sequence with a kept token. The caller sums the results over
-    micro-batches and ranks, and `loss_weights.correction_totals` computes the quotients.
+    Each kept token adds its weight, or with sequence weights each sequence with a kept token.
     """
     kept_N = correction.kept_N
-    kept_sequences_N = segment_first(sequence_N, mask=kept_N)
-    counted_N = kept_sequences_N if config.weight == "sequence" else kept_N
+    counted_N = segment_first(sequence_N, mask=kept_N) if config.weight == "sequence" else kept_N
     weights_N = torch.ones_like(kept_N, dtype=torch.float32) if correction.weights_N is None else correction.weights_N
-    return {
-        "weight": torch.where(counted_N, weights_N, 0.0).sum(),
-        "num_weights": counted_N.sum(),
-        "kept_tokens": kept_N.sum(),
-        "num_tokens": mask.sum(),
-        "kept_sequences": kept_sequences_N.sum(),
-        "num_sequences": segment_first(sequence_N, mask=mask).sum(),
-    }
-
-
-def weights_after_rejection(
-    weights_N: Tensor,
-    correction: Correction,
-    sequence_N: Tensor,
-    reduction: Reduction,
-    totals: CorrectionTotals,
-    *,
-    mask: Tensor,
-) -> Tensor:
-    """Return the loss weights that `sequence_weights` would compute for a batch without the rejected tokens, `[N]`.
-
-    `totals` covers all ranks and micro-batches of the step. `prompt_mean` is not supported, because the sequences of a prompt
-    may be on different ranks.
-    """
-    assert reduction != "prompt_mean", "a single rank cannot count the tokens of a prompt"
-    match reduction:
-        case "sum":
-            return weights_N
-        case "token_mean":
-            return weights_N / totals.kept_tokens_frac
-        case "sequence_mean_token_sum" | "constant":
-            return weights_N / totals.kept_sequences_frac
-        case "sequence_mean":
-            ones_N = torch.ones_like(weights_N)
-            before_N = segment_sum(ones_N, sequence_N, mask=mask)
-            after_N = segment_sum(ones_N, sequence_N, mask=correction.kept_N).clamp(min=1.0)
-            return weights_N * before_N / after_N / totals.kept_sequences_frac
+    return torch.where(counted_N, weights_N, 0.0).sum(), counted_N.sum()
 
 
 def _rejected(d_N: Tensor, sequence_N: Tensor, config: CorrectionConfig, mask: Tensor) -> Tensor:

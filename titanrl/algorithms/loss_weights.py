@@ -4,16 +4,18 @@ Nothing else scales the loss. The weights are computed before the first micro-ba
 complete step, over all ranks. The gradient therefore depends neither on the split into micro-batches nor on the number of
 data-parallel ranks. A mean of micro-batch means would depend on both.
 
-Shape suffixes: N sequences, P prompts.
+Shape suffixes: N rollouts, P prompts, S sequences (segments of rollouts).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from titanrl.config.choices import Reduction
-from titanrl.types import CorrectionTotals
+from titanrl.tables import MicroBatch
+from titanrl.types import CorrectionTotals, MeasuredCorrection
 
 
 def sequence_weights(
@@ -59,18 +61,46 @@ def sequence_weights(
     return np.divide(1.0, denominators_N, out=np.zeros(len(counts_N)), where=counts_N > 0)
 
 
-def correction_totals(sums: Mapping[str, float]) -> CorrectionTotals:
-    """Compute the mean weight and the kept fractions of a step.
+def correction_totals(measured: Iterable[MeasuredCorrection]) -> CorrectionTotals:
+    """Return the mean correction weight of a step, over all micro-batches and ranks; 1 if there is no weight, or all are 0."""
+    measured = list(measured)
+    weight, num_weights = sum(each.weight for each in measured), sum(each.num_weights for each in measured)
+    return CorrectionTotals(mean_weight=weight / num_weights if weight and num_weights else 1.0)
 
-    `sums` are those of `corrections.correction_sums`, added up over micro-batches and ranks. A quotient is 1 if its numerator
-    or denominator is 0.
+
+def without_rejected(
+    microbatches: Sequence[MicroBatch], measured: Sequence[Sequence[MeasuredCorrection]], reduction: Reduction
+) -> list[MicroBatch]:
+    """Return micro-batches with the loss weights that the step would have without the tokens that the correction rejects.
+
+    A rollout or prompt counts if one of its tokens is kept, in whichever segment, row, micro-batch and rank that is.
+
+    Args:
+        microbatches: All micro-batches of an optimizer step.
+        measured: For each micro-batch, the counts of every rank.
+        reduction: Value of `algorithm.reduction`.
     """
+    tables = [table for microbatch in microbatches for table in microbatch.rows]
+    by_rank = [{each.dp_rank: each.counts for each in ranks} for ranks in measured]
+    counts = [by_rank[i][rank] for i, microbatch in enumerate(microbatches) for rank in range(len(microbatch.rows))]
+    counts_S2 = np.concatenate(counts).reshape(-1, 2).astype(np.float64)
+    sequences = np.concatenate([table.sequences for table in tables])
+    _, prompt_S = np.unique(sequences["handle"], return_inverse=True)
+    keys_S2 = np.stack([prompt_S.reshape(-1), sequences["rollout"]], axis=1)
+    rollouts_N2, rollout_S = np.unique(keys_S2, axis=0, return_inverse=True)
+    rollout_S = rollout_S.reshape(-1)
 
-    def quotient(numerator: str, denominator: str) -> float:
-        return sums[numerator] / sums[denominator] if sums[numerator] and sums[denominator] else 1.0
+    def weights(num_tokens_S: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        num_tokens_N = np.bincount(rollout_S, num_tokens_S, len(rollouts_N2))
+        return sequence_weights(reduction, num_sampled=num_tokens_N, prompt_of=rollouts_N2[:, 0], constant_length=1)
 
-    return CorrectionTotals(
-        mean_weight=quotient("weight", "num_weights"),
-        kept_tokens_frac=quotient("kept_tokens", "num_tokens"),
-        kept_sequences_frac=quotient("kept_sequences", "num_sequences"),
-    )
+    before_N, after_N = weights(counts_S2[:, 0]), weights(counts_S2[:, 1])
+    scales_S = np.divide(after_N, before_N, out=np.zeros(len(before_N)), where=before_N > 0.0)[rollout_S]
+    scaled, start = [], 0
+    for table in tables:
+        rows = table.sequences.copy()
+        rows["weight"] *= scales_S[start : start + len(rows)]
+        start += len(rows)
+        scaled.append(replace(table, sequences=rows))
+    ranks = iter(scaled)
+    return [replace(microbatch, rows=tuple(next(ranks) for _ in microbatch.rows)) for microbatch in microbatches]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
-from titanrl.algorithms.corrections import Correction, correct, correction_sums, weights_after_rejection
+from titanrl.algorithms.corrections import Correction, correct, weight_sums
 from titanrl.algorithms.kl import kl_estimate
 from titanrl.algorithms.losses import LossMetrics, valid_tokens, weighted_sum
 from titanrl.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, importance_ratio, log_ratio
@@ -76,10 +76,6 @@ def policy_loss(
     if algorithm.correction.batch_normalize:
         loss_N = loss_N / inputs.correction.mean_weight
     weights_N = inputs.weights_N
-    if algorithm.correction.denominator == "post":
-        weights_N = weights_after_rejection(
-            weights_N, correction, inputs.sequence_N, algorithm.reduction, inputs.correction, mask=valid_N
-        )
     terms = {"loss/policy": weighted_sum(loss_N, weights_N, mask=correction.kept_N)}
     if algorithm.kl.coef and algorithm.kl.place == "loss":
         kl_N = algorithm.kl.coef * _kl(inputs, algorithm, correction.kept_N)
@@ -93,12 +89,16 @@ def policy_loss(
 
 
 @torch.no_grad()
-def measure_correction(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> LossMetrics:
-    """Compute this micro-batch's share of the sums for `loss_weights.correction_totals`."""
+def measure_correction(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the sum and the number of a micro-batch's correction weights, and masks of its loss tokens before and after
+    rejection.
+
+    `loss_weights` combines them over micro-batches and ranks.
+    """
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     config, sequence_N = algorithm.correction, inputs.sequence_N
     correction = correct(_proximal(inputs), inputs.generator_logprobs_N, sequence_N, config, mask=valid_N)
-    return LossMetrics(sums=correction_sums(correction, sequence_N, config, mask=valid_N), maxima={})
+    return *weight_sums(correction, sequence_N, config), valid_N, correction.kept_N
 
 
 def token_loss(

@@ -156,12 +156,6 @@ class AlgorithmConfig(Section):
                 fix="remove constant_length, or set algorithm.reduction to constant",
             )
         yield from self.broken_pass_k()
-        if self.correction.denominator == "post" and self.reduction == "prompt_mean":
-            yield BrokenRule(
-                values={"correction.denominator": "post", "reduction": self.reduction},
-                rule="prompt_mean cannot count tokens after rejection, because the tokens of a prompt are spread over ranks",
-                fix="set algorithm.correction.denominator to pre, or algorithm.reduction to sequence_mean",
-            )
         if self.kl.reference == "ema" and self.ema_decay is None:
             yield BrokenRule(
                 values={"ema_decay": self.ema_decay, "kl.reference": self.kl.reference},

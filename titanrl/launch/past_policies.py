@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from titanrl.algorithms.loss_weights import correction_totals
+from titanrl.algorithms.loss_weights import correction_totals, without_rejected
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.operations import CheckpointConfig
-from titanrl.launch.trainer_mesh import TrainerMesh, merge_losses
+from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.tables import MicroBatch
 
 
@@ -72,12 +73,17 @@ class PastPolicies:
         return PastVersions(proximal=proximal, reference=reference)
 
     async def with_correction_totals(self, microbatches: Sequence[MicroBatch], past: PastVersions) -> Sequence[MicroBatch]:
-        """Add the totals of the off-policy correction over the entire step, if the configuration needs them."""
+        """Add the totals of the off-policy correction over the entire step, if the configuration needs them.
+
+        With `denominator: post`, the loss weights are those of a step without the rejected tokens.
+        """
         if not self._algorithm.correction.is_measured:
             return microbatches
         measure = self._trainer.measure_correction
-        sums = [await measure(microbatch, proximal_version=past.proximal) for microbatch in microbatches]
-        totals = correction_totals(merge_losses(sums).sums)
+        measured = [await measure(microbatch, proximal_version=past.proximal) for microbatch in microbatches]
+        totals = correction_totals(chain.from_iterable(measured))
+        if self._algorithm.correction.denominator == "post":
+            microbatches = without_rejected(microbatches, measured, self._algorithm.reduction)
         return [replace(microbatch, correction=totals) for microbatch in microbatches]
 
     async def _proximal_version(self, microbatches: Sequence[MicroBatch], version: int, published: int) -> int | None:

@@ -204,6 +204,7 @@ def optimizer_metrics(updates: Sequence[OptimUpdate], learning_rate: float) -> d
         "optim/lr": learning_rate,
         "optim/steps": float(len(updates)),
         "optim/skipped": mean([float(update.skipped) for update in updates]),
+        "optim/empty": mean([float(update.is_empty) for update in updates]),
     }
 
 

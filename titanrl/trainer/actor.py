@@ -23,7 +23,7 @@ from titanrl.loading import loading
 from titanrl.plugins import Plugin, Plugins, loaded
 from titanrl.replay.directory import SHARDS
 from titanrl.tables import MicroBatch, Row
-from titanrl.types import AdamParams, GroupHandle, LossSums, OptimUpdate, Segment
+from titanrl.types import AdamParams, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
@@ -200,15 +200,15 @@ class PolicyTrainer(Actor):
                 return self._learner.forward_backward(packed, microbatch.correction)
 
     @endpoint
-    async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> LossSums:
-        """Run a forward pass; return the sums of the off-policy correction over this rank's rows of a micro-batch."""
+    async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> MeasuredCorrection:
+        """Run a forward pass; return the effect of the off-policy correction on this rank's rows of a micro-batch."""
         with self.agreement.phase("measure_correction") as agree:
             rows, packed = await self._rows(microbatch)
             if proximal_version is not None:
                 packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
             agree(lambda: {**self.progress(), **microbatch.sizes})
             with self._computing():
-                return self._learner.measure_correction(packed)
+                return self._learner.measure_correction(packed, rows)
 
     @endpoint
     async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:

@@ -5,7 +5,7 @@ The model's output at position t predicts the token at t + 1, so all values of a
 Shape suffixes: B rows, L tokens of a row, N = B * L, S tokens of a sequence.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -80,6 +80,14 @@ def row_length(used: Iterable[int], row_tokens: int, multiple: int) -> int:
     return min(row_tokens, -(-max(used, default=1) // multiple) * multiple)
 
 
+def places(row: Row) -> Iterator[slice]:
+    """Yield the positions of each sequence in its row."""
+    end = 0
+    for sequence in row:
+        start, end = end, end + sequence.num_placed
+        yield slice(start, end)
+
+
 def empty_rows(num_rows: int, row_tokens: int) -> PackedRows:
     """Return rows of padding only, with an all-False mask."""
     return collate([()] * num_rows, {}, row_tokens)
@@ -104,10 +112,10 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
     logprobs, advantages, weights = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(3))
     supports = CollatedSupports(num_rows * row_tokens)
     for b in range(num_rows):
-        start = 0
-        for sequence in rows[b] if rows else ():
+        end = 0
+        for sequence, place in zip(rows[b], places(rows[b]), strict=True) if rows else ():
             segment = payload[sequence.handle][sequence.segment]
-            first, end = sequence.num_shared, start + sequence.num_placed
+            first, start, end = sequence.num_shared, place.start, place.stop
             assert (len(segment.token_ids), end <= row_tokens) == (sequence.length, True), "the plan does not fit its payload"
             assert not segment.mask[: first + 1].any(), "a sampled token cannot be shared"
             tokens[b, start:end] = segment.token_ids[first:]
@@ -128,8 +136,7 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
                 limited = segment.supports[predicted].where(trained)
                 assert limited.contains_S(segment.token_ids[predicted]).all(), "a sampled token is not in its support"
                 supports.add(b * row_tokens + start, limited)
-            start = end
-        positions[b, start:] = np.arange(row_tokens - start)
+        positions[b, end:] = np.arange(row_tokens - end)
     return PackedRows(
         tokens_BL=torch.from_numpy(tokens),
         positions_BL=torch.from_numpy(positions),

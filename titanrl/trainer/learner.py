@@ -6,12 +6,13 @@ Shape suffixes: B rows, L tokens of a row, N = B * L.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -27,12 +28,13 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.objective import AVERAGE
 from titanrl.errors import TitanRLError
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
+from titanrl.tables import Row
 from titanrl.trainer.average import MovingAverage
-from titanrl.trainer.collate import PackedRows, empty_rows
+from titanrl.trainer.collate import PackedRows, empty_rows, places
 from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
 from titanrl.trainer.snapshots import Snapshots, check_recoverable, trainable_tensors
-from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, OptimUpdate
+from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.weights.layout import local_part
 from titanrl.weights.state import LiveState
 
@@ -58,7 +60,7 @@ class RowsResult:
 class Learner:
     """Model, optimizer and policy version of one rank.
 
-    The version is the number of steps that changed the weights. A step is one or more optimizer steps on one batch.
+    The version is the number of steps, without the skipped ones. A step is one or more optimizer steps on one batch.
     """
 
     def __init__(
@@ -122,14 +124,21 @@ class Learner:
         policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, correction=correction, version=version)
         return self.run(rows, policy).sums
 
-    def measure_correction(self, rows: PackedRows) -> LossSums:
-        """Run a forward pass; return the sums of the off-policy correction over some rows."""
+    def measure_correction(self, rows: PackedRows, plan: Sequence[Row]) -> MeasuredCorrection:
+        """Run a forward pass over some rows, and return the effect of the off-policy correction on their sequences."""
         rows = rows.to(self.model.device)
         with torch.no_grad():
             logprobs_BL, entropy_BL = self._score(rows)
-            return self._reported(
-                measure_correction(_inputs(rows, logprobs_BL.flatten(), entropy_BL.flatten()), self._algorithm)
-            )
+            inputs = _inputs(rows, logprobs_BL.flatten(), entropy_BL.flatten())
+            weight, num_weights, before_N, after_N = measure_correction(inputs, self._algorithm)
+        before_BL, after_BL = (tokens_N.view(rows.mask_BL.shape).cpu().numpy() for tokens_N in (before_N, after_N))
+        counts = [(before_BL[b, place].sum(), after_BL[b, place].sum()) for b, row in enumerate(plan) for place in places(row)]
+        return MeasuredCorrection(
+            dp_rank=self.model.dp_rank,
+            weight=float(weight),
+            num_weights=int(num_weights),
+            counts=np.array(counts, np.int64).reshape(-1, 2),
+        )
 
     def run(self, rows: PackedRows, objective: Objective, *, backward: bool = True) -> RowsResult:
         """Compute an objective over some rows; with `backward`, accumulate its gradient.
@@ -159,13 +168,16 @@ class Learner:
     def optim_step(self, params: AdamParams, *, completes: bool = True) -> OptimUpdate:
         """Clip the gradients, take an optimizer step and clear the gradients. This is a collective.
 
+        If the gradient is 0, the weights and the optimizer state stay as they are: momentum and weight decay alone would move
+        the weights. The step still counts.
+
         The step is skipped if a loss or the gradient norm is not finite on any rank. All ranks make the same decision, because
         the gradient norm is global and the ranks all-reduce a flag for finite losses.
 
         Args:
             params: Hyperparameters of the optimizer.
-            completes: False if more optimizer steps on the same batch follow. Otherwise the version is incremented if the
-                weights have changed since the last increment.
+            completes: False if more optimizer steps on the same batch follow. Otherwise the version is incremented, unless all
+                steps since the last increment were skipped.
 
         Raises:
             PhaseError: A snapshot replaces the live weights, or a pass since the last step failed. In the second case all
@@ -184,17 +196,17 @@ class Learner:
         max_norm = params.max_grad_norm or math.inf
         grad_norm = float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True))
         finite = self._every_loss_is_finite() and math.isfinite(grad_norm)
-        if finite:
+        if finite and grad_norm:
             self._set_params(params)
             self.optimizers.step()
-            self.num_ahead += 1
             self.weights_changed()
             if self.average is not None:
                 self.average.update()
+        self.num_ahead += finite
         if completes and self.num_ahead:
             self.version, self.num_ahead = self.version + 1, 0
         self.zero_grad()
-        return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite)
+        return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite, is_empty=not grad_norm)
 
     def zero_grad(self) -> None:
         """Discard the gradients accumulated since the last optimizer step."""
