@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TypeVar
 
 import numpy as np
 
+from titanrl.arguments import check_count, check_list, check_number, check_type, checked_numbers, checked_tokens
 from titanrl.supports import Supports, join, whole_vocabulary
 from titanrl.types import FloatArray, IntArray
 
@@ -59,13 +61,25 @@ def sampled_datum(
         advantage: Advantage of the completion, or of each of its tokens, `[T]`.
         weight: Loss weight of each sampled token, such as 1 / number of tokens in the batch for a mean.
         supports: Support of each sampled token, `[T]`, if sampling was truncated.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: There are no tokens, or another number of values than tokens.
     """
-    inputs = {
-        "logprobs": np.asarray(logprobs, np.float32),
-        "advantages": np.broadcast_to(np.asarray(advantage, np.float32), (len(tokens),)),
-        "weights": np.full(len(tokens), weight, np.float32),
-    }
-    datum = _datum(prompt, tokens, inputs)
+    prompt, tokens = checked_tokens("prompt", prompt), checked_tokens("tokens", tokens)
+    fix = "Give one number per sampled token."
+    by_token = {"logprobs": checked_numbers("logprobs", logprobs, fix)}
+    if isinstance(advantage, Real):
+        check_number("advantage", advantage, "Check the rewards.")
+        by_token["advantages"] = np.full(len(tokens), advantage)
+    else:
+        by_token["advantages"] = checked_numbers("advantage", advantage, "Give one number, or one per sampled token.")
+    check_number("weight", weight, "Give a number such as 1.")
+    for name, values in by_token.items():
+        if len(values) != len(tokens):
+            raise ValueError(f"{name}: must have one value per token, {len(tokens)} (got {len(values)}). {fix}")
+    inputs = {name: values.astype(np.float32) for name, values in by_token.items()}
+    datum = _datum(prompt, tokens, {**inputs, "weights": np.full(len(tokens), weight, np.float32)})
     if supports is None:
         return datum
     return replace(datum, supports=join((whole_vocabulary(len(prompt) - 1, supports.vocab_size), supports)))
@@ -78,7 +92,13 @@ def supervised_datum(prompt: Sequence[int] | IntArray, tokens: Sequence[int] | I
         prompt: Prompt tokens, `[P]`; their loss weight is 0.
         tokens: Answer tokens, `[T]`.
         weight: Loss weight of each answer token.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: There are no tokens.
     """
+    prompt, tokens = checked_tokens("prompt", prompt), checked_tokens("tokens", tokens)
+    check_number("weight", weight, "Give a number such as 1.")
     return _datum(prompt, tokens, {"weights": np.full(len(tokens), weight, np.float32)})
 
 
@@ -92,10 +112,43 @@ def batches(items: Sequence[T], size: int, *, seed: int = 0, num_epochs: int | N
         num_epochs: Number of epochs; None repeats forever.
 
     Raises:
+        TypeError: An argument has another type.
         ValueError: There are fewer than `size` items.
     """
+    check_list("items", items, "data", "Give a list.")
+    check_count("size", size, "Give the number of items per batch.")
+    check_count("seed", seed, "Give an integer such as 0.", least=0)
+    if num_epochs is not None:
+        check_count("num_epochs", num_epochs, "None repeats forever.", least=0)
     if len(items) < size:
         raise ValueError(f"size: must not exceed the number of items (got {size} of {len(items)}). Lower size, or add items.")
+    return _batches(items, size, seed, num_epochs)
+
+
+def check_data(data: object, name: str = "data") -> None:
+    """Check that data can be trained on, as far as that does not depend on the model and the loss.
+
+    Raises:
+        TypeError: It is not a list of `Datum`, or a datum has an array of another type.
+        ValueError: An array has another length than the input.
+    """
+    fix = "Build data with titanrl.sampled_datum or titanrl.supervised_datum."
+    for index, datum in enumerate(check_list(name, data, "Datum", fix)):
+        check_type(f"{name}[{index}]", datum, Datum, "a Datum", fix)
+        length = len(checked_tokens(f"{name}[{index}].model_input", datum.model_input))
+        where = f"{name}[{index}].loss_fn_inputs"
+        check_type(where, datum.loss_fn_inputs, Mapping, "a mapping of names to arrays", fix)
+        for key, values in datum.loss_fn_inputs.items():
+            if key == "target_tokens":
+                num_values = len(checked_tokens(f"{where}[{key!r}]", values))
+            else:
+                num_values = len(checked_numbers(f"{where}[{key!r}]", values, "Give one number per input token."))
+            if num_values != length:
+                fix_length = f"Give one value per input token: ({length},)."
+                raise ValueError(f"{where}[{key!r}]: wrong shape (got ({num_values},)). {fix_length}")
+
+
+def _batches(items: Sequence[T], size: int, seed: int, num_epochs: int | None) -> Iterator[list[T]]:
     epoch = 0
     while num_epochs is None or epoch < num_epochs:
         order = np.random.default_rng((seed, epoch)).permutation(len(items))

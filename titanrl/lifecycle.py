@@ -388,7 +388,7 @@ class Lifecycle:
             cause: Reason for the end of the run, if the code is not 0.
         """
         num_steps = self.state.version if self.ends_early else self.config.num_steps
-        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=num_steps)
+        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=num_steps, max_staleness=self.config.max_staleness)
         self.console.done(last_lines(self.run_dir, outcome, command=f"titanrl {self.program}"))
 
     async def __aenter__(self) -> Self:

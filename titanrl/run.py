@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from titanrl.arguments import check_number
 from titanrl.config import Config
 from titanrl.errors import TitanRLError
 from titanrl.files import uncommit_folder
@@ -190,10 +190,13 @@ class Run(Lifecycle):
             learning_rate: New rate; None returns to the schedule.
 
         Raises:
+            TypeError: The rate is not a number.
             ValueError: The rate is negative or not finite.
         """
-        if learning_rate is not None and not 0.0 <= learning_rate < math.inf:
-            raise ValueError(f"set_learning_rate: not a finite number >= 0 (got {learning_rate}). Give a rate such as 1e-6.")
+        if learning_rate is not None:
+            fix = "Give a rate such as 1e-6, or None for the schedule."
+            check_number("set_learning_rate", learning_rate, fix, least=0.0)
+            learning_rate = float(learning_rate)
         self._note(learning_rate=learning_rate, num_rates=self.state.num_rates + 1)
         state = self.state
         self.recorder.directory.event("learning_rate", step=state.step, value=learning_rate, number=state.num_rates)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from titanrl.arguments import check_number
 from titanrl.pickling import float32_bytes, int32_bytes, pickle_fast
 from titanrl.supports import Supports
 from titanrl.turns import GroupTokens, GroupTurns, Turn, Values
@@ -337,6 +338,18 @@ class AdamParams:
     """Decoupled weight decay."""
     max_grad_norm: float = 0.0
     """Global gradient norm to clip to; 0 disables clipping."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            TypeError: One is not a number.
+            ValueError: One is not finite, or out of range.
+        """
+        for name in ("learning_rate", "eps", "weight_decay", "max_grad_norm"):
+            check_number(f"AdamParams.{name}", getattr(self, name), "AdamParams() has the defaults.", least=0.0)
+        for name in ("beta1", "beta2"):
+            check_number(f"AdamParams.{name}", getattr(self, name), "AdamParams() has the defaults.", least=0.0, below=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,11 @@ def test_warm_start_requires_a_task_with_demonstrations(tmp_path: Path) -> None:
         ("{loss_options: {beta: 1.0}}", 'loss_options.beta=1.0, algorithm.loss="ppo" (default)', "remove it"),
         ("{loss: 'a.b:c', loss_options: {clip_low: 0.1}}", "loss_options.clip_low=0.1", "set algorithm.clip_low instead"),
         ("{loss: pppo}", 'loss="pppo"', "did you mean ppo?"),
+        ("{loss: grpo}", 'loss="grpo"', 'grpo uses loss="ppo": set that, or set algorithm.preset to grpo'),
+        ("{advantage: gspo}", 'advantage="gspo"', 'gspo uses advantage="grpo": set that, or set algorithm.preset to gspo'),
+        ("{reduction: dapo}", 'reduction="dapo"', 'dapo uses reduction="token_mean": set that'),
+        ("{loss: rloo}", 'loss="rloo"', "rloo is a value of algorithm.advantage: set it there"),
+        ("{advantage: ppo}", 'advantage="ppo"', "ppo is a value of algorithm.loss: set it there"),
         ("{advantage: 'own.py'}", 'advantage="own.py"', "choose one of them"),
         (
             "{correction: {preset: token_tis}}",

@@ -14,6 +14,7 @@ import torch
 from tests import custom_objects
 from tests.launch import losses
 from tests.launch.training_lab import Lab, running_lab
+from titanrl.actors import ask_ranks
 from titanrl.algorithms.contracts import LossInputs, bound_loss
 from titanrl.algorithms.tinker import tinker_algorithm
 from titanrl.config.algorithm import AlgorithmConfig
@@ -118,13 +119,13 @@ def test_requests_submitted_together_equal_awaited_ones(lab: Lab) -> None:
 
 
 def test_trainer_refuses_a_step_queued_behind_a_failed_pass(lab: Lab) -> None:
-    nowhere = RowTable(np.array([((0, 0, 0), 0, 8, 1.0, 1.0, 0, 0)], SEQUENCE), np.array([1]))  # this trainer has no shards
+    nowhere = RowTable(np.array([((0, 0, 0), 0, 0, 8, 1.0, 1.0, 0, 0)], SEQUENCE), np.array([1]))  # this trainer has no shards
     before = logprobs(lab)
 
     async def both() -> tuple[Any, Any]:
         await lab.trainer.run_data(DATA, "ppo", {}, backward=True)
         passing = lab.trainer.forward_backward([MicroBatch(rows=(nowhere, nowhere))])
-        stepping = lab.trainer.supervisor.ask("optim_step", lab.trainer.mesh.optim_step.call(ADAM), 60)
+        stepping = lab.trainer.supervisor.ask("optim_step", ask_ranks(lab.trainer.mesh.optim_step, ADAM), 60)
         return tuple(await asyncio.gather(passing, stepping, return_exceptions=True))
 
     failed, refused = lab.do(both())
@@ -175,6 +176,67 @@ def test_custom_loss_has_the_gradient_of_the_built_in_one(lab: Lab, way: str) ->
     assert own_norm == pytest.approx(norm, rel=1e-6)
     for one, other in zip(own_after, after, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_step_without_a_gradient_changes_no_weight(lab: Lab) -> None:
+    decayed = replace(ADAM, weight_decay=0.1)
+
+    def without(name: str) -> list[Datum]:
+        zeros = [{name: np.zeros(len(datum.model_input), np.float32)} for datum in DATA]
+        return [
+            replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, **zero}) for datum, zero in zip(DATA, zeros, strict=True)
+        ]
+
+    async def scenario() -> None:
+        client = lab.client
+        await client.forward_backward(DATA, "ppo")
+        taken = await client.optim_step(decayed)  # from now on, there is momentum
+        assert not taken.is_empty
+        before = await client.compute_logprobs(DATA)
+        for data in (None, without("weights"), without("advantages")):
+            if data is not None:
+                await client.forward_backward(data, "ppo")
+            update = await client.optim_step(decayed)
+            assert (update.is_empty, update.skipped, update.grad_norm) == (True, False, 0.0)
+            assert all_equal(await client.compute_logprobs(DATA), before)
+        assert update.version == taken.version + 3
+        await client.forward_backward(DATA, "ppo")
+        assert not (await client.optim_step(decayed)).is_empty
+        assert not all_equal(await client.compute_logprobs(DATA), before)
+
+    lab.do(scenario())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda client: client.forward_backward([{"a": 1}], "ppo"), r"data\[0\]: must be a Datum \(got dict \{'a': 1\}\)"),
+        (lambda client: client.forward_backward(None, "ppo"), r"data: must be a list of Datum \(got NoneType None\)"),
+        (lambda client: client.forward(DATA, 3), r"loss_fn: must be the name of a loss or a function \(got 3\)"),
+        (lambda client: client.forward_backward(DATA, "ppo", [1]), r"loss_fn_config: must be a mapping"),
+        (
+            lambda client: client.forward([replace(DATA[0], model_input=["a"])], "ppo"),
+            r"data\[0\].model_input: must be",
+        ),
+        (
+            lambda client: client.forward([replace(DATA[0], loss_fn_inputs=3)], "ppo"),
+            "loss_fn_inputs: must be a mapping",
+        ),
+        (lambda client: client.forward_backward_custom(DATA, "ppo"), "loss: must be a function"),
+        (lambda client: client.compute_logprobs(DATA, at_version="best"), "at_version: must be an integer >= 0"),
+        (lambda client: client.optim_step(1e-4), "adam_params: must be AdamParams"),
+        (lambda client: client.save_state("../state"), "name: must be the name of a folder"),
+        (lambda client: client.export(7), r"name: must be a text \(got 7\)"),
+        (lambda client: client.load_state(None), "path: must be a path"),
+    ],
+)
+def test_wrong_arguments_are_refused_without_damage(lab: Lab, call: Any, message: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises((TypeError, ValueError), match=message):
+            await call(lab.client)
+        assert len(await lab.client.compute_logprobs(DATA)) == len(DATA)
+
+    lab.do(scenario())
 
 
 def test_gradients_accumulate_until_the_step(lab: Lab) -> None:

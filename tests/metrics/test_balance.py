@@ -23,13 +23,17 @@ def test_advice_gives_devices_to_the_bottleneck(trainer: float, generator: float
 
 
 def test_line_shows_medians_and_ignores_the_first_steps() -> None:
-    line = balance_line(rows(0.62, 0.04, 1.0))
+    line = balance_line(rows(0.62, 0.04, 1.0), 1)
     assert line.startswith("trainer 62%, generators 4% of the time (median); generation is the bottleneck: give the ")
 
 
 def test_synchronous_run_is_advised_to_raise_max_staleness() -> None:
-    assert "max_staleness is 0" in balance_line(rows(0.5, 0.5, 0.0))
+    assert "max_staleness is 0" in balance_line(rows(0.5, 0.5, 0.0), 0)
+
+
+def test_asynchronous_run_without_a_stale_token_is_not_called_synchronous() -> None:
+    assert "each waits for the other: raise max_staleness" in balance_line(rows(0.5, 0.5, 0.0), 1)
 
 
 def test_run_without_steps_has_no_line() -> None:
-    assert balance_line([]) == ""
+    assert balance_line([], 0) == ""

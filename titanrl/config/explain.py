@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from titanrl.config.errors import BrokenRule, BrokenRules, inline, message
 from titanrl.config.keys import Node, dotted, nearest_keys, node_at, section_at, type_text
+from titanrl.config.objective import ALGORITHM_PRESETS
 from titanrl.config.source import Source
 from titanrl.config.strict_yaml import scalar
 from titanrl.config.suggest import did_you_mean, question
@@ -119,12 +120,32 @@ def _fix(path: Location, value: Any, node: Node) -> str:
         hint = f"{hint}. "
     choices = [str(choice) for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
     if choices and not hint:
-        return did_you_mean(value if isinstance(value, str) else inline(value), choices) or "choose one of them"
+        text = value if isinstance(value, str) else inline(value)
+        return _where_it_belongs(path, text) or did_you_mean(text, choices) or "choose one of them"
     key = node_at(path if isinstance(path[-1], str) else path[:-1]) or {}
     default = f"the default is {inline(key['default'])}. " if "default" in key else ""
     if hint:
         default = default[:1].upper() + default[1:]
     return f"{hint}{default}{' '.join(key.get('description', '').split())}"
+
+
+def _where_it_belongs(path: Location, value: str) -> str:
+    """Return the fix for a name that is known, but not as a value of this key; empty otherwise.
+
+    Names of algorithms differ by a letter, so a known name must not be taken for a misspelled one.
+    """
+    key = str(path[-1])
+    if path[0] == "algorithm" and (chosen := ALGORITHM_PRESETS.get(value, {}).get(key)) is not None:
+        return f"{value} uses {key}={inline(chosen)}: set that, or set algorithm.preset to {value}, which sets all of its keys"
+    section = section_at(path[:-1])
+    siblings = [sibling for sibling in (section.keys if section else ()) if value in _choices((*path[:-1], sibling))]
+    return f"{value} is a value of {dotted((*path[:-1], siblings[0]))}: set it there, and choose one of them for {key}" if siblings else ""
+
+
+def _choices(path: Location) -> list[str]:
+    """Return the names that a key accepts."""
+    node = node_at(path) or {}
+    return [str(choice) for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
 
 
 def _hint(path: Location, value: Any, node: Node) -> str:

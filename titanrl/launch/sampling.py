@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from titanrl.arguments import check_count, check_list, check_number, check_type, checked_tokens
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.datums import Datum, sampled_datum
@@ -179,9 +180,22 @@ class SamplingClient:
             A list of `num_samples` samples for each prompt, in the order of the prompts.
 
         Raises:
-            ValueError: A prompt is empty or too long.
+            TypeError: An argument has another type.
+            ValueError: A prompt is empty or too long, or a number is out of range.
             VersionGoneError: The client is pinned to a version that is no longer served.
         """
+        check_count("num_samples", num_samples, "Give the number of completions per prompt.")
+        if max_tokens is not None:
+            check_count("max_tokens", max_tokens, "None uses rollout.max_new_tokens.")
+        if temperature is not None:
+            check_number("temperature", temperature, "0 decodes greedily; None uses rollout.temperature.", least=0.0)
+        check_number("top_p", top_p, "1 disables it.", least=0.0, most=1.0)
+        check_count("top_k", top_k, "0 disables it.", least=0)
+        check_number("min_p", min_p, "0 disables it.", least=0.0, below=1.0)
+        if seed is not None:
+            check_count("seed", seed, "None draws a random seed.", least=0)
+        for index, value in enumerate(check_list("stop", stop, "texts and token ids", 'Use ["\\n"].')):
+            check_type(f"stop[{index}]", value, (str, int), "a text or a token id", 'Use ["\\n"].')
         rollout = self._sampler.config.rollout
         stop = rollout.stop if stop is None else stop
         decode = partial(
@@ -198,7 +212,7 @@ class SamplingClient:
             stop_ids=tuple(value for value in stop if isinstance(value, int)),
             stop=tuple(value for value in stop if isinstance(value, str)),
         )
-        prompt_ids = [self._token_ids(prompt) for prompt in prompts]
+        prompt_ids = self._all_token_ids("prompts", prompts)
         groups = _requests(prompt_ids, sampling, num_samples, seed)
         completions = await self._sampler.generate(groups, self.version)
         return [
@@ -230,14 +244,24 @@ class SamplingClient:
             VersionGoneError: The client is pinned to a version that is no longer served.
         """
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=True)
-        requests = [[GenerationRequest(token_ids=self._token_ids(sequence), sampling=sampling)] for sequence in sequences]
+        requests = [
+            [GenerationRequest(token_ids=token_ids, sampling=sampling)]
+            for token_ids in self._all_token_ids("sequences", sequences)
+        ]
         completions = await self._sampler.generate(requests, self.version)
         return [_with_first(completion) for (completion,) in completions]
 
-    def _token_ids(self, prompt: PromptLike) -> tuple[int, ...]:
+    def _all_token_ids(self, name: str, prompts: Sequence[PromptLike]) -> list[tuple[int, ...]]:
+        fix = 'Use ["1 + 2 ="], also for one prompt.'
+        listed = check_list(name, prompts, "texts, lists of token ids, or prompts of a task", fix)
+        return [self._token_ids(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
+
+    def _token_ids(self, name: str, prompt: PromptLike) -> tuple[int, ...]:
         if isinstance(prompt, Prompt):
             return prompt.token_ids
-        return tuple(self.tokenizer.encode_start(prompt) if isinstance(prompt, str) else map(int, prompt))
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode_start(prompt))
+        return tuple(checked_tokens(name, prompt).tolist())
 
 
 def _sample(prompt: tuple[int, ...], completion: Completion, text: str) -> Sample:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from titanrl.arguments import check_count, check_type, shown
 from titanrl.config.objective import AVERAGE
-from titanrl.datums import Datum, ForwardBackwardOutput
+from titanrl.datums import Datum, ForwardBackwardOutput, check_data
 from titanrl.errors import TitanRLError
 from titanrl.launch.sampling import Sampler, SamplingClient
 from titanrl.launch.trainer_mesh import TrainerMesh
@@ -69,7 +70,8 @@ class TrainingClient:
         self, data: Sequence[Datum], loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
         """Compute the loss and its metrics without a gradient; the arguments are those of `forward_backward`."""
-        return self._submit(lambda: self._trainer.run_data(data, _named_loss(loss_fn), loss_fn_config or {}, backward=False))
+        loss, options = _checked_pass(data, loss_fn, loss_fn_config)
+        return self._submit(lambda: self._trainer.run_data(data, loss, options, backward=False))
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None = None
@@ -82,8 +84,13 @@ class TrainingClient:
                 either a policy loss declared with `titanrl.policy_loss`, or a function of data and log-probabilities as in
                 `forward_backward_custom`, which each trainer rank calls with its share of the data.
             loss_fn_config: options of the loss.
+
+        Raises:
+            TypeError: An argument has another type. Like `ValueError`, it is raised before anything is sent.
+            ValueError: An array of a datum has another length than the input.
         """
-        return self._submit(lambda: self._trainer.run_data(data, _named_loss(loss_fn), loss_fn_config or {}, backward=True))
+        loss, options = _checked_pass(data, loss_fn, loss_fn_config)
+        return self._submit(lambda: self._trainer.run_data(data, loss, options, backward=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: "CustomLoss") -> asyncio.Task[ForwardBackwardOutput]:
         """Compute a custom loss in this process from the log-probabilities of all data, and accumulate its gradient.
@@ -91,6 +98,9 @@ class TrainingClient:
         A first pass computes the log-probabilities. With C, the gradient of the loss with respect to them, a second pass runs
         the linear loss sum(C * logprobs), which has the same gradient and is reported as `surrogate_loss:sum`.
         """
+        check_data(data)
+        if not callable(loss):
+            raise TypeError(f"loss: must be a function of data and log-probabilities (got {shown(loss)}). Pass the function.")
         return self._submit(lambda: self._custom(data, loss))
 
     def compute_logprobs(
@@ -103,10 +113,18 @@ class TrainingClient:
             at_version: version kept by `keep_weights`, or `ema` for the moving average that `algorithm.ema_decay` maintains;
                 None uses the current weights.
         """
+        check_data(data)
+        if at_version is not None and at_version != "ema":
+            check_count("at_version", at_version, 'Give a version from keep_weights, "ema" or None.', least=0)
         return self._submit(lambda: self._logprobs(data, at_version))
 
     def optim_step(self, adam_params: AdamParams) -> asyncio.Task[OptimUpdate]:
-        """Take an optimizer step with the accumulated gradient, then clear it. The options apply to this step only."""
+        """Take an optimizer step with the accumulated gradient, then clear it. The options apply to this step only.
+
+        If the gradient is 0, for example without an earlier `forward_backward`, weights and optimizer state stay as they are,
+        because momentum alone would move the weights. The version increases, and `OptimUpdate.is_empty` is true.
+        """
+        check_type("adam_params", adam_params, AdamParams, "AdamParams", "Use optim_step(AdamParams(learning_rate=1e-5)).")
         after = None if self._weights is None else self._weights.pushed  # the last push reads the weights
         return self._submit(lambda: self._trainer.optim_step(adam_params, after))
 
@@ -116,6 +134,7 @@ class TrainingClient:
 
     def save_state(self, name: str) -> asyncio.Task[Path]:
         """Save model and optimizer under a name; the task returns the path for `load_state` or `load_state_with_optimizer`."""
+        _check_name(name)
         return self._submit(lambda: self._written(self._trainer.save_state, self._folder / "states" / name))
 
     def load_state(self, path: Path) -> asyncio.Task[int]:
@@ -124,14 +143,17 @@ class TrainingClient:
         This is the state's version, or a newer one if needed to exceed every published version, so that a version never refers
         to two different sets of weights.
         """
-        return self._submit(lambda: self._load(path, with_optimizer=False))
+        check_type("path", path, str | Path, "a path", "Give the path that save_state returned.")  # type: ignore[arg-type]
+        return self._submit(lambda: self._load(Path(path), with_optimizer=False))
 
     def load_state_with_optimizer(self, path: Path) -> asyncio.Task[int]:
         """Load weights and optimizer of a state; the task returns the version, like `load_state`."""
-        return self._submit(lambda: self._load(path, with_optimizer=True))
+        check_type("path", path, str | Path, "a path", "Give the path that save_state returned.")  # type: ignore[arg-type]
+        return self._submit(lambda: self._load(Path(path), with_optimizer=True))
 
     def export(self, name: str = "final") -> asyncio.Task[Path]:
         """Write the policy as a Hugging Face directory, with adapters merged; the task returns its path."""
+        _check_name(name)
         return self._submit(lambda: self._written(self._trainer.export_model, self._folder / "checkpoints" / name))
 
     def publish(self) -> asyncio.Task[SamplingClient]:
@@ -217,6 +239,26 @@ class TrainingClient:
 
 async def _nothing() -> None:
     """Free no slots, because custom loops have none."""
+
+
+def _checked_pass(
+    data: object, loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None
+) -> tuple[str | Plugin, Mapping[str, Any]]:
+    """Check the arguments of a pass; return its loss, and the options of the loss."""
+    check_data(data)
+    if not (isinstance(loss_fn, str) or callable(loss_fn)):
+        raise TypeError(f"loss_fn: must be the name of a loss or a function (got {shown(loss_fn)}). Use a name such as ppo.")
+    options = {} if loss_fn_config is None else loss_fn_config
+    check_type("loss_fn_config", options, Mapping, "a mapping of option names to values", 'Use {"clip_low": 0.2} or None.')
+    return _named_loss(loss_fn), options
+
+
+def _check_name(name: object) -> None:
+    """Raise unless the name of a folder is one part of a path, so that the folder lies in the run directory."""
+    fix = "Give a name such as step-10."
+    check_type("name", name, str, "a text", fix)
+    if name != Path(str(name)).name or name in ("", ".", "..") or "\0" in str(name):
+        raise ValueError(f"name: must be the name of a folder, without / (got {name!r}). {fix}")
 
 
 def _named_loss(loss: "LossFunction") -> str | Plugin:

@@ -8,10 +8,11 @@ NOTABLE = 0.15
 """Difference between the idle fractions of trainer and generators above which `advice` suggests moving devices."""
 
 
-def balance_line(rows: Rows) -> str:
+def balance_line(rows: Rows, max_staleness: int) -> str:
     """Summarize the idle fractions of trainer and generators, with advice; return an empty string without these metrics.
 
     The fractions are medians over the steps. The first fifth is left out, because caches are cold and the buffer is filling.
+    `max_staleness` is the configured bound: a short asynchronous run may have no stale token.
     """
     steps = rows[len(rows) // 5 :]
     trainer, generators = ([value for _, value in series(steps, f"perf/{role}_idle_frac")] for role in ("trainer", "generator"))
@@ -19,9 +20,9 @@ def balance_line(rows: Rows) -> str:
         return ""
     idle = median(trainer), median(generators)
     shares = f"trainer {idle[0]:.0%}, generators {idle[1]:.0%} of the time (median)"
-    if not (ages := [value for _, value in series(steps, "staleness/max")]):  # a distillation is always synchronous
+    if not series(steps, "staleness/max"):  # a distillation is always synchronous
         return shares
-    return f"{shares}; {advice(*idle, synchronous=max(ages) == 0)}"
+    return f"{shares}; {advice(*idle, synchronous=max_staleness == 0)}"
 
 
 def advice(trainer_idle: float, generator_idle: float, *, synchronous: bool) -> str:

@@ -34,7 +34,7 @@ class Outcome:
     """Files that could not be read or written, one message each."""
 
 
-def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcome:
+def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int, max_staleness: int = 0) -> Outcome:
     """Write the report of a run, if it recorded any metrics, and return its result.
 
     This function does not raise, so that a full disk or a damaged file cannot hide why the run failed. Such problems are listed
@@ -45,6 +45,7 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
         code: Exit code of the run.
         cause: Reason for a nonzero exit code.
         num_steps: Policy version at which training is complete.
+        max_staleness: Configured bound on staleness.
     """
     rows: Rows = []
     sentence, idle, failed, report = "", "", "", None
@@ -52,7 +53,11 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int) -> Outcom
     try:
         metrics = run_dir / "metrics.jsonl"
         rows = by_step(read_metrics(metrics)) if metrics.exists() else []
+<<<<<<< HEAD
         sentence, idle, failed = learned(rows), balance_line(rows), failed_rewards(rows)
+=======
+        sentence, idle = learned(rows), balance_line(rows, max_staleness)
+>>>>>>> 916a17f (Refuse wrong arguments of session, data and learning rate before anything is sent, and say what a name of another key is)
     except Exception as error:  # a damaged file must not hide why the run failed
         problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")
     if code != 0:
