@@ -79,15 +79,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     parser.add_argument("--steps", type=int, default=10_000, help="number of steps")
-    parser.add_argument("--skip", type=int, default=2_000, help="steps at the start that the slopes exclude")
+    parser.add_argument("--skip", type=int, help="steps at the start that the slopes exclude; by default half of the steps")
     parser.add_argument(
         "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-", ignore_cleanup_errors=True) as folder:
-        result = measure(Path(folder), arguments.steps, arguments.skip, arguments.overrides)
-    shown = {**result, "processes": {name: row | {"samples": len(row["samples"])} for name, row in result["processes"].items()}}
-    write_result(arguments.json, "growth", result, shown=shown)
+        skip = arguments.steps // 2 if arguments.skip is None else arguments.skip
+        result = measure(Path(folder), arguments.steps, skip, arguments.overrides)
+    write_result(arguments.json, "growth", result)
 
 
 def measure(folder: Path, num_steps: int, skip: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -119,13 +119,10 @@ def measure(folder: Path, num_steps: int, skip: int, overrides: Sequence[str]) -
 
 
 def figures(series: Mapping[str, Series], skip: int) -> dict[str, Any]:
-    """Return the figures of each process that lived through the measured steps."""
+    """Return the figures of each process that lived through the measured steps; those without a name are children of others."""
     last = max(taken.steps[-1] for taken in series.values())
-    return {
-        name: taken.figures(skip) | {"samples": [taken.steps, taken.resident_bytes]}
-        for name, taken in sorted(series.items())
-        if taken.steps[0] <= skip and taken.steps[-1] == last
-    }
+    lasting = {name: taken for name, taken in sorted(series.items()) if taken.steps[0] <= skip and taken.steps[-1] == last}
+    return {name: taken.figures(skip) for name, taken in lasting.items()}
 
 
 class StepCounter:

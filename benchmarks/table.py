@@ -189,6 +189,28 @@ def hosts_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + f"\n\n`python -m benchmarks.hosts --json FILE`, {where_text}."
 
 
+def growth_table(result: Mapping[str, Any]) -> str:
+    """Return the slopes of the processes of a long run, one row per role."""
+    named = {name: row for name, row in result["processes"].items() if not name.startswith("child")}
+    children = [row for name, row in result["processes"].items() if name.startswith("child")]
+    lines = [
+        "| process | resident memory, bytes per prompt | standard error | open descriptors | threads |",
+        "|---|---|---|---|---|",
+        *(f"| {name} | {growth_cells(row)} |" for name, row in named.items()),
+    ]
+    largest = max(abs(row["bytes_per_prompt"]) for row in children)
+    text = f"The {len(children)} other processes grew by at most {largest:.1f} bytes per prompt."
+    steps = f"{result['steps']:,} steps, slopes over the last {result['steps'] - result['skipped_steps']:,}"
+    command = f"`python -m benchmarks.growth --json FILE`, {steps}, {where(result['machine'])}."
+    return "\n".join([*lines, "", f"{text} {command}"])
+
+
+def growth_cells(row: Mapping[str, Any]) -> str:
+    """Return slope, standard error, descriptors and threads of a process."""
+    spreads = (f"{row[name]['min']} to {row[name]['max']}" for name in ("descriptors", "threads"))
+    return " | ".join([f"{row['bytes_per_prompt']:.1f}", f"{row['standard_error']:.1f}", *spreads])
+
+
 def bytes_text(case: Mapping[str, Any], name: str) -> str:
     """Return a number of bytes, or a dash if it was not measured."""
     return f"{case[name]:,.0f}" if name in case else "-"
@@ -200,6 +222,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "docs/async.md": ("async_reward.json", reward_table),
     "docs/faults.md": ("chaos.json", chaos_table),
     "docs/howto/placement.md": ("hosts.json", hosts_table),
+    "docs/architecture.md": ("growth.json", growth_table),
 }
 """Baseline file of each document, and the function that formats it as a table."""
 

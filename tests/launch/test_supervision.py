@@ -16,6 +16,7 @@ from typing import Any
 import monarch.actor
 import psutil
 import pytest
+from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 from monarch.actor import ActorError, ProcMesh
 
 from tests.launch.patients import running_patient
@@ -23,6 +24,7 @@ from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint
 from titanrl.errors import describe
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
+from titanrl.launch.patience import POLL
 from titanrl.launch.probes import Replaceable
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Supervisor
 
@@ -157,7 +159,10 @@ def test_deadline_error_names_the_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_death_fails_all_requests_of_its_run_only(tmp_path: Path, is_killed: bool) -> None:
+def test_death_fails_all_requests_of_its_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool) -> None:
+    monkeypatch.setenv(POLL, "1s")  # as in runs over several hosts; on one machine, torchmonarch would report it in an hour
+    reload_config_from_env()
+
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         pid = await supervisor.ask("pid", patient.pid.call_one(), 30)
         waiting = asyncio.create_task(supervisor.ask("patient.hang", patient.hang.call_one(), 60))
