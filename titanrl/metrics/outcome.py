@@ -53,11 +53,7 @@ def summarize(run_dir: Path, *, code: int, cause: str, num_steps: int, max_stale
     try:
         metrics = run_dir / "metrics.jsonl"
         rows = by_step(read_metrics(metrics)) if metrics.exists() else []
-<<<<<<< HEAD
-        sentence, idle, failed = learned(rows), balance_line(rows), failed_rewards(rows)
-=======
-        sentence, idle = learned(rows), balance_line(rows, max_staleness)
->>>>>>> 916a17f (Refuse wrong arguments of session, data and learning rate before anything is sent, and say what a name of another key is)
+        sentence, idle, failed = learned(rows), balance_line(rows, max_staleness), failed_rewards(rows)
     except Exception as error:  # a damaged file must not hide why the run failed
         problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")
     if code != 0:
