@@ -13,11 +13,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from titanrl.arguments import shown
 from titanrl.replay.batches import Draw, EmptyReplayError, ReplayStats
 from titanrl.replay.trees import Floats, Integers, PriorityTree
 
@@ -46,8 +48,14 @@ class ReplayIndex:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty index. `ReplayOptions` describes the options; `clock` returns the time for leases in seconds."""
+        require_integer("capacity", capacity)
         require(capacity >= 1, "capacity", capacity, "Use at least 1.")
+        require_integer("beta_steps", beta_steps)
         require(beta_steps >= 1, "beta_steps", beta_steps, "Use at least 1.")
+        for name, value in {"eps": eps, "initial_priority": initial_priority, "alpha": alpha}.items():
+            require_number(name, value)
+        if max_staleness is not None:
+            require_integer("max_staleness", max_staleness)
         require(0.0 <= eps < np.inf, "eps", eps, "Use a finite number of at least 0.")
         require(0.0 < initial_priority < np.inf, "initial_priority", initial_priority, "Use a finite number above 0.")
         require(max_staleness is None or max_staleness >= 0, "max_staleness", max_staleness, "Use at least 0, or None.")
@@ -55,6 +63,8 @@ class ReplayIndex:
         self.changed = threading.Condition()
         """Lock for all metadata. It is notified when items become available or reservations end."""
         self._beta_ends = beta if isinstance(beta, tuple) else (beta, beta)
+        for value in self._beta_ends:
+            require_number("beta", value)
         require(min(self._beta_ends) >= 0.0, "beta", beta, "Use numbers of at least 0.")
         self._beta_steps = beta_steps
         self._eps = eps
@@ -107,6 +117,7 @@ class ReplayIndex:
 
     def set_step(self, step: int) -> None:
         """Set the learner step. Several learners may report the same step; beta advances once."""
+        require_integer("step", step)
         require(step >= 0, "step", step, "Use the number of optimizer steps.")
         self._step = step
 
@@ -120,6 +131,7 @@ class ReplayIndex:
 
         A version older than the current one has no effect.
         """
+        require_integer("version", version)
         require(version >= 0, "version", version, "Use the number of published versions.")
         with self.changed:
             before, self._version = self._oldest_version, max(version, self._version)
@@ -145,6 +157,8 @@ class ReplayIndex:
     def reserve(self, num_items: int, lease_s: float | None = None) -> Integers:
         """Reserve the next slots and return their handles. Items in these slots are removed."""
         self.check_count(num_items)
+        if lease_s is not None:
+            require_number("lease_s", lease_s)
         require(lease_s is None or 0.0 < lease_s < np.inf, "lease_s", lease_s, "Use a number of seconds above 0, or None.")
         with self.changed:
             first = self._next
@@ -235,7 +249,9 @@ class ReplayIndex:
         Raises:
             EmptyReplayError: No item could be sampled in time.
         """
+        require_integer("batch_size", batch_size)
         require(batch_size >= 1, "batch_size", batch_size, "Use at least 1.")
+        require_number("timeout_s", timeout_s)
         with self.changed:
             if not self._can_sample():
                 if timeout_s > 0.0:
@@ -311,6 +327,8 @@ class ReplayIndex:
         Raises:
             ValueError: The capacities differ.
         """
+        if not (isinstance(state, Mapping) and "capacity" in state):
+            raise ValueError("state: not the state of a replay buffer. Use what state_dict() returned.")
         saved = state["capacity"]
         require(saved == self.capacity, "capacity", self.capacity, f"Use {saved}, as in the saved buffer.")
 
@@ -340,13 +358,14 @@ class ReplayIndex:
         Raises:
             ValueError: They are not handles of this buffer.
         """
-        numbers = np.array(handles, np.int64)
+        numbers = _as_array("handles", handles, np.int64, "Use handles returned by extend, reserve or sample.")
         if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < self._next):
             raise ValueError("handles: not handles of this buffer. Use handles returned by extend, reserve or sample.")
         return numbers
 
     def check_count(self, num_items: int) -> None:
         """Check the size of a reservation."""
+        require_integer("num_items", num_items)
         require(1 <= num_items <= self.capacity, "num_items", num_items, f"Use 1 to {self.capacity}.")
 
     @property
@@ -406,7 +425,7 @@ class ReplayIndex:
     def _checked_priorities(self, priorities: npt.ArrayLike | None, count: int) -> Floats:
         if priorities is None:
             return np.full(count, self._max_priority)
-        values = np.abs(np.asarray(priorities, np.float64))
+        values = np.abs(_as_array("priorities", priorities, np.float64, "Use one number per item."))
         if values.shape != (count,):
             raise ValueError(f"priorities: must have one value per item (got shape {list(values.shape)} for {count} items).")
         if count and not values.max() < np.inf:
@@ -414,7 +433,8 @@ class ReplayIndex:
         return values
 
     def _checked_versions(self, versions: npt.ArrayLike | None, count: int) -> Integers:
-        values = np.asarray(self._version if versions is None else versions, np.int64)
+        given = self._version if versions is None else versions
+        values = _as_array("versions", given, np.int64, "Use the policy version of the items, or one per item.")
         if values.shape not in {(), (count,)}:
             raise ValueError(f"versions: must be one value or one per item (got shape {list(values.shape)} for {count} items).")
         return np.broadcast_to(values, (count,))
@@ -425,7 +445,35 @@ def _reserved(numbers: Integers) -> Integers:
     return NO_ITEM - 1 - numbers
 
 
+def _as_array(key: str, values: npt.ArrayLike, dtype: type[Any], fix: str) -> npt.NDArray[Any]:
+    """Return numbers as a new array.
+
+    Raises:
+        TypeError: They are not numbers.
+    """
+    try:
+        found = np.array(values)
+    except ValueError:  # lists of different lengths
+        found = np.array(None)
+    if not np.issubdtype(found.dtype, np.number):
+        raise TypeError(f"{key}: not numbers (got {shown(values)}). {fix}")
+    return found.astype(dtype)
+
+
+def require_integer(key: str, value: object) -> None:
+    """Raise a `TypeError` unless a value is an integer."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{key}: must be an integer (got {shown(value)}). Pass an int.")
+
+
+def require_number(key: str, value: object) -> None:
+    """Raise a `TypeError` unless a value is a number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{key}: must be a number (got {shown(value)}). Pass a float.")
+
+
 def _checked_alpha(alpha: float) -> float:
+    require_number("alpha", alpha)
     require(0.0 <= alpha < np.inf, "alpha", alpha, "Use a finite number of at least 0.")
     return alpha
 
