@@ -327,7 +327,8 @@ class ReplayIndex:
         Raises:
             ValueError: The capacities differ.
         """
-        if not (isinstance(state, Mapping) and "capacity" in state):
+        given: object = state
+        if not (isinstance(given, Mapping) and "capacity" in given):
             raise ValueError("state: not the state of a replay buffer. Use what state_dict() returned.")
         saved = state["capacity"]
         require(saved == self.capacity, "capacity", self.capacity, f"Use {saved}, as in the saved buffer.")
@@ -425,7 +426,7 @@ class ReplayIndex:
     def _checked_priorities(self, priorities: npt.ArrayLike | None, count: int) -> Floats:
         if priorities is None:
             return np.full(count, self._max_priority)
-        values = np.abs(_as_array("priorities", priorities, np.float64, "Use one number per item."))
+        values: Floats = np.abs(_as_array("priorities", priorities, np.float64, "Use one number per item."))
         if values.shape != (count,):
             raise ValueError(f"priorities: must have one value per item (got shape {list(values.shape)} for {count} items).")
         if count and not values.max() < np.inf:
