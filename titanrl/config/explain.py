@@ -139,7 +139,11 @@ def _where_it_belongs(path: Location, value: str) -> str:
         return f"{value} uses {key}={inline(chosen)}: set that, or set algorithm.preset to {value}, which sets all of its keys"
     section = section_at(path[:-1])
     siblings = [sibling for sibling in (section.keys if section else ()) if value in _choices((*path[:-1], sibling))]
-    return f"{value} is a value of {dotted((*path[:-1], siblings[0]))}: set it there, and choose one of them for {key}" if siblings else ""
+    return (
+        f"{value} is a value of {dotted((*path[:-1], siblings[0]))}: set it there, and choose one of them for {key}"
+        if siblings
+        else ""
+    )
 
 
 def _choices(path: Location) -> list[str]:
