@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from titanrl.actors import Answer, Asked, portable
+from titanrl.launch.hosts import local_host
 
 
 class FakeEndpoint:
     """Endpoint of functions, one per rank, whose results it sends as real endpoints do."""
 
     def __init__(self, *ranks: Callable[..., Any]) -> None:
+        local_host()  # makes the sockets of this process private, before its first port opens
         self._ranks = ranks
         self._tasks: set[asyncio.Task[None]] = set()
 
