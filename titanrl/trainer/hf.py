@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -17,7 +16,7 @@ from titanrl.data.tokenizer import export_stop_ids
 from titanrl.device import Device
 from titanrl.models.directory import ModelDirectory
 from titanrl.trainer.model import PolicyModel, build_model, checkpoint_state
-from titanrl.trainer.storage import storage_errors
+from titanrl.trainer.storage import on_first_rank, storage_errors
 from titanrl.trainer.titan_config import torch_dtype
 from titanrl.trainer.unwritten import MARKS, unwritten
 
@@ -107,22 +106,26 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
         target: Directory to write.
         dtype: Dtype of the weights, also in config.json.
     """
-    partial, is_first = target.with_name(target.name + ".partial"), torch.distributed.get_rank() == 0
-    with storage_errors("export the model", target):
-        if is_first and partial.exists():
+    partial, what = target.with_name(target.name + ".partial"), "export the model"
+
+    def begin() -> None:
+        if partial.exists():
             shutil.rmtree(partial)  # torch would merge the shards of an earlier attempt into the model
-        torch.distributed.barrier()
+
+    def complete() -> None:
+        shutil.rmtree(partial / "sharded", ignore_errors=True)
+        _copy_files(model_dir, partial)
+        _write_config(model_dir, partial, dtype)
+        export_stop_ids(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+
+    on_first_rank(what, target, begin)
+    with storage_errors(what, target):
         writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)
         weights = {name: value.to(torch_dtype(dtype)) for name, value in model.adapter.to_hf(model.weights()).items()}
         dcp.save(weights, storage_writer=writer)
-        if is_first:
-            shutil.rmtree(partial / "sharded", ignore_errors=True)
-            _copy_files(model_dir, partial)
-            _write_config(model_dir, partial, dtype)
-            export_stop_ids(partial)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-    torch.distributed.barrier()
+    on_first_rank(what, target, complete)
 
 
 def _copy_files(model_dir: Path, target: Path) -> None:

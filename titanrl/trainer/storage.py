@@ -1,10 +1,11 @@
 """Convert failures of torch's distributed checkpointing to a one-line error that names the folder and the cause."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanrl.errors import TitanRLError, describe
@@ -38,6 +39,28 @@ def storage_errors(what: str, folder: Path) -> Iterator[None]:
         raise StorageError(f"cannot {what} in {folder}: {describe(cause)[:MAX_TEXT]} on rank {rank}{_free(folder)}") from error
     except (OSError, RuntimeError) as error:  # torch's archive writer raises RuntimeError
         raise StorageError(f"cannot {what} in {folder}: {describe(error)[:MAX_TEXT]}{_free(folder)}") from error
+
+
+def on_first_rank(what: str, folder: Path, action: Callable[[], None]) -> None:
+    """Run an action on the first rank, and raise its `StorageError` on every rank, so that no rank waits for a failed one.
+
+    This is a collective. The other ranks return when the action has ended.
+
+    Args:
+        what: Action for the message; see `storage_errors`.
+        folder: Folder that is written or read.
+        action: Function that writes or reads files.
+    """
+    failed: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            with storage_errors(what, folder):
+                action()
+        except StorageError as error:
+            failed = [str(error)]
+    dist.broadcast_object_list(failed)
+    if failed[0] is not None:
+        raise StorageError(failed[0])
 
 
 def _free(folder: Path) -> str:
