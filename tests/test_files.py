@@ -4,6 +4,8 @@ import errno
 import hashlib
 import json
 import os
+import resource
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -96,10 +98,16 @@ def test_rewritten_folder_is_incomplete(tmp_path: Path) -> None:
 def test_failed_replacement_keeps_old_text_and_names_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     replace_text(path, "old", durable=True)
-    (tmp_path / "state.json.partial").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: '.*state\.json'") as raised:
-        replace_text(path, "new", durable=True)
-    assert raised.value.errno == errno.ENOSPC
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # which would end this process
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        with pytest.raises(OSError, match=r"File too large: '.*state\.json'") as raised:
+            replace_text(path, "new", durable=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert raised.value.errno == errno.EFBIG
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
 

@@ -122,7 +122,7 @@ def test_valid_hooks_are_accepted() -> None:
 @pytest.mark.parametrize("rate", [-1e-6, math.nan, math.inf])
 def test_learning_rate_must_be_finite(rate: float) -> None:
     run = object.__new__(GRPO)
-    with pytest.raises(ValueError, match=r"^set_learning_rate: not a finite number >= 0 \(got "):
+    with pytest.raises(ValueError, match=r"^set_learning_rate: must be a finite number >= 0 \(got "):
         run.set_learning_rate(rate)
 
 

@@ -104,7 +104,7 @@ def test_dry_run_notes_unused_weights_of_policy_and_teacher(capsys: pytest.Captu
     add_changed_weights(model, "model-old.safetensors")
     Path("teacher/pytorch_model.bin").touch()
     config = load_config("distill_quickstart", ["model.path=model", "distill.teacher.path=teacher", "warm_start=null"])
-    dry_run(config, None, lambda: "")
+    dry_run(config, None, lambda: ("", [], {}))
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert notes == [
         "note: model: the weights are those of model.safetensors. Not read: model-old.safetensors",

@@ -201,7 +201,7 @@ def test_invalid_line_exits_with_2_before_start(
     assert text == (
         f'override {override}: sft.path="{bad}"\n'
         f"  rule: {bad}:2: completion is missing\n"
-        "  fix:  add it; every line must have prompt and completion, or messages\n"
+        "  fix:  add it; every row must have prompt and completion, or messages (sft.columns names other columns)\n"
     )
     assert not output.exists()
 

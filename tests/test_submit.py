@@ -63,7 +63,7 @@ def test_submitted_run_starts_without_a_checkpoint(tmp_path: Path) -> None:
     run_dir = prepare(config(tmp_path), None)
     assert run_dir == tmp_path / "job"
     assert resumable(run_dir).state == FIRST
-    assert load_config(run_dir / "config.yaml") == config(tmp_path)
+    assert load_config(run_dir / "config.yaml") == config(tmp_path, f"cache_dir={Path.cwd()}/cache")  # paths are absolute
     (run_dir / JOB_SCRIPT).unlink()
     with pytest.raises(ConfigError, match="no intact checkpoint"):
         resumable(run_dir)

@@ -249,7 +249,10 @@ def test_impossible_trainers_and_generators(tmp_path: Path, text: str, keys: str
     ("changes", "rule"),
     [
         (["data.system_prompt=Add."], "rule: the environment writes the messages of the conversation"),
-        (["data.rewards={truncated: exact}"], "must not be one of mean, error_frac, turns, truncated"),
+        (
+            ["data.rewards={truncated: exact}"],
+            "must not be one of mean, error_frac, num_errors, num_completions",
+        ),
         (["data.environment.truncated_reward=.inf"], "data.environment.truncated_reward"),
     ],
 )

@@ -194,10 +194,10 @@ class SamplingClient:
         check_number("min_p", min_p, "0 disables it.", least=0.0, below=1.0)
         if seed is not None:
             check_count("seed", seed, "None draws a random seed.", least=0)
-        for index, value in enumerate(check_list("stop", stop, "texts and token ids", 'Use ["\\n"].')):
-            check_type(f"stop[{index}]", value, (str, int), "a text or a token id", 'Use ["\\n"].')
         rollout = self._sampler.config.rollout
-        stop = rollout.stop if stop is None else stop
+        stop = rollout.stop if stop is None else check_list("stop", stop, "texts and token ids", 'Use ["\\n"].')
+        for index, value in enumerate(stop):
+            check_type(f"stop[{index}]", value, (str, int), "a text or a token id", 'Use ["\\n"].')
         decode = partial(
             self.tokenizer.decode_completion, stop=stop, keep_stop=rollout.keep_stop if keep_stop is None else keep_stop
         )
