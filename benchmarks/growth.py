@@ -6,6 +6,7 @@ which caches fill. The standard errors allow for correlated samples (Newey and W
 """
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -107,7 +108,8 @@ def measure(folder: Path, num_steps: int, skip: int, overrides: Sequence[str]) -
             sample(run_dir, process.pid, step, series)
         elif not step and time.monotonic() - started > START_LIMIT_S:
             process.kill()
-        time.sleep(LOOK_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LOOK_S)
     if process.returncode:
         raise RuntimeError(f"the run failed with exit code {process.returncode}:\n{output.read_text()[-3000:]}")
     return {
