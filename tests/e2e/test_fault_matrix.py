@@ -36,6 +36,7 @@ COMMON = (
     "logging.console=off",
     "algorithm.learning_rate=1e-7",  # thousands of steps must not take the signal from the groups
     "faults.max_respawns=10000",
+    "sandbox.groups_per_process=64",  # a zygote that does nothing is missed within seconds
     "faults.min_stall_s=5",
     "faults.stall_factor=3",  # of the first replies, which take seconds
     "data.rewards={answer: reasoning_gym, fault: {function: fault_reward:score, weight: 0.0}}",

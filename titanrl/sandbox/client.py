@@ -25,8 +25,8 @@ from titanrl.sandbox.zygote import COUNT, END, GROUP, RAW, READY, TOKENS, Zygote
 
 FORK_DEADLINE_S = 60.0
 """Maximum wait for a scoring process to become ready, in seconds."""
-_LOOK_S = 5.0
-"""Part of this wait after which the state of the zygote is read, in seconds."""
+_LOOK_S = 1.0
+"""Part of this wait after which the state of the zygote is read, in seconds; less than the deadline of any request."""
 
 _LOAD_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 5.0
